@@ -1,0 +1,6 @@
+"""What the tests of tidemill share: a process-group runner and tiny checkpoints."""
+
+from tidemill_testing.ranks import run_ranks
+from tidemill_testing.tiny import tiny_model
+
+__all__ = ["run_ranks", "tiny_model"]

@@ -1,0 +1,95 @@
+"""Runs a function on several gloo ranks of this machine."""
+
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+_PRELOAD = ["torch", "torch.distributed.fsdp", "tensordict", "transformers.models.qwen3.modeling_qwen3"]
+
+
+def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        fn, args = cloudpickle.loads(payload)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        try:
+            results.put((rank, True, cloudpickle.dumps(fn(*args))))
+        finally:
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - it is sent to the parent, which raises it
+        results.put((rank, False, traceback.format_exc()))
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
+
+    The processes are forked from a server that has torch and transformers imported already, so that starting them
+    takes a fraction of a second after the first call. RANK, LOCAL_RANK and WORLD_SIZE are set.
+
+    Returns:
+        What `fn` returned on each rank, in rank order (plain data or CPU tensors).
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message), died, or did not finish within `timeout_s`.
+    """
+    module = sys.modules.get(fn.__module__)
+    by_value = module is not None and not fn.__module__.startswith("tidemill")
+    if by_value:  # test modules cannot be imported by name in another process
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        payload = cloudpickle.dumps((fn, args))
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="tidemill-ranks-") as folder:
+        results = context.Queue()
+        store = str(Path(folder) / "store")
+        processes = [
+            context.Process(target=_rank_main, args=(payload, rank, world_size, store, results), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, time.monotonic() + timeout_s, timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: float) -> list[Any]:
+    world_size = len(processes)
+    values: dict[int, Any] = {}
+    while len(values) < world_size:
+        try:
+            rank, ok, value = results.get(timeout=0.2)
+        except queue.Empty:
+            missing = sorted(set(range(world_size)) - set(values))
+            dead = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
+            if dead:
+                codes = {rank: processes[rank].exitcode for rank in dead}
+                raise RuntimeError(f"ranks died without a result; exit codes {codes}") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks {missing} of {world_size} did not finish within {timeout_s} s") from None
+            continue
+        if not ok:
+            raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
+        values[rank] = cloudpickle.loads(value)
+    return [values[rank] for rank in range(world_size)]

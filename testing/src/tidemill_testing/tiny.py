@@ -1,0 +1,43 @@
+"""Tiny random checkpoints in Hugging Face format."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_model(
+    path: Path, family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Writes a random model of `family` ("qwen2", "qwen3" or "llama") to `path` and returns `path`.
+
+    `overrides` are fields of the family's Hugging Face config. Weights are drawn with a standard deviation of 0.1, so
+    that logits differ visibly between tokens.
+    """
+    import transformers
+
+    config_cls, model_cls = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[family]
+    fields = dict(_DEFAULTS, **({} if family == "qwen2" else {"head_dim": 16}), **overrides)
+    config = config_cls(**fields, initializer_range=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_cls(config).to(dtype)
+    model.save_pretrained(path)
+    return path
