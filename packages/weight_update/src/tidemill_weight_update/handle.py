@@ -1,0 +1,44 @@
+"""What travels to an engine instead of the bytes: a small picklable description of a filled bucket."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill_weight_update.bucket import TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of the sender that other processes of this machine and user can map as the file `path`."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaMemory:
+    """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
+
+    `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID in
+    the place of its index, as SGLang's `monkey_patch_torch_reductions` expects: device numbers differ by process.
+    """
+
+    device_uuid: str
+    num_bytes: int
+    rebuild_args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketHandle:
+    """A filled bucket of the sender. Valid until `load_bucket` returns.
+
+    Attributes:
+        index: position in the update, from 0.
+        entries: the tensors and their byte ranges in `memory`.
+        memory: where the bytes are.
+        weight_version: set on the last bucket of an update only: what the engine reports once it has loaded it.
+    """
+
+    index: int
+    entries: tuple[TensorEntry, ...]
+    memory: HostMemory | CudaMemory
+    weight_version: str | None

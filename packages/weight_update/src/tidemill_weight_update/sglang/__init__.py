@@ -1,0 +1,6 @@
+"""Engine clients for stock SGLang. Importing this does not import sglang."""
+
+from tidemill_weight_update.sglang.http import HttpEngine
+from tidemill_weight_update.sglang.local import LocalEngine
+
+__all__ = ["HttpEngine", "LocalEngine"]
