@@ -1,0 +1,56 @@
+"""Small collectives over plain data: what the ranks must agree on before they enter a large one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, FileNotFoundError, OSError)
+}
+
+
+def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the picklable `value` of every rank of `group` in rank order. Collective over `group` (gloo)."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises on every rank of `group` if any rank brings an error, so that no rank waits for one that has left.
+
+    The failing rank raises its own error; the others raise one of the same built-in kind (RuntimeError for a kind of
+    its own) that names the rank. Collective over `group`.
+    """
+    raise_first(gather(describe(error), group), error)
+
+
+def describe(error: Exception | None) -> tuple[str, str] | None:
+    """The kind and message of `error`, to be sent to the other ranks."""
+    if error is None:
+        return None
+    kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), "RuntimeError")
+    return kind, str(error)
+
+
+def raise_first(described: list[tuple[str, str] | None], own: Exception | None) -> None:
+    """Raises `own`, or else the first error that a rank described; returns if there is none."""
+    if own is not None:
+        raise own
+    for rank, item in enumerate(described):
+        if item is not None:
+            kind, message = item
+            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {message}")
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Runs a block without collectives on every rank; an error of one is raised on all. Collective over `group`."""
+    error = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised below, on every rank
+        error = caught
+    raise_together(error, group)

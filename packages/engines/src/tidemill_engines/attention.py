@@ -1,0 +1,157 @@
+"""Causal attention over packed rows, registered with transformers as "tidemill_varlen"."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+NAME = "tidemill_varlen"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedLayout:
+    """Where the rows of a packed micro-batch lie; the same for all layers, so built once per micro-batch.
+
+    Attributes:
+        cu_seqlens: [B + 1] int32, the start of each row and the end of the last; no row is empty.
+        max_length: tokens of the longest row.
+        padded_index: [N] int64, where each token lies in a right-padded [B * max_length] layout.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_length: int
+    padded_index: torch.Tensor
+
+    @classmethod
+    def from_lengths(cls, lengths: torch.Tensor, device: torch.device) -> "PackedLayout":
+        """Builds the layout of rows of `lengths` ([B] int64 on the CPU, all positive)."""
+        max_length = int(lengths.max())
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+        row_shift = torch.arange(len(lengths)) * max_length - cu_seqlens[:-1]
+        padded_index = torch.arange(int(cu_seqlens[-1])) + row_shift.repeat_interleave(lengths)
+        return cls(
+            cu_seqlens=cu_seqlens.to(device, torch.int32, non_blocking=True),
+            max_length=max_length,
+            padded_index=padded_index.to(device, non_blocking=True),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="tidemill_varlen"` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, varlen_attention_forward)
+
+
+def varlen_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tidemill_layout: PackedLayout,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each row of a packed micro-batch, in the signature of transformers' attention registry.
+
+    Args:
+        query: [1, H, N, D]; key and value: [1, H_kv, N, D], where H_kv divides H.
+        attention_mask: must be None; the layout says it all.
+        dropout: must be 0 on the CUDA path, which has none.
+        sliding_window: tokens that a token sees, itself included; None means all of its row.
+
+    Returns:
+        The output [1, N, H, D], and None for the weights.
+
+    Raises:
+        ValueError: a mask, or dropout where it is not supported.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"{NAME} takes packed rows without an attention mask; got one of {tuple(attention_mask.shape)}"
+        )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if dropout:
+            raise ValueError(f"{NAME} has no attention dropout on CUDA; set attention_dropout to 0, not {dropout}")
+        out = varlen_cuda(q, k, v, tidemill_layout, scaling, sliding_window)
+    else:
+        out = varlen_padded(q, k, v, tidemill_layout, scaling, sliding_window, dropout)
+    return out.unsqueeze(0), None
+
+
+def varlen_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """torch's variable-length attention for half precision on CUDA; shapes as in `varlen_padded`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if sliding_window is None else sliding_window - 1
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(left, 0),
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def varlen_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention through a right-padded [B, H, L, D] copy, for devices and dtypes without a varlen kernel.
+
+    The padding lies behind every real token, so the causal order alone keeps it from being seen. Only the attention
+    is padded; every other layer runs on the N real tokens.
+
+    Args:
+        q: [N, H, D]; k and v: [N, H_kv, D].
+
+    Returns:
+        [N, H, D].
+    """
+    num_rows, length = layout.num_rows, layout.max_length
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        padded = x.new_zeros(num_rows * length, *x.shape[1:]).index_copy(0, layout.padded_index, x)
+        return padded.view(num_rows, length, *x.shape[1:]).transpose(1, 2)
+
+    mask = None
+    if sliding_window is not None and sliding_window < length:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+    out = F.scaled_dot_product_attention(
+        pad(q),
+        pad(k),
+        pad(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).reshape(num_rows * length, *q.shape[1:]).index_select(0, layout.padded_index)

@@ -1,0 +1,219 @@
+"""What every training engine offers, and the parts of a step that do not depend on the backend."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tidemill_dataproto import DataProto
+
+from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.packing import ModelInputs
+
+MicroBatchLoss = Callable[[ModelOutput, DataProto], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""A `LossFn` with its normalizer filled in."""
+
+_OWN_METRICS = ("loss", "grad_norm", "grad_nonfinite", "lr")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What `forward_step` brings back from one micro-batch: 0-d loss and metrics (detached), and the model output."""
+
+    loss: torch.Tensor | None
+    metrics: dict[str, torch.Tensor]
+    model_output: ModelOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOutput:
+    """What `forward_backward_batch` brings back from a batch.
+
+    Attributes:
+        metrics: added up over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
+            was a loss function.
+        log_probs: ragged like `responses`, in the order of the rows, on the CPU; None after a backward.
+        entropy: likewise, if it was asked for.
+    """
+
+    metrics: dict[str, float]
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+class BaseEngine(ABC):
+    """A model that is trained and evaluated by a group of ranks, each of which calls the same methods in the same order.
+
+    Every method that takes a batch takes this rank's rows of it, with the ragged columns `input_ids` (prompt, then
+    response) and `responses`, and `meta_info["temperature"]` (1.0 if absent).
+    """
+
+    def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
+        self.model_config = model
+        self.engine_config = engine
+        self.optimizer_config = optimizer
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Joins or makes the process groups, loads the model and makes the optimizer. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees model and optimizer and leaves the process groups that the engine made; again does nothing."""
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[None]:
+        """A context in which the model trains (dropout on); leaves the mode as it was."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """A context in which the model evaluates (dropout off, no gradients); leaves the mode as it was."""
+
+    def train_batch(self, batch: DataProto, loss_fn: LossFn, *, calculate_entropy: bool = False) -> dict[str, float]:
+        """One optimizer step on a batch: zero_grad, forward and backward, clip, step, schedule. Collective.
+
+        Args:
+            batch: also with the ragged column `response_mask`.
+            loss_fn: see `LossFn`.
+            calculate_entropy: whether the loss wants `ModelOutput.entropy`.
+
+        Returns:
+            The metrics of the loss added up over the global batch, and "loss", "grad_norm" (before clipping),
+            "grad_nonfinite" (1.0 if the gradient was not finite and the step was skipped, else 0.0) and "lr" (that
+            the step was made with). The same on every rank.
+
+        Raises:
+            ValueError, TypeError: a batch that does not meet the above, on every rank.
+            RuntimeError: an engine without an optimizer.
+        """
+        if self.optimizer_config is None:
+            raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig to train")
+        with self.train_mode():
+            self.optimizer_zero_grad()
+            metrics = self.forward_backward_batch(batch, loss_fn, calculate_entropy=calculate_entropy).metrics
+            taken = sorted(set(_OWN_METRICS[1:]) & metrics.keys())
+            if taken:
+                raise ValueError(f"the loss reports metrics under the engine's own names {taken}; rename them")
+            grad_norm = self.optimizer_step()
+            lr = self.lr_scheduler_step()
+            self.optimizer_zero_grad()
+        return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
+
+    def infer_batch(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
+        """Log-probabilities of the response tokens of a batch, without gradients. Collective.
+
+        Returns:
+            A batch with the rows of `batch` in their order and the float32 columns `log_probs` and, if asked for,
+            `entropy`, ragged like `responses`, on the CPU.
+
+        Raises:
+            ValueError, TypeError: a batch that does not meet the above, on every rank.
+        """
+        with self.eval_mode():
+            out = self.forward_backward_batch(batch, None, forward_only=True, calculate_entropy=entropy)
+        assert out.log_probs is not None
+        columns = {"log_probs": out.log_probs}
+        if out.entropy is not None:
+            columns["entropy"] = out.entropy
+        return DataProto.from_dict(tensors=columns)
+
+    @abstractmethod
+    def forward_backward_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        calculate_entropy: bool = False,
+    ) -> BatchOutput:
+        """Runs a batch in micro-batches and, unless `forward_only`, adds its gradient to the parameters. Collective."""
+
+    @abstractmethod
+    def forward_step(
+        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
+    ) -> StepOutput:
+        """`prepare_model_inputs`, the model, `prepare_model_outputs`, the loss and, unless `forward_only`, its backward."""
+
+    @abstractmethod
+    def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
+        """Packs the rows of a micro-batch for the model, on its device."""
+
+    @abstractmethod
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
+    ) -> ModelOutput:
+        """Turns the logits [M, V] at `inputs.predictors` into log-probabilities and entropy [M]."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Frees the gradients."""
+
+    @abstractmethod
+    def optimizer_step(self) -> float:
+        """Clips the gradient by its global norm and updates the weights, unless it is not finite. Collective.
+
+        Returns:
+            The norm before clipping, the same on every rank. If it is not finite, nothing was updated.
+        """
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Moves the schedule on by one step and returns the learning rate that the step behind it had."""
+
+    @abstractmethod
+    def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by their names in the Hugging Face checkpoint, lazily, in its order; tied copies are left out.
+
+        Args:
+            dtype: that floating-point weights are cast to; None leaves the master weights' dtype.
+
+        Yields:
+            Name and DTensor (or tensor, where nothing is sharded), detached and valid until the next step. Gathering a
+            DTensor is collective, so all ranks must take the same weights in the same order.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Writes weights, optimizer, schedule and random state to a fresh folder `path`, sharded. Collective.
+
+        Raises:
+            OSError: a write failed, on whichever rank; raised on every rank. What was written is not a whole checkpoint.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Continues exactly where `save_checkpoint` was called. Collective.
+
+        Raises:
+            FileNotFoundError: `path` holds no whole checkpoint.
+            ValueError: it is of another format version or another model.
+        """
+
+    @abstractmethod
+    def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
+        """Writes the model to `path` in Hugging Face format, with the tokenizer files of its origin. Collective.
+
+        Raises:
+            OSError: a write failed; raised on every rank.
+        """
+
+    @abstractmethod
+    def get_data_parallel_rank(self) -> int:
+        """Which part of the global batch this rank works on."""
+
+    @abstractmethod
+    def get_data_parallel_size(self) -> int:
+        """In how many parts the global batch is split."""
+
+    @abstractmethod
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that work on different parts of the batch (a gloo group, for plain data on the CPU)."""
+
+    @abstractmethod
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this rank is the one of its data-parallel part whose outputs are collected."""

@@ -1,0 +1,103 @@
+"""Whether a batch can be trained on or evaluated; the errors name the column, the row and the numbers."""
+
+import math
+
+import torch
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.packing import response_positions
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, training: bool) -> None:
+    """Checks what every engine relies on; cheap beside a forward pass.
+
+    Args:
+        vocab_size: token ids must be in 0..vocab_size-1.
+        max_token_len: the longest row that fits into a micro-batch.
+        training: whether `response_mask` is needed too.
+
+    Raises:
+        ValueError: a column is missing or has other lengths, `input_ids` does not end with `responses`, a response
+            has no token before it, a token id is outside the vocabulary, a row is longer than `max_token_len`, or the
+            temperature is not a positive number.
+        TypeError: a column is not ragged, or has the wrong dtype.
+    """
+    _check_columns(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
+    tokens, responses = batch["input_ids"], batch["responses"]
+    lengths, response_lengths = ragged.lengths(tokens), ragged.lengths(responses)
+    if training:
+        _check_same_lengths("response_mask", ragged.lengths(batch["response_mask"]), response_lengths)
+    _check_rows(
+        (response_lengths > 0) & (lengths <= response_lengths),
+        "row {row} of input_ids has {a} tokens and its response {b}: input_ids must be prompt then response, with at "
+        "least one prompt token",
+        lengths,
+        response_lengths,
+    )
+    _check_rows(
+        lengths > max_token_len,
+        f"row {{row}} has {{a}} tokens, above max_token_len_per_gpu={max_token_len}; raise it or drop longer rows",
+        lengths,
+        response_lengths,
+    )
+    _check_tokens(ragged.values(tokens), lengths, vocab_size)
+    _check_tail(tokens, responses)
+    temperature = batch.meta_info.get("temperature", 1.0)
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")
+
+
+def _check_columns(batch: DataProto, names: list[str]) -> None:
+    present = [] if batch.batch is None else sorted(map(str, batch.batch.keys()))
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has the tensor columns {', '.join(present) or '-'}")
+    for name in names:
+        column = batch[name]
+        if not ragged.is_ragged(column):
+            raise TypeError(
+                f"column {name} must be ragged ([B, j], jagged layout); got a {tuple(column.shape)} tensor. "
+                "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask)"
+            )
+        if name != "response_mask" and column.dtype not in _INTEGERS:
+            raise TypeError(f"column {name} must hold integer token ids; got {column.dtype}")
+
+
+def _check_same_lengths(name: str, lengths: torch.Tensor, response_lengths: torch.Tensor) -> None:
+    _check_rows(
+        lengths != response_lengths,
+        f"row {{row}} of {name} has {{a}} elements but its response has {{b}}; they must be equal",
+        lengths,
+        response_lengths,
+    )
+
+
+def _check_rows(bad: torch.Tensor, message: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(message.format(row=row, a=int(a[row]), b=int(b[row])))
+
+
+def _row_of(position: int, lengths: torch.Tensor) -> int:
+    return int(torch.searchsorted(lengths.cumsum(0), position, right=True))
+
+
+def _check_tokens(token_ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> None:
+    bad = (token_ids < 0) | (token_ids >= vocab_size)
+    if bad.any():
+        position = int(bad.nonzero()[0])
+        raise ValueError(
+            f"row {_row_of(position, lengths)} of input_ids holds token id {int(token_ids[position])}, outside the "
+            f"model's vocabulary of {vocab_size}; tokenizer and model do not belong together"
+        )
+
+
+def _check_tail(tokens: torch.Tensor, responses: torch.Tensor) -> None:
+    response_lengths = ragged.lengths(responses)
+    tail = ragged.values(tokens)[response_positions(ragged.lengths(tokens), response_lengths)]
+    differs = tail != ragged.values(responses)
+    if differs.any():
+        row = _row_of(int(differs.nonzero()[0]), response_lengths)
+        raise ValueError(f"row {row} of input_ids does not end with its response; input_ids must be prompt + response")

@@ -1,0 +1,1 @@
+"""The FSDP2 engine: torch's `fully_shard` over a Hugging Face model."""

@@ -1,0 +1,293 @@
+"""The FSDP2 engine for causal language models."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tidemill_dataproto import DataProto
+from transformers import PreTrainedModel
+
+from tidemill_engines.agreement import gather, together
+from tidemill_engines.base import BaseEngine, BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.fsdp2 import checkpoint
+from tidemill_engines.fsdp2.model import fsdp_modules, load_model, named_weights, shard_model
+from tidemill_engines.hf_export import copy_side_files, write_weights
+from tidemill_engines.log_probs import token_log_probs
+from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.micro_batches import BatchPlan, plan_batch, restore_order
+from tidemill_engines.optimizer import build_adamw, clip_grads, global_grad_norm, learning_rate, local_grads
+from tidemill_engines.packing import ModelInputs, pack_rows
+from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
+
+
+class FSDP2Engine(BaseEngine):
+    """A Hugging Face causal language model under torch's `fully_shard`.
+
+    Each rank works on its own rows; weights, gradients and optimizer state are sharded over the ranks. Outside of
+    `train_batch` and `infer_batch` the weights are always sharded.
+    """
+
+    model: PreTrainedModel
+    groups: ProcessGroups
+    device: torch.device
+
+    def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
+        super().__init__(model=model, engine=engine, optimizer=optimizer)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.step = 0
+        self._open = False
+
+    def initialize(self) -> None:
+        if self._open:
+            raise RuntimeError("the engine is initialized already; close() it first")
+        config = self.engine_config
+        self.device = resolve_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.groups = make_groups(self.device, config.fsdp_size, config.timeout_s)
+        self._open = True
+        with together(self.groups.control):
+            self.model = load_model(self.model_config)
+        shard_model(self.model, self.groups.mesh, config)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self.step = 0
+        if self.optimizer_config is not None:
+            self.optimizer = build_adamw(self.model.parameters(), self.optimizer_config)
+        else:
+            self.model.requires_grad_(False)
+        self.model.eval()
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self.optimizer = None
+        del self.model
+        close_groups(self.groups)
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def forward_backward_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        calculate_entropy: bool = False,
+    ) -> BatchOutput:
+        if loss_fn is None and not forward_only:
+            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        plan = plan_batch(
+            batch,
+            self.groups.control,
+            vocab_size=self.vocab_size,
+            max_token_len=self.engine_config.max_token_len_per_gpu,
+            micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
+            with_loss=loss_fn is not None,
+        )
+        steps: list[StepOutput] = []
+        try:
+            for number, micro_batch in enumerate(plan.micro_batches):
+                self._set_gradient_sync(is_last=number == len(plan.micro_batches) - 1)
+                step = self.forward_step(
+                    micro_batch,
+                    _with_normalizer(loss_fn, plan),
+                    forward_only=forward_only,
+                    calculate_entropy=calculate_entropy,
+                )
+                steps.append(step)
+        finally:
+            for module in fsdp_modules(self.model):
+                module.reshard()
+        metrics = self._reduce_metrics(steps) if loss_fn is not None else {}
+        if not forward_only:
+            return BatchOutput(metrics=metrics)
+        outputs = [step.model_output for step in steps]
+        entropies = [output.entropy.cpu() for output in outputs if output.entropy is not None]
+        return BatchOutput(
+            metrics=metrics,
+            log_probs=restore_order([output.log_probs.cpu() for output in outputs], plan.indices, batch["responses"]),
+            entropy=restore_order(entropies, plan.indices, batch["responses"]) if entropies else None,
+        )
+
+    def forward_step(
+        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
+    ) -> StepOutput:
+        inputs = self.prepare_model_inputs(micro_batch)
+        logits = self.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            logits_to_keep=inputs.predictors,
+            tidemill_layout=inputs.layout,
+            use_cache=False,
+        ).logits.squeeze(0)
+        output = self.prepare_model_outputs(logits, inputs, calculate_entropy=calculate_entropy)
+        if loss_fn is None:
+            return StepOutput(loss=None, metrics={}, model_output=output)
+        loss, metrics = loss_fn(output, micro_batch.to(self.device))
+        if not forward_only:
+            if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
+                loss = loss + output.log_probs.sum() * 0.0
+            loss.backward()
+            output = _detached(output)
+        metrics = {name: value.detach() for name, value in metrics.items()}
+        return StepOutput(loss=loss.detach(), metrics=metrics, model_output=output)
+
+    def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
+        return pack_rows(micro_batch, self.device)
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
+    ) -> ModelOutput:
+        log_probs, entropy = token_log_probs(
+            logits, inputs.labels, temperature=inputs.temperature, entropy=calculate_entropy
+        )
+        return ModelOutput(log_probs=log_probs, entropy=entropy)
+
+    def optimizer_zero_grad(self) -> None:
+        for param in self.model.parameters():
+            param.grad = None
+
+    def optimizer_step(self) -> float:
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
+        grads = local_grads(self.model.parameters())
+        num_replicas = self.groups.mesh.size() // self.groups.mesh["dp_shard"].size()
+        norm = global_grad_norm(grads, self.groups.control, num_replicas)
+        if norm - norm == 0.0:  # finite
+            clip_grads(grads, norm, self.optimizer_config.clip_grad)
+            self.optimizer.step()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
+        used = learning_rate(self.optimizer_config, self.step)
+        self.step += 1
+        self._set_lr()
+        return used
+
+    def _set_lr(self) -> None:
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = learning_rate(self.optimizer_config, self.step)
+
+    def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(self.model):
+            tensor = weight.detach()
+            cast = dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        progress = checkpoint.Progress(
+            step=self.step, world_size=dist.get_world_size(), has_optimizer=self.optimizer is not None
+        )
+        tensors = self._state_tensors() | self._rng_tensors()
+        checkpoint.save(Path(path), tensors, progress, self.groups.control)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        progress = checkpoint.read_progress(Path(path), self.groups.control)
+        if self.optimizer is not None and not progress.has_optimizer:
+            raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
+        rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
+        checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
+        if rng:
+            checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
+        self.step = progress.step
+        if self.optimizer is not None:
+            self._set_lr()
+
+    def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
+        target = Path(path)
+        with together(self.groups.control):
+            target.mkdir(parents=True, exist_ok=True)
+            if dist.get_rank() == 0:
+                config = type(self.model.config).from_dict(self.model.config.to_dict())
+                config.dtype = self.model_config.dtype if dtype is None else dtype
+                config.save_pretrained(target)
+                copy_side_files(Path(self.model_config.path), target)
+        write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.groups.control)
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size(self.groups.control)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups.control
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def _set_gradient_sync(self, *, is_last: bool) -> None:
+        """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
+        if self.engine_config.reshard_after_forward:
+            return
+        self.model.set_requires_gradient_sync(is_last)
+        self.model.set_reshard_after_backward(is_last)
+        self.model.set_is_last_backward(is_last)
+
+    def _reduce_metrics(self, steps: list[StepOutput]) -> dict[str, float]:
+        """Adds up loss and metrics over micro-batches and ranks, in float64 and in rank order. Collective."""
+        own: dict[str, float] = {}
+        for step in steps:
+            assert step.loss is not None
+            for name, value in {"loss": step.loss, **step.metrics}.items():
+                own[name] = own.get(name, 0.0) + value.double().item()
+        reports = gather(own, self.groups.control)
+        for rank, report in enumerate(reports):
+            if report.keys() != reports[0].keys():
+                raise ValueError(
+                    f"the loss reported {sorted(reports[0])} on rank 0 but {sorted(report)} on rank {rank}; "
+                    "it must report the same metrics for every micro-batch"
+                )
+        return {name: sum(report[name] for report in reports) for name in reports[0]}
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint, by name; loading writes into them."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight in named_weights(self.model):
+            tensors[f"model.{name}"] = weight.detach()
+            if self.optimizer is not None and weight in self.optimizer.state:
+                for key, value in self.optimizer.state[weight].items():
+                    tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def _rng_tensors(self) -> dict[str, torch.Tensor]:
+        rank = dist.get_rank()
+        return {f"rng.{rank}.{name}": state for name, state in checkpoint.rng_state(self.device).items()}
+
+
+def _with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
+    if loss_fn is None:
+        return None
+    normalizer = plan.normalizer
+    assert normalizer is not None
+    return lambda output, micro_batch: loss_fn(output, micro_batch, normalizer)
+
+
+def _detached(output: ModelOutput) -> ModelOutput:
+    entropy = None if output.entropy is None else output.entropy.detach()
+    return ModelOutput(log_probs=output.log_probs.detach(), entropy=entropy)

@@ -1,0 +1,100 @@
+"""Writing weights in Hugging Face format, one shard at a time."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from tidemill_engines.agreement import together
+
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.py",
+)
+
+
+def plan_shards(sizes_bytes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:
+    """Divides named tensors, in order, into files of at most `max_bytes` (a larger tensor has a file of its own)."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes_bytes:
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def shard_file_names(num_shards: int) -> list[str]:
+    if num_shards == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+
+
+def write_weights(
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    path: Path,
+    group: dist.ProcessGroup,
+    *,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Gathers the weights on the first rank and writes them there as safetensors. Collective over `group`.
+
+    At most one shard's worth of full tensors is held, by the first rank only.
+
+    Args:
+        weights: gives the named weights (DTensors or tensors) anew at each call, the same on all ranks.
+
+    Raises:
+        OSError: a write failed; raised on every rank.
+    """
+    sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights()]
+    shards = plan_shards(sizes, max_shard_bytes)
+    files = shard_file_names(len(shards))
+    is_writer = dist.get_rank(group) == 0
+    named = weights()
+    for file, names in zip(files, shards, strict=True):
+        held: dict[str, torch.Tensor] = {}
+        for name in names:
+            gathered_name, weight = next(named)
+            assert gathered_name == name, f"expected {name}, got {gathered_name}"
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if is_writer:
+                held[name] = full.cpu().contiguous()
+        with together(group):
+            if is_writer:
+                _save(held, path / file)
+    with together(group):
+        if is_writer and len(files) > 1:
+            where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+            index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": where}
+            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except OSError:
+        raise
+    except Exception as error:  # safetensors raises its own class for a full disk
+        raise OSError(f"could not write {file}: {error}") from error
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copies tokenizer, chat template, generation config and model code, as far as `source` has them."""
+    for pattern in _COPIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)

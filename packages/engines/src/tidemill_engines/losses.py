@@ -1,0 +1,57 @@
+"""The contract between an engine and a loss, and the loss of supervised fine-tuning."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tidemill_dataproto import DataProto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOutput:
+    """What the model says about the N response tokens of a micro-batch, row after row.
+
+    Attributes:
+        log_probs: [N] float32, log p(token | everything before it) at the batch's temperature, with gradient.
+        entropy: [N] float32 of the predicting distributions, with gradient; None unless it was asked for.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalizer:
+    """Counts over the whole global batch (all micro-batches of all data-parallel ranks), known before any backward.
+
+    A loss divides its sums by one of them; gradients are added up, so they do not depend on how the batch was split.
+    Both are at least 1, so that a batch without a trained token gives a loss of zero.
+
+    Attributes:
+        num_tokens: the sum of `response_mask`.
+        num_sequences: the rows in which `response_mask` is not zero everywhere.
+    """
+
+    num_tokens: float
+    num_sequences: float
+
+
+LossFn = Callable[[ModelOutput, DataProto, Normalizer], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`(model_output, micro_batch, normalizer) -> (loss, metrics)`.
+
+`loss` is 0-d, this micro-batch's share of the global loss: the shares of all micro-batches add up to it. `metrics` are
+0-d tensors that are shares too; the engine adds them up over micro-batches and ranks. Columns of `micro_batch` shaped
+like the responses have flat values that are aligned with `log_probs`; zero rows are an ordinary case.
+"""
+
+
+def sft_loss(
+    model_output: ModelOutput, micro_batch: DataProto, normalizer: Normalizer
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean negative log-likelihood per trained token of the global batch: -sum(mask * log_probs) / num_tokens.
+
+    Returns:
+        The 0-d loss and no further metrics.
+    """
+    mask = micro_batch["response_mask"].values().to(model_output.log_probs.dtype)
+    return -(model_output.log_probs * mask).sum() / normalizer.num_tokens, {}

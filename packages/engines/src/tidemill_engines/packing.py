@@ -1,0 +1,66 @@
+"""The rows of a micro-batch as one packed sequence, without padding."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.attention import PackedLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelInputs:
+    """What the model is called with, on its device: N tokens of all rows, of which M are response tokens.
+
+    Attributes:
+        input_ids: [1, N] int64.
+        position_ids: [1, N] int64, from 0 in each row.
+        layout: where the rows lie.
+        predictors: [M] int64, the index in N of the token before each response token; logits are needed there only.
+        labels: [M] int64, the response tokens.
+        temperature: that the logits are divided by.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    layout: PackedLayout
+    predictors: torch.Tensor
+    labels: torch.Tensor
+    temperature: float
+
+
+def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
+    """Indices [M] of the response tokens in the packed input, for rows [B] that end with their responses."""
+    ends = input_lengths.cumsum(0)
+    shift = ends - response_lengths.cumsum(0)
+    return torch.arange(int(response_lengths.sum())) + shift.repeat_interleave(response_lengths)
+
+
+def pack_rows(micro_batch: DataProto, device: torch.device) -> ModelInputs:
+    """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU) for a model on `device`.
+
+    A batch without tokens becomes one token that nothing is predicted from, so that its rank still runs the model and
+    takes part in every collective.
+    """
+    tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
+    lengths, input_ids = ragged.lengths(tokens), ragged.values(tokens).long()
+    targets = response_positions(lengths, ragged.lengths(responses))
+    labels = input_ids[targets]
+    lengths = lengths[lengths > 0]  # attention kernels need not know of empty rows
+    if not len(lengths):
+        input_ids, lengths = input_ids.new_zeros(1), lengths.new_ones(1)
+    starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
+    position_ids = torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return ModelInputs(
+        input_ids=move(input_ids.unsqueeze(0)),
+        position_ids=move(position_ids.unsqueeze(0)),
+        layout=PackedLayout.from_lengths(lengths, device),
+        predictors=move(targets - 1),
+        labels=move(labels),
+        temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
+    )
