@@ -15,6 +15,7 @@ from torch import Tensor
 from tidemill_dataproto import ragged
 
 __all__ = [
+    "array_kind",
     "as_row_index",
     "cut_arrays",
     "cut_tensors",
@@ -22,9 +23,9 @@ __all__ = [
     "join_tensors",
     "move_tensors",
     "object_column",
+    "size_text",
     "take_tensors",
     "tensor_kind",
-    "array_kind",
 ]
 
 _Layouts = dict[int, Any]  # of this call's offsets, by id: what was computed from them
@@ -139,7 +140,7 @@ def move_tensors(columns: Mapping[str, Tensor], move: Callable[[Tensor], Tensor]
             bounds = ragged.offsets(column)
             if id(bounds) not in layouts:
                 layouts[id(bounds)] = move(bounds)
-            moved[name] = torch.nested.nested_tensor_from_jagged(move(column.values()), layouts[id(bounds)])
+            moved[name] = ragged.unchecked(move(column.values()), layouts[id(bounds)])
         else:
             moved[name] = move(column)
     return moved
@@ -155,10 +156,7 @@ def _cut_ragged(column: Tensor, bounds: Sequence[int], layouts: _Layouts) -> lis
         edges = offsets[torch.tensor(bounds, device=offsets.device)].tolist()
         layouts[id(offsets)] = edges, [offsets[a : b + 1] - offsets[a] for a, b in pairwise(bounds)]
     edges, pieces = layouts[id(offsets)]
-    return [
-        torch.nested.nested_tensor_from_jagged(flat[a:b], piece)
-        for (a, b), piece in zip(pairwise(edges), pieces, strict=True)
-    ]
+    return [ragged.unchecked(flat[a:b], piece) for (a, b), piece in zip(pairwise(edges), pieces, strict=True)]
 
 
 def _take_ragged(column: Tensor, index: Tensor, layouts: _Layouts) -> Tensor:
@@ -166,7 +164,7 @@ def _take_ragged(column: Tensor, index: Tensor, layouts: _Layouts) -> Tensor:
     if id(offsets) not in layouts:
         layouts[id(offsets)] = ragged.index_plan(offsets, index)
     plan, new_offsets = layouts[id(offsets)]
-    return torch.nested.nested_tensor_from_jagged(column.values().index_select(0, plan), new_offsets)
+    return ragged.unchecked(column.values().index_select(0, plan), new_offsets)
 
 
 def _join_ragged(pieces: Sequence[Tensor], layouts: dict[Any, Tensor]) -> Tensor:
@@ -179,7 +177,7 @@ def _join_ragged(pieces: Sequence[Tensor], layouts: dict[Any, Tensor]) -> Tensor
             runs.append(offsets[1:] + start)
             start += flat.shape[0]
         layouts[layout] = torch.cat(runs)
-    return torch.nested.nested_tensor_from_jagged(torch.cat(flats), layouts[layout])
+    return ragged.unchecked(torch.cat(flats), layouts[layout])
 
 
 def _check_names(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -206,3 +204,12 @@ def tensor_kind(column: Tensor) -> str:
 def array_kind(column: np.ndarray) -> str:
     dtype = {"O": "object", "U": "str", "S": "bytes"}.get(column.dtype.kind, str(column.dtype))
     return f"{dtype} [{', '.join(map(str, ['B', *column.shape[1:]]))}]"
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for a reader, as 12.3 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidemill_dataproto import ragged
+
 __all__ = ["merge_meta", "same"]
 
 
@@ -35,8 +37,8 @@ def same(a: Any, b: Any) -> bool:
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_nested or b.is_nested:
-        both = a.is_nested and b.is_nested and a.layout == b.layout == torch.jagged
-        return both and same(a.offsets(), b.offsets()) and same(a.values(), b.values())
+        both = ragged.is_ragged(a) and ragged.is_ragged(b)
+        return both and same(ragged.offsets(a), ragged.offsets(b)) and same(a.values(), b.values())
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
         return False
     return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
@@ -61,7 +63,7 @@ def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 merged[key], source[key] = value, number
             elif not same(merged[key], value):
                 raise ValueError(
-                    f"meta_info[{key!r}] is {merged[key]!r} in part {source[key]}, but {value!r} in part {number}; drop it "
-                    f'with select(meta_info_keys=...), or keep what differs by part under meta_info["metrics"]'
+                    f"meta_info[{key!r}] is {merged[key]!r} in part {source[key]}, but {value!r} in part {number}; "
+                    f'drop it with select(meta_info_keys=...), or keep what differs by part under meta_info["metrics"]'
                 )
     return copy.deepcopy(merged)

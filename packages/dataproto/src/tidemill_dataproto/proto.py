@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from tidemill_dataproto import columns as cols
-from tidemill_dataproto import ragged, wire
+from tidemill_dataproto import checks, wire
 from tidemill_dataproto.meta import merge_meta, same
 
 __all__ = ["DataProto"]
@@ -49,20 +49,22 @@ class DataProto:
         self.meta_info: dict[str, Any] = copy.deepcopy(dict({} if meta_info is None else meta_info))
         self.check_consistency()
         for name, column in self._tensors().items():
-            _check_tensor(name, column)
+            checks.check_tensor(name, column)
 
     @classmethod
     def _of(
         cls,
         num_rows: int,
-        tensors: dict[str, Tensor] | None,
+        tensors: Mapping[str, Any] | None,
         arrays: dict[str, np.ndarray],
         meta_info: Mapping[str, Any],
     ) -> "DataProto":
         """A batch of columns known to be good, with a deep copy of meta_info."""
         new = cls.__new__(cls)
         # The checking constructor of TensorDict takes longer than the row operation, 60 us per ragged column.
-        new.batch = None if tensors is None else TensorDict._new_unsafe(tensors, batch_size=torch.Size([num_rows]))
+        new.batch = (
+            None if tensors is None else TensorDict._new_unsafe(dict(tensors), batch_size=torch.Size([num_rows]))
+        )
         new.non_tensor_batch = arrays
         new.meta_info = copy.deepcopy(dict(meta_info))
         return new
@@ -74,7 +76,7 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> "DataProto":
-        """Makes a batch of tensor columns and other columns (numpy arrays, lists or tuples; lists become object columns).
+        """Makes a batch of tensor columns and other columns: numpy arrays, or lists, which become object columns.
 
         Raises:
             ValueError: columns of different length, a name in both halves, or a tensor that is neither dense with at
@@ -82,15 +84,12 @@ class DataProto:
             TypeError: a column of another type.
         """
         tensors = {} if tensors is None else dict(tensors)
+        others = {} if non_tensors is None else non_tensors
         for name, column in tensors.items():
-            if not isinstance(column, Tensor):
-                raise TypeError(f"column {name!r}: expected a tensor, got {type(column).__name__}; see non_tensors")
-            _check_tensor(name, column)
-        arrays = {
-            name: _as_array(name, column) for name, column in ({} if non_tensors is None else non_tensors).items()
-        }
+            checks.check_tensor(name, column)
+        arrays = {name: checks.as_array(name, column) for name, column in others.items()}
         counts = {name: column.shape[0] for name, column in [*tensors.items(), *arrays.items()]}
-        _check_counts(counts)
+        checks.check_counts(counts)
         num_rows = next(iter(counts.values()), 0)
         new = cls._of(num_rows, tensors if tensors else None, arrays, {} if meta_info is None else meta_info)
         new.check_consistency()
@@ -115,22 +114,16 @@ class DataProto:
             if self.batch.batch_dims != 1:
                 raise ValueError(f"expected a TensorDict with batch_size [B], got {list(self.batch.batch_size)}")
             counts["batch"] = self.batch.batch_size[0]
+            for name, column in self.batch.items():
+                if not isinstance(column, Tensor):
+                    checks.check_tensor(name, column)
         for name, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray):
-                raise TypeError(
-                    f"column {name!r}: expected a numpy array in non_tensor_batch, got {type(array).__name__}; "
-                    f"DataProto.from_dict makes one"
-                )
-            if array.ndim == 0 or (array.dtype == object and array.ndim != 1):
-                raise ValueError(
-                    f"column {name!r}: expected one object per row, got {array.dtype} {list(array.shape)}; "
-                    f"pass a list to DataProto.from_dict"
-                )
+            checks.check_array(name, array)
             counts[name] = array.shape[0]
-        _check_counts(counts)
-        both = [] if self.batch is None else [name for name in self.non_tensor_batch if name in self.batch.keys()]
+        checks.check_counts(counts)
+        both = self._tensors().keys() & self.non_tensor_batch.keys()
         if both:
-            raise ValueError(f"columns {both} are in both halves of the batch; rename or pop one of each")
+            raise ValueError(f"columns {sorted(both)} are in both halves of the batch; rename or pop one of each")
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -152,11 +145,11 @@ class DataProto:
             tensors = self._tensors()
             if item in tensors:
                 return tensors[item]
-            _check_known("column", [item], [*tensors, *self.non_tensor_batch])
+            checks.check_known("column", [item], [*tensors, *self.non_tensor_batch])
             return self.non_tensor_batch[item]
         if isinstance(item, int | np.integer):
             raise TypeError(
-                f"expected rows as slice, list, mask or tensor, got the int {item}; use [{item}:{item + 1}]"
+                f"expected a slice, list, mask or tensor of rows, got the int {item}; use [{item}:{item + 1}]"
             )
         if isinstance(item, slice):
             start, stop, step = item.indices(len(self))
@@ -169,7 +162,7 @@ class DataProto:
         raise TypeError("a DataProto is not iterable; use make_iterator(), split() or a column")
 
     def select_idxs(self, idxs: Any) -> "DataProto":
-        """Copies the rows `idxs`: integers (negative ones count from the end) or a bool mask, as list, tensor or array."""
+        """Copies the rows `idxs`: integers (negative ones count from the end) or a bool mask; list, tensor or array."""
         self.check_consistency()
         return self._take(cols.as_row_index(idxs, len(self)))
 
@@ -178,9 +171,7 @@ class DataProto:
         self.check_consistency()
         index = cols.as_row_index(indices, len(self))
         if not torch.equal(index.sort().values, torch.arange(len(self))):
-            raise ValueError(
-                f"expected a permutation of the {len(self)} rows; use select_idxs() to drop or repeat rows"
-            )
+            raise ValueError(f"expected a permutation of {len(self)} rows; use select_idxs() to drop or repeat rows")
         return self._take(index)
 
     def repeat(self, times: int, interleave: bool = True) -> "DataProto":
@@ -204,13 +195,11 @@ class DataProto:
             raise ValueError(f"expected at least one chunk, got {chunks}")
         size, more = divmod(len(self), chunks)
         if more and not allow_unequal:
-            raise ValueError(
-                f"{len(self)} rows do not divide into {chunks} chunks; pass allow_unequal=True or pad first"
-            )
+            raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True")
         return self._cut([part * size + min(part, more) for part in range(chunks + 1)])
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Cuts into batches of `split_size` rows, the last with what is left; a batch of zero rows into one of zero rows."""
+        """Cuts into batches of `split_size` rows, the last with what is left; zero rows into one batch of zero rows."""
         if split_size < 1:
             raise ValueError(f"expected a split_size of at least one row, got {split_size}")
         return self._cut([*range(0, max(len(self), 1), split_size), len(self)])
@@ -279,7 +268,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         tensors = self._tensors()
         names = [*tensors, *self.non_tensor_batch]
-        _check_known("column", old, names)
+        checks.check_known("column", old, names)
         if len(old) != len(new):
             raise ValueError(f"expected as many new names as old ones, got {old} and {new}")
         to = dict(zip(old, new, strict=True))
@@ -294,8 +283,8 @@ class DataProto:
         """A batch with the columns and facts of both.
 
         Raises:
-            ValueError: another number of rows, or a column or fact that both have with different values ("metrics" are
-                collected, as in `concat`); the error names it.
+            ValueError: another number of rows, or a column or fact that both have with different values; the error
+                names it. "metrics" become a list, as in `concat`.
         """
         self.check_consistency()
         other.check_consistency()
@@ -305,12 +294,7 @@ class DataProto:
         for name in mine.keys() & theirs.keys():
             if not same(mine[name], theirs[name]):
                 raise ValueError(f"column {name!r} is in both batches with different values; pop or rename one of them")
-        both_metrics = "metrics" in self.meta_info and "metrics" in other.meta_info
-        meta = merge_meta([self.meta_info, other.meta_info]) if both_metrics else None
-        if meta is None:
-            metrics = {key: m[key] for m in (self.meta_info, other.meta_info) for key in m if key == "metrics"}
-            meta = merge_meta([{k: v for k, v in part.meta_info.items() if k != "metrics"} for part in (self, other)])
-            meta.update(metrics)
+        meta = merge_meta([self.meta_info, other.meta_info])
         has_tensors = self.batch is not None or other.batch is not None
         tensors = {**other._tensors(), **self._tensors()} if has_tensors else None
         num_rows = len(other) if self._is_bare() else len(self)
@@ -348,7 +332,7 @@ class DataProto:
         return new
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__}({len(self)} rows, {_size(self._num_bytes())}"]
+        lines = [f"{type(self).__name__}({len(self)} rows, {cols.size_text(self._num_bytes())}"]
         lines += [f"  {name}: {cols.tensor_kind(column)}" for name, column in self._tensors().items()]
         lines += [f"  {name}: {cols.array_kind(array)}, numpy" for name, array in self.non_tensor_batch.items()]
         lines += [f"  meta_info: {', '.join(map(str, self.meta_info))}"] if self.meta_info else []
@@ -359,7 +343,7 @@ class DataProto:
         packed = None if self.batch is None else wire.pack_tensors(self._tensors(), protocol)
         return _unpickle, (type(self), len(self), packed, self.non_tensor_batch, self.meta_info)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
         return {} if self.batch is None else dict(self.batch.items())
 
     def _is_bare(self) -> bool:
@@ -415,52 +399,5 @@ def _pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> d
     if isinstance(keys, str):
         raise TypeError(f"expected a list of names, got the string {keys!r}; write [{keys!r}]")
     names = list(source) if keys is None else list(keys)
-    _check_known(what, names, source)
+    checks.check_known(what, names, source)
     return {name: source[name] for name in names}
-
-
-def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise KeyError(f"no {what} {', '.join(map(repr, unknown))}; there are {known}")
-
-
-def _check_counts(counts: Mapping[str, int]) -> None:
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"expected the same number of rows in all columns, got {dict(counts)}")
-
-
-def _check_tensor(name: str, column: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"expected a column name as a string, got {name!r}")
-    if not isinstance(column, Tensor):
-        raise TypeError(
-            f"column {name!r}: expected a tensor, got {type(column).__name__}; see non_tensors of from_dict"
-        )
-    if ragged.is_ragged(column):
-        offsets = ragged.offsets(column)
-        if offsets[0] != 0 or offsets[-1] != column.values().shape[0]:
-            raise ValueError(f"column {name!r}: expected offsets from 0 to the number of values; see ragged.ragged()")
-    elif column.layout != torch.strided or column.is_nested or column.dim() == 0:
-        raise ValueError(
-            f"column {name!r}: expected a dense tensor [B, ...] or a jagged one [B, j, ...], got {column.dim()} dims of "
-            f"layout {column.layout}{' (nested)' if column.is_nested else ''}; see ragged.ragged() and ragged_from_list()"
-        )
-
-
-def _as_array(name: str, column: Any) -> np.ndarray:
-    if isinstance(column, list | tuple):
-        return cols.object_column(column)
-    if not isinstance(column, np.ndarray) or column.ndim == 0:
-        raise TypeError(f"column {name!r}: expected a numpy array or list of rows, got {type(column).__name__}")
-    # numpy makes a 2-D object array of lists that happen to be equally long; back to one list per row.
-    return cols.object_column(column.tolist()) if column.dtype == object and column.ndim > 1 else column
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"

@@ -5,8 +5,8 @@ A ragged column is a jagged nested tensor of torch whose ragged dim is dim 1, `[
 `values[offsets[i]:offsets[i + 1]]`. Functions here are index arithmetic on these two; none loops over rows. Zero rows,
 one row, rows of equal length and empty rows are ordinary. Gradients flow through all functions of values.
 
-torch lets two ragged columns meet in one operation (`a + b`) only where both hold the same `offsets` object. `like` keeps
-it, and so do the row operations of DataProto for columns that shared it before.
+torch lets two ragged columns meet in one operation (`a + b`) only where both hold the same `offsets` object. `like`
+keeps it, and so do the row operations of DataProto for columns that shared it before.
 """
 
 from collections.abc import Sequence
@@ -56,22 +56,16 @@ def ragged(
         raise TypeError("ragged() needs exactly one of lengths [B] and offsets [B + 1]")
     if values.is_nested or values.dim() == 0:
         raise ValueError(f"expected flat values [N, ...], got {_describe(values)}; pass ragged.values(column)")
-    if offsets is not None:
-        bounds = _int64(offsets, "offsets", values.device)
-        if bounds.dim() != 1 or bounds.numel() == 0:
-            raise ValueError(f"expected offsets [B + 1] with at least one element, got shape {list(bounds.shape)}")
-    else:
-        assert lengths is not None
-        counts = _int64(lengths, "lengths", values.device)
-        if counts.dim() != 1:
-            raise ValueError(f"expected lengths [B], got shape {list(counts.shape)}")
-        bounds = _offsets_of(counts)
+    given = _int64(offsets if lengths is None else lengths, values.device)
+    if given.dim() != 1 or (lengths is None and given.numel() == 0):
+        raise ValueError(f"expected lengths [B] or offsets [B + 1], got shape {list(given.shape)}")
+    bounds = given if lengths is None else _offsets_of(given)
     if bounds[0] != 0 or bounds[-1] != values.shape[0] or (bounds.diff() < 0).any():
         raise ValueError(
             f"expected {'lengths adding up to' if offsets is None else 'offsets rising from 0 to'} the "
-            f"{values.shape[0]} rows of values, got {_brief(counts if offsets is None else bounds)}"
+            f"{values.shape[0]} rows of values, got {_brief(given)}"
         )
-    return _nested(values, bounds)
+    return unchecked(values, bounds)
 
 
 def ragged_from_list(rows: Sequence[Tensor]) -> Tensor:
@@ -101,7 +95,7 @@ def values(column: Tensor) -> Tensor:
 def offsets(column: Tensor) -> Tensor:
     """Where each row starts in the values, and their end: int64 `[B + 1]`."""
     _check_column(column)
-    return column.offsets()
+    return column.offsets()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def lengths(column: Tensor) -> Tensor:
@@ -117,11 +111,11 @@ def like(values: Tensor, column: Tensor) -> Tensor:
         raise ValueError(f"expected flat values [{flat.shape[0]}, ...] for the column, got {_describe(values)}")
     if values.device != flat.device:
         raise ValueError(f"expected values on {flat.device}, where the column is, got {values.device}")
-    return _nested(values, bounds)
+    return unchecked(values, bounds)
 
 
 def concat_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Concatenates row i of `a` `[B, j1, ...]` and row i of `b` `[B, j2, ...]` to row i of the result `[B, j1+j2, ...]`.
+    """Concatenates row i of `a` `[B, j1, ...]` and of `b` `[B, j2, ...]` to row i of the result `[B, j1 + j2, ...]`.
 
     Raises:
         ValueError: the columns differ in number of rows, dtype, device or trailing shape.
@@ -136,7 +130,7 @@ def concat_rows(a: Tensor, b: Tensor) -> Tensor:
     index_b = torch.arange(flat_b.shape[0], device=flat_b.device) + _expand(bounds_a[1:], bounds_b, flat_b.shape[0])
     out = flat_a.new_empty(flat_a.shape[0] + flat_b.shape[0], *flat_a.shape[1:])
     out = out.index_copy(0, index_a, flat_a).index_copy_(0, index_b, flat_b)
-    return _nested(out, bounds_a + bounds_b)
+    return unchecked(out, bounds_a + bounds_b)
 
 
 def to_padded(
@@ -179,19 +173,19 @@ def from_padded(tensor: Tensor, mask: Tensor) -> Tensor:
     if tensor.is_nested or mask.is_nested or mask.dim() != 2 or tensor.shape[:2] != mask.shape:
         raise ValueError(f"expected tensor [B, T, ...] and mask [B, T], got {_describe(tensor)} and {_describe(mask)}")
     keep = mask.bool()
-    return _nested(tensor[keep], _offsets_of(keep.sum(dim=1)))
+    return unchecked(tensor[keep], _offsets_of(keep.sum(dim=1)))
 
 
 def index_rows(column: Tensor, index: Tensor) -> Tensor:
     """Takes the rows `index` (int `[M]`, each in 0..B-1) of a column `[B, j, ...]`, as `[M, j, ...]`."""
     plan, bounds = index_plan(offsets(column), index)
-    return _nested(column.values().index_select(0, plan), bounds)
+    return unchecked(column.values().index_select(0, plan), bounds)
 
 
 def index_plan(bounds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the elements of the rows `index` lie: (flat index int64 `[M]`, new offsets) for a column with offsets `bounds`.
+    """Where the elements of the rows `index` lie in a column with offsets `bounds`.
 
-    Columns of one layout can share the plan. `index` is on the device of `bounds`.
+    Returns the flat index, int64 `[N]`, and the offsets of the rows taken. Columns of one layout can share the plan. `index` is on the device of `bounds`.
     """
     starts, counts = bounds[:-1].index_select(0, index), bounds.diff().index_select(0, index)
     new_bounds = _offsets_of(counts)
@@ -234,7 +228,11 @@ def segment_mean(flat: Tensor, column: Tensor) -> Tensor:
     return total / counts.reshape(-1, *[1] * (total.dim() - 1))
 
 
-def _nested(flat: Tensor, bounds: Tensor) -> Tensor:
+def unchecked(flat: Tensor, bounds: Tensor) -> Tensor:
+    """`ragged(flat, offsets=bounds)` for parts that are known to fit each other."""
+    if torch.is_inference_mode_enabled() and not flat.is_inference():  # torch cannot make this view in inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.nested.nested_tensor_from_jagged(flat, bounds)
     return torch.nested.nested_tensor_from_jagged(flat, bounds)
 
 
@@ -246,10 +244,10 @@ def _expand(per_row: Tensor, bounds: Tensor, size: int) -> Tensor:
     return per_row.repeat_interleave(bounds.diff(), dim=0, output_size=size)
 
 
-def _int64(numbers: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
+def _int64(numbers: Tensor | Sequence[int] | None, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(numbers)
     if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-        raise TypeError(f"expected integer {name}, got {tensor.dtype}")
+        raise TypeError(f"expected integers as lengths or offsets, got {tensor.dtype}")
     return tensor.to(device=device, dtype=torch.int64)
 
 

@@ -16,7 +16,7 @@ _Packed = tuple[str, tuple[int, ...], Any]  # dtype, shape, buffer
 
 
 def pack_tensors(columns: Mapping[str, Tensor], protocol: int) -> tuple[list[_Packed], dict[str, Any]]:
-    """Packs columns for `unpack_tensors`: (the distinct offsets, per column a packed tensor and the number of its offsets).
+    """Packs columns for `unpack_tensors`: (distinct offsets, per column a packed tensor and the number of its offsets).
 
     CPU tensors are not copied, unless they are not contiguous or `protocol` is below 5; others are moved to the CPU.
     A slice of a larger tensor packs its own bytes only. Gradients are left behind.
@@ -42,16 +42,14 @@ def unpack_tensors(layouts: list[_Packed], packed: dict[str, Any]) -> dict[str, 
     columns: dict[str, Tensor] = {}
     for name, (tensor, number) in packed.items():
         column = _unpack(*tensor)
-        columns[name] = (
-            column if number is None else torch.nested.nested_tensor_from_jagged(column, all_offsets[number])
-        )
+        columns[name] = column if number is None else ragged.unchecked(column, all_offsets[number])
     return columns
 
 
 def _pack(tensor: Tensor, protocol: int) -> _Packed:
     plain = tensor.detach().cpu().contiguous()
     # As bytes, because numpy lacks bfloat16 and the float8 types.
-    data = plain.reshape(-1).view(torch.uint8).numpy()
+    data = plain.reshape(-1).view(torch.uint8).numpy().data
     buffer = pickle.PickleBuffer(data) if protocol >= 5 else bytearray(data)
     return str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer
 
