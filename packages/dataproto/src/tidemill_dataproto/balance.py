@@ -114,8 +114,8 @@ def rearrange_micro_batches(
     if num_micro_batches is not None:
         if len(parts) > num_micro_batches:
             raise ValueError(
-                f"{len(rows)} rows of {sum(rows)} tokens need {len(parts)} micro-batches of at most "
-                f"{max_token_len} tokens, got num_micro_batches={num_micro_batches}; take the largest count_micro_batches() of all ranks"
+                f"{len(rows)} rows of {sum(rows)} tokens need {len(parts)} micro-batches of at most {max_token_len} "
+                f"tokens, got num_micro_batches={num_micro_batches}; take the largest count of all ranks"
             )
         parts = _spread(rows, parts, max_token_len, num_micro_batches)
     return [batch.select_idxs(part) for part in parts], parts

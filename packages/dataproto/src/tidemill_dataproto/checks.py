@@ -1,6 +1,6 @@
 """What a column must be, and the errors that say so."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill_dataproto import ragged
 from tidemill_dataproto.columns import object_column
 
-__all__ = ["as_array", "check_array", "check_counts", "check_known", "check_tensor"]
+__all__ = ["as_array", "check_array", "check_counts", "check_known", "check_tensor", "pick"]
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -19,6 +19,15 @@ def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise KeyError(f"no {what} {', '.join(map(repr, unknown))}; there are {known}")
+
+
+def pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
+    """The items of `keys`, all where None. Raises KeyError for an unknown name, TypeError for a string."""
+    if isinstance(keys, str):
+        raise TypeError(f"expected a list of names, got the string {keys!r}; write [{keys!r}]")
+    names = list(source) if keys is None else list(keys)
+    check_known(what, names, source)
+    return {name: source[name] for name in names}
 
 
 def check_counts(counts: Mapping[str, int]) -> None:

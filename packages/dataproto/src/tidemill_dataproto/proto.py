@@ -1,7 +1,7 @@
 """The batch container."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import columns as cols
 from tidemill_dataproto import checks, wire
+from tidemill_dataproto import columns as cols
 from tidemill_dataproto.meta import merge_meta, same
 
 __all__ = ["DataProto"]
@@ -62,9 +62,8 @@ class DataProto:
         """A batch of columns known to be good, with a deep copy of meta_info."""
         new = cls.__new__(cls)
         # The checking constructor of TensorDict takes longer than the row operation, 60 us per ragged column.
-        new.batch = (
-            None if tensors is None else TensorDict._new_unsafe(dict(tensors), batch_size=torch.Size([num_rows]))
-        )
+        source: Any = None if tensors is None else dict(tensors)
+        new.batch = None if source is None else TensorDict._new_unsafe(source, batch_size=torch.Size([num_rows]))
         new.non_tensor_batch = arrays
         new.meta_info = copy.deepcopy(dict(meta_info))
         return new
@@ -158,8 +157,7 @@ class DataProto:
             return self.select_idxs(range(start, stop, step))
         return self.select_idxs(item)
 
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a DataProto is not iterable; use make_iterator(), split() or a column")
+    __iter__ = None  # rows come from make_iterator() or split()
 
     def select_idxs(self, idxs: Any) -> "DataProto":
         """Copies the rows `idxs`: integers (negative ones count from the end) or a bool mask; list, tensor or array."""
@@ -383,9 +381,9 @@ class DataProto:
         meta_info_keys: Sequence[str] | None,
     ) -> tuple[dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
         return (
-            _pick(self._tensors(), batch_keys, "tensor column"),
-            _pick(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
-            _pick(self.meta_info, meta_info_keys, "meta_info key"),
+            checks.pick(self._tensors(), batch_keys, "tensor column"),
+            checks.pick(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
+            checks.pick(self.meta_info, meta_info_keys, "meta_info key"),
         )
 
 
@@ -393,11 +391,3 @@ def _unpickle(
     cls: type[DataProto], num_rows: int, packed: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
 ) -> DataProto:
     return cls._of(num_rows, None if packed is None else wire.unpack_tensors(*packed), arrays, meta_info)
-
-
-def _pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
-    if isinstance(keys, str):
-        raise TypeError(f"expected a list of names, got the string {keys!r}; write [{keys!r}]")
-    names = list(source) if keys is None else list(keys)
-    checks.check_known(what, names, source)
-    return {name: source[name] for name in names}
