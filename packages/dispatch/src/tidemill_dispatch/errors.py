@@ -1,0 +1,94 @@
+"""What a call to a worker group raises on the driver."""
+
+
+class WorkerError(RuntimeError):
+    """A worker's method (or its constructor, method "__init__") raised.
+
+    Attributes:
+        group: name of the worker group.
+        rank: the rank that raised first.
+        host: node and process, as "hostname:pid".
+        method: name of the method that was called.
+        error_type: qualified name of the exception's class on the worker, for example "ValueError".
+        error_message: the exception's own text.
+        remote_traceback: the worker's traceback, formatted.
+        other_errors: one line for each other rank that raised too.
+        still_running: ranks that had not finished the call when this error was raised.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        rank: int,
+        host: str,
+        method: str,
+        error_type: str,
+        error_message: str,
+        remote_traceback: str,
+        other_errors: tuple[str, ...] = (),
+        still_running: tuple[int, ...] = (),
+    ):
+        self.group = group
+        self.rank = rank
+        self.host = host
+        self.method = method
+        self.error_type = error_type
+        self.error_message = error_message
+        self.remote_traceback = remote_traceback
+        self.other_errors = other_errors
+        self.still_running = still_running
+        lines = [
+            f"{error_type} on rank {rank} of group {group!r} ({host}) in {method!r}: {error_message}",
+            *(f"also: {line}" for line in other_errors),
+        ]
+        if still_running:
+            lines.append(f"ranks {list(still_running)} have not finished this call; shut the group down if they hang")
+        lines.append(f"remote traceback of rank {rank}:\n{remote_traceback}".rstrip())
+        super().__init__("\n".join(lines))
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker's process ended: killed, out of memory, exited, or its node is gone. The group is unusable after it.
+
+    Attributes:
+        group, rank, host, method: as in `WorkerError`; `host` is "unknown" for a worker that died while starting.
+        reason: what the runtime reports about the death.
+        other_errors: one line for each other rank that raised in the same call.
+    """
+
+    def __init__(
+        self, *, group: str, rank: int, host: str, method: str, reason: str, other_errors: tuple[str, ...] = ()
+    ):
+        self.group = group
+        self.rank = rank
+        self.host = host
+        self.method = method
+        self.reason = reason
+        self.other_errors = other_errors
+        lines = [
+            f"rank {rank} of group {group!r} ({host}) died during {method!r}: {reason}",
+            *(f"also: {line}" for line in other_errors),
+            "shut the group down and start a new one",
+        ]
+        super().__init__("\n".join(lines))
+
+
+class CallTimeoutError(TimeoutError):
+    """A call did not finish before its deadline. The call itself goes on: its future may be asked again.
+
+    Attributes:
+        group, method: as in `WorkerError`.
+        timeout_s: the deadline in seconds.
+        still_running: ranks that have not finished.
+    """
+
+    def __init__(self, *, group: str, method: str, timeout_s: float, still_running: tuple[int, ...], hint: str = ""):
+        self.group = group
+        self.method = method
+        self.timeout_s = timeout_s
+        self.still_running = still_running
+        super().__init__(
+            f"{method!r} of group {group!r} did not finish within {timeout_s:g} s: "
+            f"ranks {list(still_running)} are still running.{hint} Shut the group down, or allow more time."
+        )
