@@ -47,7 +47,7 @@ class BatchOutput:
 
 
 class BaseEngine(ABC):
-    """A model that is trained and evaluated by a group of ranks, each of which calls the same methods in the same order.
+    """A model that a group of ranks trains and evaluates; each rank calls the same methods in the same order.
 
     Every method that takes a batch takes this rank's rows of it, with the ragged columns `input_ids` (prompt, then
     response) and `responses`, and `meta_info["temperature"]` (1.0 if absent).
@@ -137,7 +137,7 @@ class BaseEngine(ABC):
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
-        """`prepare_model_inputs`, the model, `prepare_model_outputs`, the loss and, unless `forward_only`, its backward."""
+        """`prepare_model_inputs`, the model, `prepare_model_outputs`, the loss and, if wanted, its backward."""
 
     @abstractmethod
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
@@ -182,7 +182,7 @@ class BaseEngine(ABC):
         """Writes weights, optimizer, schedule and random state to a fresh folder `path`, sharded. Collective.
 
         Raises:
-            OSError: a write failed, on whichever rank; raised on every rank. What was written is not a whole checkpoint.
+            OSError: a write failed; raised on every rank. What was written is not a whole checkpoint.
         """
 
     @abstractmethod

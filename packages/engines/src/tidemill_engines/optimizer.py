@@ -23,7 +23,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def build_adamw(params: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable `params` (tensors or DTensors), with its state made at once instead of by the first step.
+    """AdamW over the trainable `params` (tensors or DTensors), with its state made at once, not by the first step.
 
     A checkpoint can then be saved or loaded before any step, and memory is known from the start.
 
@@ -71,13 +71,15 @@ def global_grad_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, nu
     """
     total = torch.zeros((), dtype=torch.float64)
     if grads:
-        norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-        total = torch.stack(norms).double().square().sum().cpu()
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads])
+        total = norms.double().square().sum().cpu()
     dist.all_reduce(total, group=group)
-    return math.sqrt(value) if math.isfinite(value := total.item() / num_replicas) else value
+    return math.sqrt(total.item() / num_replicas)
 
 
 def clip_grads(grads: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
-    """Scales `grads` in place so that a global norm of `norm` comes down to `max_norm`; smaller ones stay as they are."""
+    """Scales `grads` in place from a global norm of `norm` down to `max_norm`; smaller ones stay as they are."""
     if norm > max_norm:
-        torch._foreach_mul_(list(grads), max_norm / norm)
+        for grad in grads:
+            grad.mul_(max_norm / norm)

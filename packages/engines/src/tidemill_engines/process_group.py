@@ -58,7 +58,8 @@ def init_default_group(device: torch.device, timeout: timedelta) -> bool:
         return False
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return True
     missing = [name for name in _ENV if name not in os.environ]
     if missing:
@@ -85,14 +86,13 @@ def make_groups(device: torch.device, fsdp_size: int, timeout_s: float) -> Proce
     shard_size = world_size if fsdp_size == -1 else fsdp_size
     if world_size % shard_size:
         raise ValueError(f"EngineConfig.fsdp_size must divide the world size {world_size}; got {fsdp_size}")
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = _checked(dist.new_group(backend="gloo", timeout=timeout))
     backend = "gloo" if device.type == "cpu" else "nccl"
     ranks = torch.arange(world_size).view(-1, shard_size)
 
     def subgroup(rank_lists: list[list[int]]) -> dist.ProcessGroup:
         group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, backend=backend)
-        assert group is not None
-        return group
+        return _checked(group)
 
     shard = subgroup(ranks.tolist())
     if shard_size == world_size:
@@ -104,6 +104,11 @@ def make_groups(device: torch.device, fsdp_size: int, timeout_s: float) -> Proce
         mesh = DeviceMesh.from_group([replicate, shard], device.type, ranks, mesh_dim_names=names)
         own = [control, shard, replicate]
     return ProcessGroups(control=control, mesh=mesh, owned=[None, *own] if made_default else own)
+
+
+def _checked(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "this rank is not in its own group"
+    return group
 
 
 def close_groups(groups: ProcessGroups) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from tidemill_engines.agreement import together
 
@@ -54,7 +55,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor], progress: Progress, group
     with together(group):
         path.mkdir(parents=True, exist_ok=True)
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), process_group=group)
+        state_dict_saver.save(tensors, storage_writer=FileSystemWriter(path), process_group=group)
     except CheckpointException as error:  # not an Exception for Python, so it would pass every handler of the caller
         raise OSError(f"could not save the checkpoint {path}: {_reasons(error)}") from error
     with together(group):
@@ -91,7 +92,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup)
         ValueError: the checkpoint is damaged or of another model; raised on every rank.
     """
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=group)
+        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
         raise ValueError(f"could not load the checkpoint {path}: {_reasons(error)}") from error
 

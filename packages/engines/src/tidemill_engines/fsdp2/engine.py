@@ -1,5 +1,6 @@
 """The FSDP2 engine for causal language models."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,43 +31,63 @@ class FSDP2Engine(BaseEngine):
     `train_batch` and `infer_batch` the weights are always sharded.
     """
 
-    model: PreTrainedModel
-    groups: ProcessGroups
-    device: torch.device
-
     def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
         super().__init__(model=model, engine=engine, optimizer=optimizer)
-        self.optimizer: torch.optim.AdamW | None = None
+        self.device = torch.device("meta")
         self.step = 0
-        self._open = False
+        self._optimizer: torch.optim.AdamW | None = None
+        self._model: PreTrainedModel | None = None
+        self._groups: ProcessGroups | None = None
 
     def initialize(self) -> None:
-        if self._open:
+        if self._groups is not None:
             raise RuntimeError("the engine is initialized already; close() it first")
         config = self.engine_config
         self.device = resolve_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.groups = make_groups(self.device, config.fsdp_size, config.timeout_s)
-        self._open = True
-        with together(self.groups.control):
-            self.model = load_model(self.model_config)
-        shard_model(self.model, self.groups.mesh, config)
-        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self._groups = make_groups(self.device, config.fsdp_size, config.timeout_s)
+        try:
+            with together(self.groups.control):
+                self._model = load_model(self.model_config)
+            shard_model(self.model, self.groups.mesh, config)
+            if self.optimizer_config is not None:
+                self._optimizer = build_adamw(self.model.parameters(), self.optimizer_config)
+            else:
+                self.model.requires_grad_(False)
+        except BaseException:
+            self.close()
+            raise
         self.step = 0
-        if self.optimizer_config is not None:
-            self.optimizer = build_adamw(self.model.parameters(), self.optimizer_config)
-        else:
-            self.model.requires_grad_(False)
         self.model.eval()
 
     def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        self.optimizer = None
-        del self.model
-        close_groups(self.groups)
+        groups, self._groups = self._groups, None
+        self._optimizer = None
+        self._model = None
+        if groups is not None:
+            close_groups(groups)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The sharded model; RuntimeError before `initialize` and after `close`."""
+        if self._model is None:
+            raise RuntimeError("the engine is not initialized; call initialize() first")
+        return self._model
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """What this engine communicates with; RuntimeError before `initialize` and after `close`."""
+        if self._groups is None:
+            raise RuntimeError("the engine is not initialized; call initialize() first")
+        return self._groups
+
+    @property
+    def optimizer(self) -> torch.optim.AdamW:
+        """RuntimeError for an engine without an optimizer, or before `initialize`."""
+        if self._optimizer is None:
+            raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig and initialize() it")
+        return self._optimizer
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -100,7 +121,7 @@ class FSDP2Engine(BaseEngine):
         plan = plan_batch(
             batch,
             self.groups.control,
-            vocab_size=self.vocab_size,
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
             max_token_len=self.engine_config.max_token_len_per_gpu,
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             with_loss=loss_fn is not None,
@@ -169,18 +190,16 @@ class FSDP2Engine(BaseEngine):
             param.grad = None
 
     def optimizer_step(self) -> float:
-        assert self.optimizer is not None
         assert self.optimizer_config is not None
         grads = local_grads(self.model.parameters())
         num_replicas = self.groups.mesh.size() // self.groups.mesh["dp_shard"].size()
         norm = global_grad_norm(grads, self.groups.control, num_replicas)
-        if norm - norm == 0.0:  # finite
+        if math.isfinite(norm):
             clip_grads(grads, norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
         return norm
 
     def lr_scheduler_step(self) -> float:
-        assert self.optimizer is not None
         assert self.optimizer_config is not None
         used = learning_rate(self.optimizer_config, self.step)
         self.step += 1
@@ -188,7 +207,6 @@ class FSDP2Engine(BaseEngine):
         return used
 
     def _set_lr(self) -> None:
-        assert self.optimizer is not None
         assert self.optimizer_config is not None
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = learning_rate(self.optimizer_config, self.step)
@@ -196,26 +214,27 @@ class FSDP2Engine(BaseEngine):
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(self.model):
             tensor = weight.detach()
-            cast = dtype is not None and tensor.is_floating_point()
-            yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(getattr(torch, dtype))
+            yield name, tensor
 
     def save_checkpoint(self, path: str | Path) -> None:
         progress = checkpoint.Progress(
-            step=self.step, world_size=dist.get_world_size(), has_optimizer=self.optimizer is not None
+            step=self.step, world_size=dist.get_world_size(), has_optimizer=self._optimizer is not None
         )
         tensors = self._state_tensors() | self._rng_tensors()
         checkpoint.save(Path(path), tensors, progress, self.groups.control)
 
     def load_checkpoint(self, path: str | Path) -> None:
         progress = checkpoint.read_progress(Path(path), self.groups.control)
-        if self.optimizer is not None and not progress.has_optimizer:
+        if self._optimizer is not None and not progress.has_optimizer:
             raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
         checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
         self.step = progress.step
-        if self.optimizer is not None:
+        if self._optimizer is not None:
             self._set_lr()
 
     def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
@@ -245,9 +264,10 @@ class FSDP2Engine(BaseEngine):
         """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
         if self.engine_config.reshard_after_forward:
             return
-        self.model.set_requires_gradient_sync(is_last)
-        self.model.set_reshard_after_backward(is_last)
-        self.model.set_is_last_backward(is_last)
+        root = fsdp_modules(self.model)[0]
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+        root.set_is_last_backward(is_last)
 
     def _reduce_metrics(self, steps: list[StepOutput]) -> dict[str, float]:
         """Adds up loss and metrics over micro-batches and ranks, in float64 and in rank order. Collective."""
@@ -270,8 +290,8 @@ class FSDP2Engine(BaseEngine):
         tensors: dict[str, torch.Tensor] = {}
         for name, weight in named_weights(self.model):
             tensors[f"model.{name}"] = weight.detach()
-            if self.optimizer is not None and weight in self.optimizer.state:
-                for key, value in self.optimizer.state[weight].items():
+            if self._optimizer is not None and weight in self._optimizer.state:
+                for key, value in self._optimizer.state[weight].items():
                     tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tidemill_engines import attention
 from tidemill_engines.config import EngineConfig, ModelConfig
@@ -31,16 +33,29 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if implementation == "varlen":
         attention.register_attention()
         implementation = attention.NAME
-    model = AutoModelForCausalLM.from_pretrained(
-        config.path,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
+    with _without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
     model.config.use_cache = False
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws one per rank, into each other."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -60,7 +75,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
     layers = decoder_layers(model)
     if not layers:
         _log.warning(
-            "%s names no decoder layers in _no_split_modules; it is sharded as one unit, which gathers all weights at once",
+            "%s has no layers of _no_split_modules; it is sharded as one unit, which gathers all weights at once",
             type(model).__name__,
         )
     for layer in layers:
