@@ -13,7 +13,8 @@ from tidemill_dispatch.ray.host import Failure
 # After a rank raised, how long to look at the other ranks before its error is raised on the driver. A rank that was
 # killed makes its peers' collectives fail at once, often before Ray reports the death: the death is the cause.
 GRACE_S = 1.0
-_WAIT_SLICE_S = 1.0
+# All ranks are waited for at once, in slices; a failure is seen at the end of a slice.
+_WAIT_SLICE_S = 0.2
 _FETCH_S = 60.0
 
 
@@ -81,15 +82,15 @@ class CallFuture:
         return self._result[0]
 
     def _finish(self, limit_s: float, deadline: float) -> None:
-        self._poll(0.0)
         while self._pending and self._error is None:
             until = self._first_failure + GRACE_S if self._failures else deadline
             remaining = until - time.monotonic()
-            if remaining <= 0:
-                if self._failures:
-                    break
-                raise self._timeout(limit_s)
-            self._poll(min(remaining, _WAIT_SLICE_S))
+            self._poll(max(0.0, min(remaining, _WAIT_SLICE_S)))
+            if remaining > 0 or not self._pending or self._error is not None:
+                continue
+            if self._failures:
+                break
+            raise self._timeout(limit_s)
         if self._error is None and self._failures:
             self._error = self._worker_error()
         if self._error is None:
@@ -101,12 +102,10 @@ class CallFuture:
             self._values.clear()
 
     def _poll(self, wait_s: float) -> None:
-        """Waits for one more rank, then takes in every rank that has answered."""
+        """Waits up to `wait_s` for all ranks, then takes in every rank that has answered."""
         if not self._pending or self._error is not None:
             return
-        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
-        if ready and len(self._pending) > 1:
-            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=wait_s)
         for ref in ready:
             rank = self._pending.pop(ref)
             try:
@@ -115,7 +114,7 @@ class CallFuture:
                 self._error = self._died(rank, error)
                 self._on_death(self._error)
                 return
-            except RayTaskError as error:  # outside the worker's method: an argument or the result cannot be pickled
+            except RayTaskError as error:  # outside the worker's method, for example a result that cannot be pickled
                 failure = Failure.of_task(self._host_of(rank), error)
             if failure is not None:
                 if not self._failures:

@@ -11,7 +11,7 @@ import ray
 
 from tidemill_dispatch.errors import WorkerDiedError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
-from tidemill_dispatch.ray.arguments import pickled, put_shared
+from tidemill_dispatch.ray.arguments import pack, pack_calls
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.host import HostInfo, WorkerHost, host_class
 from tidemill_dispatch.ray.pool import RayResourcePool
@@ -98,9 +98,7 @@ class RayWorkerGroup:
         self._death: WorkerDiedError | None = None
         self._closed = False
         self._lock = threading.Lock()
-        payload = ray.put(
-            pickled("the worker class or its arguments", (cls, ray_cls_with_init.args, ray_cls_with_init.kwargs))
-        )
+        payload = pack(f"{cls.__name__} or its arguments", (cls, ray_cls_with_init.args, ray_cls_with_init.kwargs))
         env = _checked_env({} if env_vars is None else env_vars)
         self._placement = resource_pool.place(name_prefix)
         try:
@@ -111,7 +109,7 @@ class RayWorkerGroup:
             self.shutdown()
             raise
 
-    def _start(self, pool: RayResourcePool, payload: ray.ObjectRef, env: dict[str, str]) -> None:
+    def _start(self, pool: RayResourcePool, payload: Any, env: dict[str, str]) -> None:
         actor_class = ray.remote(host_class(self._cls, _public_methods(self._cls)))
         for rank in range(self.world_size):
             options = {
@@ -183,7 +181,7 @@ class RayWorkerGroup:
     ) -> CallFuture:
         self._check_usable()
         self.wait_ready()
-        flat_calls = put_shared(f"{self._cls.__name__}.{method}", [calls[rank] for rank in ranks])
+        flat_calls = pack_calls(f"{self._cls.__name__}.{method}", [calls[rank] for rank in ranks])
         # Under the lock, so that calls of several driver threads reach every rank in the same order.
         with self._lock:
             pairs = {

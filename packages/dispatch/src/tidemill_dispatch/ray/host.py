@@ -5,7 +5,6 @@ read at import (OMP_NUM_THREADS) take effect in one of Ray's prestarted processe
 """
 
 import os
-import pickle
 import socket
 import time
 import traceback
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from tidemill_dispatch.ray.arguments import Packed
 from tidemill_dispatch.worker import Worker
 
 
@@ -115,13 +115,13 @@ class WorkerHost:
 
     @ray.method(num_returns=2)
     def tidemill_construct(
-        self, payload: bytes, env_vars: dict[str, str], rank: int, *infos: HostInfo
+        self, payload: Any, env_vars: dict[str, str], rank: int, *infos: HostInfo
     ) -> tuple[Failure | None, None]:
         """Sets the environment, imports the user's class and makes the worker."""
         os.environ.update(env_vars)
         os.environ.update(rank_environment(rank, infos))
         try:
-            cls, args, kwargs = pickle.loads(payload)
+            cls, args, kwargs = _unpacked(payload)
             self._worker = cls(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - sent to the driver, which raises it
             return Failure.of(error), None
@@ -133,8 +133,9 @@ class WorkerHost:
     ) -> tuple[Failure | None, Any]:
         """Calls the worker. The first return value is small and always fetched, the second is the result."""
         try:
-            kwargs = dict(zip(keys, flat[num_args:], strict=True))
-            result = getattr(self.require_worker(), method)(*flat[:num_args], **kwargs)
+            values = [_unpacked(value) for value in flat]
+            kwargs = dict(zip(keys, values[num_args:], strict=True))
+            result = getattr(self.require_worker(), method)(*values[:num_args], **kwargs)
         except Exception as error:  # noqa: BLE001 - sent to the driver, which raises it
             return Failure.of(error), None
         return None, result if send_result else None
@@ -146,6 +147,10 @@ class WorkerHost:
         if self._worker is None:
             raise RuntimeError("the worker was not constructed; see the error of '__init__'")
         return self._worker
+
+
+def _unpacked(value: Any) -> Any:
+    return value.unpack() if isinstance(value, Packed) else value
 
 
 def _stub(name: str) -> Callable[..., Any]:

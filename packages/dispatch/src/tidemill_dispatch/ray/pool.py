@@ -86,5 +86,6 @@ class RayResourcePool:
         return (
             f"group {name!r} needs {self.process_on_nodes[node]} processes of {bundle} on one node (entry {node} of "
             f"process_on_nodes={list(self.process_on_nodes)}); they were not free within "
-            f"{self.placement_timeout_s:g} s. The cluster has {have}, free are {free}. Ask for less, end other groups, or start Ray with more."
+            f"{self.placement_timeout_s:g} s. The cluster has {have}, free are {free}. "
+            "Ask for less, end other groups, or start Ray with more."
         )
