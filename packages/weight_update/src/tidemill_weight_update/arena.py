@@ -33,10 +33,17 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int) -> None:
+        # Linux grants any size and ends a process, not always this one, when the pages are touched.
+        available = _available_bytes()
+        if num_bytes > available:
+            raise RuntimeError(
+                f"a bucket needs {num_bytes / 1e9:.3g} GB of shared memory, {available / 1e9:.3g} GB are available; "
+                f"choose smaller bucket_bytes (a bucket is at least as large as the largest tensor)"
+            )
         self._fd = os.memfd_create("tidemill-weights")
         self._num_bytes = num_bytes
         try:
-            os.posix_fallocate(self._fd, 0, num_bytes)  # too little memory is an OSError here, not a SIGBUS later
+            os.ftruncate(self._fd, num_bytes)
             self.data = torch.from_file(f"/proc/self/fd/{self._fd}", True, num_bytes, dtype=torch.uint8)
         except (OSError, RuntimeError):
             os.close(self._fd)
@@ -48,6 +55,13 @@ class HostArena:
     def close(self) -> None:
         del self.data
         os.close(self._fd)
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that can be had without swapping."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class ArenaRing:

@@ -52,6 +52,11 @@ class Bucket:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def aligned(offset: int) -> int:
+    """The first multiple of ALIGNMENT that is not below `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
     """How a bucket is named in messages: its first and last tensor and their number."""
     noun = "tensor" if len(entries) == 1 else "tensors"
@@ -84,7 +89,7 @@ def plan_buckets(
         seen.add(name)
         to = sent_dtype(tensor, dtype)
         num_bytes = tensor.numel() * to.itemsize
-        start = -(-used // ALIGNMENT) * ALIGNMENT
+        start = aligned(used)
         if entries and start + num_bytes > bucket_bytes:
             yield Bucket(index=index, entries=tuple(entries), tensors=tuple(tensors), num_bytes=used, is_last=False)
             entries, tensors = [], []

@@ -7,7 +7,8 @@ import torch.distributed as dist
 class Ranks:
     """The ranks that call `update` together: those of `process_group`, or this process alone.
 
-    Without torch.distributed, or in a group of one, nothing is communicated.
+    Without torch.distributed, or in a group of one, nothing is communicated. `rank` is the rank in the group, `owner`
+    the global rank of the group's rank 0.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -17,6 +18,7 @@ class Ranks:
         self.size = dist.get_world_size(process_group) if distributed else 1
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; only its members may update weights")
+        self.owner = dist.get_process_group_ranks(process_group)[0] if distributed else 0
         on_cuda = self.size > 1 and dist.get_backend(process_group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 

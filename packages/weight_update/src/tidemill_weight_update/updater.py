@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill_weight_update.arena import Arena, ArenaRing
 from tidemill_weight_update.bucket import Bucket, plan_buckets, tensor_range
 from tidemill_weight_update.client import EngineClient
-from tidemill_weight_update.gather import full_tensor
+from tidemill_weight_update.gather import gather
 from tidemill_weight_update.handle import BucketHandle
 from tidemill_weight_update.ranks import Ranks
 from tidemill_weight_update.stats import UpdateStats
@@ -147,16 +147,13 @@ class WeightUpdater:
             self._ranks.agree(failure.error, bucket.digest(version), text)
 
     def _fill(self, bucket: Bucket, arena: Arena | None, clock: "_Clock", failure: "_Failure") -> None:
-        """Gathers every tensor of `bucket` on all ranks; rank 0 copies it into its place.
-
-        A failed copy must not keep rank 0 from the collectives of the remaining tensors: the others wait in them.
-        """
-        for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
-            with clock("gather"):
-                full = full_tensor(tensor, self._dtype)
-            if arena is not None and failure.error is None:
-                with failure, clock("copy"):
-                    entry.view(arena.data).copy_(full)
+        """Gathers the tensors of `bucket`, on all ranks; rank 0 copies them into their places."""
+        with clock("gather"):
+            pieces = gather(bucket, self._ranks.owner)
+        if arena is not None:
+            with failure, clock("copy"):
+                for piece in pieces:
+                    piece.copy_to(arena.data)
 
     def _load(self, bucket: Bucket, arena: Arena, version: str) -> None:
         handle = BucketHandle(

@@ -9,6 +9,7 @@ from tidemill_weight_update.sglang.payload import LOAD_FORMAT, stock_payload
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
@@ -32,6 +33,13 @@ class LocalEngine:
     def tp_size(self) -> int:
         return self._engine.server_args.tp_size
 
+    @property
+    def _manager(self) -> "TokenizerManager":
+        manager = self._engine.tokenizer_manager
+        if manager is None:
+            raise RuntimeError("this process has only workers of the engine; use the engine object of node rank 0")
+        return manager
+
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through the engine's own `update_weights_from_tensor`.
 
@@ -46,7 +54,7 @@ class LocalEngine:
             flush_cache=False,
             weight_version=bucket.weight_version,
         )
-        success, message = self._wait(self._engine.tokenizer_manager.update_weights_from_tensor(request, None))
+        success, message = self._wait(self._manager.update_weights_from_tensor(request, None))
         if not success:
             raise RuntimeError(message)
 
@@ -56,12 +64,12 @@ class LocalEngine:
         Raises:
             RuntimeError: the engine has running or waiting requests, or did not answer in time.
         """
-        answer = self._wait(self._engine.tokenizer_manager.flush_cache())
+        answer = self._wait(self._manager.flush_cache())
         if not answer.success:
             raise RuntimeError(answer.message or "the engine has running or waiting requests")
 
     def get_weight_version(self) -> str:
-        return self._engine.tokenizer_manager.config_value("weight_version")
+        return self._manager.config_value("weight_version")
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = self._engine.loop
