@@ -22,7 +22,7 @@ class DataProto:
 
     Attributes:
         batch: a TensorDict of the tensor columns, dense `[B, ...]` or ragged `[B, j, ...]` (see
-            `tidemill_dataproto.ragged`); None where the batch was made without any.
+            `tidemill_dataproto.ragged`); None in a batch without any.
         non_tensor_batch: numpy columns `[B]`, of objects or numbers. An object column has one dimension, whatever its
             objects are; `from_dict` makes it of any list.
         meta_info: anything that is not per row. Every batch has its own deep copy.
@@ -62,7 +62,10 @@ class DataProto:
         """A batch of columns known to be good, with a deep copy of meta_info."""
         new = cls.__new__(cls)
         # The checking constructor of TensorDict takes longer than the row operation, 60 us per ragged column.
-        source: Any = None if tensors is None else dict(tensors)
+        # Without any column, an empty TensorDict remembers the number of rows.
+        source: Any = (
+            None if tensors is None and (arrays or num_rows == 0) else dict({} if tensors is None else tensors)
+        )
         new.batch = None if source is None else TensorDict._new_unsafe(source, batch_size=torch.Size([num_rows]))
         new.non_tensor_batch = arrays
         new.meta_info = copy.deepcopy(dict(meta_info))
@@ -247,13 +250,13 @@ class DataProto:
         self.check_consistency()
         num_rows = len(self)
         tensors, arrays, meta = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        if self.batch is not None:
-            self.batch = self.batch.exclude(*tensors)
         for name in arrays:
             del self.non_tensor_batch[name]
         for key in meta:
             del self.meta_info[key]
-        return self._of(num_rows, tensors if tensors or not arrays else None, arrays, meta)
+        rest = None if self.batch is None else {k: v for k, v in self._tensors().items() if k not in tensors}
+        self.batch = self._of(num_rows, rest, self.non_tensor_batch, {}).batch
+        return self._of(num_rows, tensors if tensors else None, arrays, meta)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """A batch with other names for some columns of either half.
@@ -294,9 +297,9 @@ class DataProto:
                 raise ValueError(f"column {name!r} is in both batches with different values; pop or rename one of them")
         meta = merge_meta([self.meta_info, other.meta_info])
         has_tensors = self.batch is not None or other.batch is not None
-        tensors = {**other._tensors(), **self._tensors()} if has_tensors else None
+        tensors = {**self._tensors(), **other._tensors()} if has_tensors else None
         num_rows = len(other) if self._is_bare() else len(self)
-        return self._of(num_rows, tensors, {**other.non_tensor_batch, **self.non_tensor_batch}, meta)
+        return self._of(num_rows, tensors, {**self.non_tensor_batch, **other.non_tensor_batch}, meta)
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":

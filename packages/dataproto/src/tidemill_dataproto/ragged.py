@@ -185,8 +185,8 @@ def index_rows(column: Tensor, index: Tensor) -> Tensor:
 def index_plan(bounds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Where the elements of the rows `index` lie in a column with offsets `bounds`.
 
-    Returns the flat index, int64 `[N]`, and the offsets of the rows taken. Columns of one layout can share both. `index`
-    is on the device of `bounds`.
+    Returns the flat index, int64 `[N]`, and the offsets of the rows taken. Columns of one layout can share both.
+    `index` is on the device of `bounds`.
     """
     starts, counts = bounds[:-1].index_select(0, index), bounds.diff().index_select(0, index)
     new_bounds = _offsets_of(counts)

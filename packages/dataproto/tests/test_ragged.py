@@ -1,0 +1,202 @@
+"""Ragged columns against plain loops over their rows, and their errors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tidemill_dataproto import ragged
+
+settings.register_profile("tidemill", deadline=None, max_examples=60)
+settings.load_profile("tidemill")
+
+row_lengths = st.one_of(
+    st.lists(st.integers(0, 5), max_size=6),
+    st.builds(lambda n, c: [c] * n, st.integers(0, 4), st.integers(0, 3)),
+)
+trailing_shapes = st.sampled_from([(), (3,), (2, 2)])
+SHAPES = [[], [3], [0], [2, 2], [0, 0], [1, 0, 3], [0, 4]]
+
+
+def column(counts: list[int], trailing: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:
+    flat = torch.randn(sum(counts), *trailing, generator=torch.Generator().manual_seed(start), dtype=torch.float64)
+    return ragged.ragged(flat, counts)
+
+
+def rows(col: torch.Tensor) -> list[torch.Tensor]:
+    return list(ragged.values(col).split(ragged.lengths(col).tolist()))
+
+
+def assert_rows(col: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    got = rows(col)
+    assert len(got) == len(expected) == col.shape[0]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("counts", SHAPES)
+def test_layout_survives_construction(counts: list[int]) -> None:
+    flat = torch.arange(sum(counts))
+    col = ragged.ragged(flat, counts)
+    assert ragged.lengths(col).tolist() == counts
+    assert ragged.values(col).data_ptr() == flat.data_ptr()
+    again = ragged.ragged(flat, offsets=ragged.offsets(col))
+    assert ragged.offsets(again) is ragged.offsets(col)
+    assert (again + col).shape[0] == len(counts)
+    if counts:
+        assert_rows(ragged.ragged_from_list(list(flat.split(counts))), list(flat.split(counts)))
+
+
+def test_multi_dimensional_rows_need_no_hint_where_the_ragged_dim_is() -> None:
+    position_ids = ragged.ragged_from_list([torch.zeros(4, 3), torch.ones(4, 3)])  # equal lengths, three axes
+    assert ragged.lengths(position_ids).tolist() == [4, 4]
+    assert ragged.values(position_ids).shape == (8, 3)
+
+
+def test_like_shares_the_layout() -> None:
+    col = column([1, 0, 2])
+    mask = ragged.like(torch.tensor([True, False, True]), col)
+    assert ragged.offsets(mask) is ragged.offsets(col)
+    torch.testing.assert_close((col * mask).values(), col.values() * mask.values())
+
+
+@given(row_lengths, st.data(), trailing_shapes)
+def test_concat_rows(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+    other = data.draw(st.lists(st.integers(0, 4), min_size=len(counts), max_size=len(counts)))
+    a, b = column(counts, trailing), column(other, trailing, start=1)
+    assert_rows(ragged.concat_rows(a, b), [torch.cat(pair) for pair in zip(rows(a), rows(b), strict=True)])
+
+
+@given(row_lengths, trailing_shapes, st.sampled_from(["left", "right"]), st.none() | st.integers(5, 7))
+def test_padding_there_and_back(counts: list[int], trailing: tuple[int, ...], side: str, max_len: int | None) -> None:
+    col = column(counts, trailing)
+    width = max(counts, default=0) if max_len is None else max_len
+    padded = ragged.to_padded(col, -7.0, side=side, max_len=max_len)
+    assert padded.shape == (len(counts), width, *trailing)
+    mask = ragged.to_padded(
+        ragged.like(torch.ones(sum(counts), dtype=torch.bool), col), False, side=side, max_len=width
+    )
+    for row, line, keep in zip(rows(col), padded, mask, strict=True):
+        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        torch.testing.assert_close(line[at], row)
+        assert (line[~keep] == -7.0).all()
+        assert int(keep.sum()) == len(row)
+    assert_rows(ragged.from_padded(padded, mask), rows(col))
+    assert_rows(ragged.from_padded(padded, mask.long()), rows(col))
+
+
+@given(row_lengths, st.data(), trailing_shapes)
+def test_index_rows(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+    index = data.draw(st.lists(st.integers(0, len(counts) - 1), max_size=8)) if counts else []
+    col = column(counts, trailing)
+    taken = ragged.index_rows(col, torch.tensor(index, dtype=torch.int64))
+    assert_rows(taken, [rows(col)[i] for i in index])
+
+
+@given(row_lengths, trailing_shapes)
+def test_row_values_to_elements_and_back(counts: list[int], trailing: tuple[int, ...]) -> None:
+    col = column(counts)
+    per_row = torch.randn(len(counts), *trailing, dtype=torch.float64)
+    flat = ragged.expand_rows(per_row, col)
+    expected = [value.expand(count, *trailing) for value, count in zip(per_row, counts, strict=True)]
+    torch.testing.assert_close(flat, torch.cat([per_row[:0], *expected]))
+    total, mean = ragged.segment_sum(flat, col), ragged.segment_mean(flat, col)
+    counted = torch.tensor(counts, dtype=torch.float64).reshape(-1, *[1] * len(trailing))
+    torch.testing.assert_close(total, per_row * counted)
+    torch.testing.assert_close(mean, per_row * (counted > 0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums", "means"),
+    [
+        (torch.bool, torch.int64, torch.float32),
+        (torch.int32, torch.int64, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float64, torch.float64, torch.float64),
+    ],
+)
+def test_sums_do_not_lose_small_dtypes(dtype: torch.dtype, sums: torch.dtype, means: torch.dtype) -> None:
+    col = ragged.ragged(torch.zeros(1002), [1000, 0, 2])
+    ones = torch.ones(1002, dtype=dtype)
+    total, mean = ragged.segment_sum(ones, col), ragged.segment_mean(ones, col)
+    assert total.dtype == sums
+    assert mean.dtype == means
+    assert total.tolist() == [1000, 0, 2]
+    assert mean.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("counts", SHAPES)
+def test_gradients_flow_through(counts: list[int]) -> None:
+    col = column(counts)
+    start = ragged.values(col).clone().requires_grad_()
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        here = ragged.like(flat, col)
+        both = ragged.concat_rows(here, here)
+        total = ragged.values(both).square().sum() + ragged.to_padded(here, 0.0).exp().sum()
+        total = total + ragged.segment_mean(flat, col).square().sum() + ragged.segment_sum(flat, col).square().sum()
+        every = ragged.index_rows(here, torch.arange(len(counts)).flip(0))
+        return total + ragged.values(every).pow(3).sum() + ragged.expand_rows(ragged.segment_sum(flat, col), col).sum()
+
+    assert torch.autograd.gradcheck(loss, start)
+
+
+def test_columns_can_be_made_in_inference_mode() -> None:
+    flat, bounds = torch.arange(3.0), torch.tensor([0, 1, 3])
+    with torch.inference_mode():
+        outside = ragged.ragged(flat, offsets=bounds)
+        inside = ragged.ragged(flat + 1, offsets=bounds)
+    assert ragged.values(outside).tolist() == [0, 1, 2]
+    assert ragged.values(inside).tolist() == [1, 2, 3]
+
+
+FLAT = torch.arange(4)
+COLUMN = ragged.ragged(FLAT, [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ragged.ragged(FLAT), TypeError, "exactly one"),
+        (lambda: ragged.ragged(FLAT, [4], offsets=[0, 4]), TypeError, "exactly one"),
+        (lambda: ragged.ragged(FLAT, [1, 2]), ValueError, r"adding up to the 4 .* got \[1, 2\]"),
+        (lambda: ragged.ragged(FLAT, [5, -1]), ValueError, "adding up"),
+        (lambda: ragged.ragged(FLAT, [1] * 9), ValueError, r"\.\.\.\] \(9 numbers\)"),
+        (lambda: ragged.ragged(FLAT, [1.0, 3.0]), TypeError, "integers"),
+        (lambda: ragged.ragged(FLAT, torch.ones(4, dtype=torch.bool)), TypeError, "integers"),
+        (lambda: ragged.ragged(FLAT, [[1, 3]]), ValueError, "shape"),
+        (lambda: ragged.ragged(FLAT, offsets=[]), ValueError, r"offsets \[B \+ 1\]"),
+        (lambda: ragged.ragged(FLAT, offsets=[1, 4]), ValueError, "rising from 0 to the 4"),
+        (lambda: ragged.ragged(FLAT, offsets=[0, 3, 1, 4]), ValueError, "rising"),
+        (lambda: ragged.ragged(COLUMN, [2]), ValueError, "flat values"),
+        (lambda: ragged.ragged(torch.tensor(1), [1]), ValueError, "flat values"),
+        (lambda: ragged.ragged_from_list([]), ValueError, "at least one row"),
+        (lambda: ragged.ragged_from_list([FLAT, FLAT.float()]), ValueError, "row 1 is float32"),
+        (lambda: ragged.ragged_from_list([FLAT, FLAT.reshape(2, 2)]), ValueError, "row 1"),
+        (lambda: ragged.ragged_from_list([torch.tensor(1)]), ValueError, "row 0"),
+        (lambda: ragged.values(FLAT), ValueError, r"expected a ragged column .* int64 \[4\]"),
+        (lambda: ragged.lengths(torch.nested.nested_tensor([FLAT])), ValueError, "expected a ragged column"),
+        (lambda: ragged.like(FLAT[1:], COLUMN), ValueError, r"\[4, \.\.\.\]"),
+        (lambda: ragged.like(FLAT.to("meta"), COLUMN), ValueError, "on cpu"),
+        (lambda: ragged.concat_rows(COLUMN, ragged.ragged(FLAT, [4])), ValueError, "equally many rows, got 2 and 1"),
+        (lambda: ragged.concat_rows(COLUMN, ragged.like(FLAT.float(), COLUMN)), ValueError, "of one kind"),
+        (lambda: ragged.to_padded(COLUMN, 0, side="middle"), ValueError, "side"),
+        (lambda: ragged.to_padded(COLUMN, 0, max_len=2), ValueError, "row 1 has 3 elements"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2), torch.ones(2, 3)), ValueError, "mask"),
+        (lambda: ragged.from_padded(FLAT, FLAT > 0), ValueError, "mask"),
+        (lambda: ragged.expand_rows(FLAT, COLUMN), ValueError, "one value per row"),
+        (lambda: ragged.segment_sum(FLAT[1:], COLUMN), ValueError, "flat values"),
+        (lambda: ragged.segment_mean(FLAT[1:], COLUMN), ValueError, "flat values"),
+    ],
+)
+def test_errors_say_what_came(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_column_ragged_elsewhere_or_with_gaps_is_refused() -> None:
+    ragged_at_2 = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(3, 4)], layout=torch.jagged)
+    gaps = torch.nested.nested_tensor_from_jagged(FLAT, torch.tensor([0, 2, 4]), lengths=torch.tensor([1, 2]))
+    for column in (ragged_at_2, gaps):
+        with pytest.raises(ValueError, match="dim 1 ragged and without gaps"):
+            ragged.values(column)
