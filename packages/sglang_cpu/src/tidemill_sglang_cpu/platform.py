@@ -1,0 +1,112 @@
+"""The platform class that SGLang loads when the plugin is active."""
+
+import os
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from tidemill_sglang_cpu.activation import check_environment
+from tidemill_sglang_cpu.support import check_arguments, check_model, resolve_dtype
+
+# SGLang's own defaults would fill the machine's memory with KV cache.
+DEFAULT_MAX_TOTAL_TOKENS = 65536
+DEFAULT_MEM_FRACTION = 0.6
+# SGLang keeps Triton kernels out of its own code by this name, so ours takes the place of its loop under it.
+_ATTENTION_BACKEND = "torch_native"
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Runs SGLang on PyTorch's own CPU kernels: no vLLM, no sgl-kernel, no AMX, no compiler."""
+
+    _enum = PlatformEnum.OOT
+
+    def __init__(self) -> None:
+        check_environment()
+
+    def get_device(self, device_id: int | None = 0) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "cpu"  # SGLang splits the result of this as a string when it looks for a default device
+
+    def get_default_attention_backend(self) -> str:
+        return _ATTENTION_BACKEND
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Fills in what the user left open and refuses what cannot work.
+
+        Called in the process that creates the engine or server, before any other is started, so that an error
+        reaches the caller as it is: one that a scheduler raises makes SGLang kill its parent.
+
+        Raises:
+            ValueError: the model, its dtype or an argument is not supported.
+        """
+        hf_config = server_args.get_model_config().hf_config
+        check_model(hf_config)
+        check_arguments(server_args)
+        _register_backends()
+        server_args.device = "cpu"
+        server_args.dtype = resolve_dtype(server_args.dtype, hf_config)
+        del server_args.model_config  # cached with SGLang's choice of dtype
+        # SGLang has put "intel_amx" (x86) or "torch_native" (ARM) here if the user gave nothing.
+        if server_args.attention_backend not in (None, "intel_amx", "torch_native"):
+            raise ValueError(f"attention_backend={server_args.attention_backend!r} does not run here: leave it unset")
+        server_args.attention_backend = self.get_default_attention_backend()
+        server_args.sampling_backend = "pytorch"
+        server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
+        _disable_graphs(server_args)
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.mem_fraction_static is None:
+            server_args.mem_fraction_static = DEFAULT_MEM_FRACTION
+        _bind_cores(server_args.tp_size)
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from tidemill_sglang_cpu.allocator import TokenAllocator
+
+        return TokenAllocator
+
+    def init_backend(self) -> None:
+        """SGLang calls this once in each process that may run the model."""
+        _register_backends()
+        from tidemill_sglang_cpu.patches import apply_patches
+
+        apply_patches()
+
+
+def _register_backends() -> None:
+    """Makes the attention backend and the sampler known to SGLang, through its registries. Idempotent."""
+    from sglang.srt import server_args
+    from sglang.srt.layers import sampler
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    from tidemill_sglang_cpu.attention import BatchedAttnBackend
+    from tidemill_sglang_cpu.sampling import SeededSampler
+
+    if ATTENTION_BACKENDS[_ATTENTION_BACKEND] is BatchedAttnBackend:
+        return
+    register_attention_backend(_ATTENTION_BACKEND)(BatchedAttnBackend)
+    server_args.add_deterministic_attention_backend_choices([_ATTENTION_BACKEND])
+    server_args.add_radix_supported_deterministic_attention_backend_choices([_ATTENTION_BACKEND])
+    # Deterministic inference insists on the name "pytorch", so it is that sampler that is replaced.
+    sampler.register_sampler_backend("pytorch", SeededSampler)
+
+
+def _disable_graphs(server_args: Any) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    server_args.disable_cuda_graph = True
+    server_args.cuda_graph_config.decode.backend = Backend.DISABLED
+    server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
+
+
+def _bind_cores(tp_size: int) -> None:
+    """Shares the cores out over the tensor-parallel ranks: SGLang's default refuses more ranks than NUMA nodes."""
+    if tp_size > 1:
+        cores = [str(core) for core in range(os.cpu_count() or 1)]
+        shares = [",".join(cores[rank::tp_size] or cores) for rank in range(tp_size)]
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(shares))

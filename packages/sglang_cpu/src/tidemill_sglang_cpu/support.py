@@ -1,0 +1,59 @@
+"""Which models and arguments this platform runs; everything else is refused before a process is started."""
+
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_DTYPES = ("float32", "bfloat16")
+_SCOPE = (
+    f"tidemill-sglang-cpu runs dense models with full causal MHA or GQA attention ({', '.join(SUPPORTED_ARCHITECTURES)})"
+    f" in {' or '.join(SUPPORTED_DTYPES)}"
+)
+
+
+def check_model(hf_config: Any) -> None:
+    """Raises ValueError, naming the architecture and why, for a Hugging Face config this platform cannot run."""
+    architectures = hf_config.architectures or ["(none)"]
+    name = architectures[0]
+    if name in SUPPORTED_ARCHITECTURES:
+        fields = hf_config.to_dict()
+        if fields.get("quantization_config") is not None:
+            raise ValueError(f"{name} with quantized weights is not supported: {_SCOPE}")
+        if fields.get("use_sliding_window"):
+            raise ValueError(f"{name} with use_sliding_window=true is not supported: {_SCOPE}")
+        return
+    reason = ""
+    if getattr(hf_config, "kv_lora_rank", None) is not None:
+        reason = " (it uses multi-head latent attention, MLA)"
+    raise ValueError(f"model architecture {name}{reason} is not supported on this platform. {_SCOPE}")
+
+
+def resolve_dtype(requested: str, hf_config: Any) -> str:
+    """SGLang's `dtype` argument for this platform: "auto" follows the checkpoint, where SGLang would take float16.
+
+    Raises:
+        ValueError: neither float32 nor bfloat16.
+    """
+    name = {"float": "float32"}.get(requested, requested)
+    if name == "auto":
+        name = str(hf_config.dtype or "float32").removeprefix("torch.")
+    if name not in SUPPORTED_DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported: pass dtype='float32' or dtype='bfloat16'. {_SCOPE}")
+    return name
+
+
+def check_arguments(server_args: Any) -> None:
+    """Raises ValueError for SGLang arguments that this platform cannot honour."""
+    refused = {
+        "quantization": server_args.quantization is not None,
+        "speculative_algorithm": server_args.speculative_algorithm is not None,
+        "enable_lora": bool(server_args.enable_lora),
+        "page_size": server_args.page_size not in (None, 1),
+        "kv_cache_dtype": server_args.kv_cache_dtype != "auto",
+        "pp_size": server_args.pp_size != 1,
+        "dp_size": server_args.dp_size != 1,
+        "enable_torch_compile": bool(server_args.enable_torch_compile),
+    }
+    names = [name for name, wrong in refused.items() if wrong]
+    if names:
+        given = ", ".join(f"{name}={getattr(server_args, name)!r}" for name in names)
+        raise ValueError(f"{given} is not supported on this platform: leave it at its default. {_SCOPE}")
