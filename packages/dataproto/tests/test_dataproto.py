@@ -59,13 +59,8 @@ def test_construction_leaves_its_inputs_alone() -> None:
 )
 def test_object_columns_have_one_dimension_whatever_is_in_them(rows: list[Any]) -> None:
     batch = DataProto.from_dict(non_tensors={"c": rows})
-    for b in (
-        batch,
-        batch[[1, 0]],
-        batch.repeat(2),
-        DataProto.concat([batch, batch]),
-        pickle.loads(pickle.dumps(batch)),
-    ):
+    copied, doubled = pickle.loads(pickle.dumps(batch)), DataProto.concat([batch, batch])
+    for b in (batch, batch[[1, 0]], batch.repeat(2), doubled, copied):
         assert b["c"].shape == (len(b),)
         assert b["c"].dtype == object
         assert type(b["c"][0]) is type(rows[0]) or b["c"][0] is None

@@ -263,9 +263,10 @@ def _check_column(column: Tensor) -> None:
 
 
 def _describe(tensor: Tensor) -> str:
-    if tensor.is_nested:
-        return f"nested {str(tensor.dtype).removeprefix('torch.')} of shape {[*tensor.shape]} on {tensor.device}"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]} on {tensor.device}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_nested and tensor.layout != torch.jagged:  # has no shape
+        return f"nested {dtype} of layout {tensor.layout} on {tensor.device}"
+    return f"{'nested ' if tensor.is_nested else ''}{dtype} {[*tensor.shape]} on {tensor.device}"
 
 
 def _brief(numbers: Tensor) -> str:
