@@ -154,6 +154,9 @@ def test_pop_is_atomic() -> None:
     with pytest.raises(KeyError, match="no meta_info key 'none'"):
         batch.pop(["x"], meta_info_keys=["none"])
     assert sorted(batch._tensors()) == ["ids", "mask", "x"]
+    assert "uid" in batch
+    assert batch.pop()._tensors() == {}
+    assert sorted(batch._tensors()) == ["ids", "mask", "x"]
 
 
 def test_rename_in_either_half() -> None:

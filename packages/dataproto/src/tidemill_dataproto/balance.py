@@ -4,6 +4,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -121,6 +122,10 @@ def rearrange_micro_batches(
     return [batch.select_idxs(part) for part in parts], parts
 
 
+@overload
+def restore_dynamic_batch(data: Tensor, indices: Sequence[Sequence[int]]) -> Tensor: ...
+@overload
+def restore_dynamic_batch(data: DataProto | Sequence[DataProto], indices: Sequence[Sequence[int]]) -> DataProto: ...
 def restore_dynamic_batch(
     data: DataProto | Tensor | Sequence[DataProto], indices: Sequence[Sequence[int]]
 ) -> DataProto | Tensor:

@@ -241,22 +241,24 @@ class DataProto:
 
     def pop(
         self,
-        batch_keys: Sequence[str] = (),
-        non_tensor_batch_keys: Sequence[str] = (),
-        meta_info_keys: Sequence[str] = (),
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Moves the named columns and facts out of this batch into a new one. KeyError, before anything moves, for an
-        unknown name."""
+        """Moves the named columns and facts out of this batch into a new one; None means none of them. KeyError, before
+        anything moves, for an unknown name."""
         self.check_consistency()
         num_rows = len(self)
-        tensors, arrays, meta = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        keys = [() if keys is None else keys for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        tensors, arrays, meta = self._pick(*keys)
+        popped = self._of(num_rows, tensors if tensors else None, arrays, meta)
         for name in arrays:
             del self.non_tensor_batch[name]
         for key in meta:
             del self.meta_info[key]
         rest = None if self.batch is None else {k: v for k, v in self._tensors().items() if k not in tensors}
         self.batch = self._of(num_rows, rest, self.non_tensor_batch, {}).batch
-        return self._of(num_rows, tensors if tensors else None, arrays, meta)
+        return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """A batch with other names for some columns of either half.
