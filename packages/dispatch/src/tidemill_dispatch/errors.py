@@ -52,8 +52,9 @@ class WorkerDiedError(RuntimeError):
     """A worker's process ended: killed, out of memory, exited, or its node is gone. The group is unusable after it.
 
     Attributes:
-        group, rank, host, method: as in `WorkerError`; `host` is "unknown" for a worker that died while starting.
-        reason: what the runtime reports about the death.
+        group, rank, method: as in `WorkerError`.
+        host: as in `WorkerError`; "unknown host" for a worker that died while starting.
+        reason: what Ray reports about the death.
         other_errors: one line for each other rank that raised in the same call.
     """
 
@@ -83,12 +84,12 @@ class CallTimeoutError(TimeoutError):
         still_running: ranks that have not finished.
     """
 
-    def __init__(self, *, group: str, method: str, timeout_s: float, still_running: tuple[int, ...], hint: str = ""):
+    def __init__(self, *, group: str, method: str, timeout_s: float, still_running: tuple[int, ...]):
         self.group = group
         self.method = method
         self.timeout_s = timeout_s
         self.still_running = still_running
         super().__init__(
             f"{method!r} of group {group!r} did not finish within {timeout_s:g} s: "
-            f"ranks {list(still_running)} are still running.{hint} Shut the group down, or allow more time."
+            f"ranks {list(still_running)} are still running. Shut the group down, or allow more time."
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.actor import ActorHandle
 
 from tidemill_dispatch.registry import RankCall
 
@@ -39,7 +40,7 @@ class _HoldsRayReferenceError(Exception):
 
 class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImportUsage]
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, ray.ObjectRef | ray.actor.ActorHandle):
+        if isinstance(obj, ray.ObjectRef | ActorHandle):
             raise _HoldsRayReferenceError
         return super().reducer_override(obj)
 

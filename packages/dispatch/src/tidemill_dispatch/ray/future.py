@@ -1,11 +1,11 @@
 """A call that is under way on some ranks of a group."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tidemill_dispatch.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from tidemill_dispatch.ray.host import Failure
@@ -15,6 +15,7 @@ from tidemill_dispatch.ray.host import Failure
 GRACE_S = 1.0
 # All ranks are waited for at once, in slices; a failure is seen at the end of a slice.
 _WAIT_SLICE_S = 0.2
+_WATCH_S = 2.0
 _FETCH_S = 60.0
 
 
@@ -29,8 +30,9 @@ class CallFuture:
         *,
         group: str,
         method: str,
-        receipts: dict[int, ray.ObjectRef],
+        receipts: Mapping[int, ray.ObjectRef],
         values: Sequence[ray.ObjectRef],
+        pings: Mapping[int, Callable[[], ray.ObjectRef]],
         collect: Callable[[list[Any]], Any],
         timeout_s: float,
         host_of: Callable[[int], str],
@@ -40,6 +42,9 @@ class CallFuture:
         self._method = method
         self._pending = {ref: rank for rank, ref in receipts.items()}
         self._values = list(values)
+        self._pings = dict(pings)  # of the ranks that were not called: they may be what the others wait for
+        self._watched: dict[int, ray.ObjectRef] = {}
+        self._next_watch = time.monotonic() + _WATCH_S
         self._collect = collect
         self._timeout_s = timeout_s
         self._host_of = host_of
@@ -108,18 +113,34 @@ class CallFuture:
         ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=wait_s)
         for ref in ready:
             rank = self._pending.pop(ref)
-            try:
-                failure = ray.get(ref)
-            except RayActorError as error:
-                self._error = self._died(rank, error)
-                self._on_death(self._error)
+            failure = self._receipt(rank, ref)
+            if self._error is not None:
                 return
-            except RayTaskError as error:  # outside the worker's method, for example a result that cannot be pickled
-                failure = Failure.of_task(self._host_of(rank), error)
             if failure is not None:
                 if not self._failures:
                     self._first_failure = time.monotonic()
                 self._failures[rank] = failure
+        if self._pings and self._pending and time.monotonic() >= self._next_watch:
+            self._watch()
+
+    def _receipt(self, rank: int, ref: ray.ObjectRef) -> Failure | None:
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            self._error = self._died(rank, error)
+            self._on_death(self._error)
+        except RayError as error:  # outside the worker's method, for example a result that cannot be pickled
+            return Failure.of_ray(self._host_of(rank), error)
+
+    def _watch(self) -> None:
+        """Looks whether the ranks that were not called are alive."""
+        self._next_watch = time.monotonic() + _WATCH_S
+        for rank, ping in self._pings.items():
+            if rank not in self._watched:
+                self._watched[rank] = ping()
+        answered, _ = ray.wait(list(self._watched.values()), num_returns=len(self._watched), timeout=0)
+        for rank in [rank for rank, ref in self._watched.items() if ref in answered]:
+            self._receipt(rank, self._watched.pop(rank))
 
     def _timeout(self, limit_s: float) -> CallTimeoutError:
         return CallTimeoutError(
@@ -135,7 +156,7 @@ class CallFuture:
             rank=rank,
             host=self._host_of(rank),
             method=self._method,
-            reason=str(error),
+            reason=" ".join(str(error).split()).split(" Some common causes include")[0],
             other_errors=self._lines(sorted(self._failures)),
         )
 

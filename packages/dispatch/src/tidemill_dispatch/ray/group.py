@@ -1,13 +1,17 @@
 """A group of Ray actors that run one worker class, called as one."""
 
 import inspect
+import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayActorError
 
 from tidemill_dispatch.errors import WorkerDiedError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
@@ -19,6 +23,7 @@ from tidemill_dispatch.registry import Execute, MethodSpec, RankCall, registered
 from tidemill_dispatch.worker import Worker
 
 _GONE_S = 10.0
+_logger = logging.getLogger(__name__)
 _RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _START_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
 
@@ -94,6 +99,7 @@ class RayWorkerGroup:
         self._timeout_s = timeout_s
         self._methods = _bind_methods(cls, type(self))
         self._layouts: dict[str, MeshLayout] = {}
+        self._infos: list[ray.ObjectRef] = []
         self._hosts: list[HostInfo] = []
         self._death: WorkerDiedError | None = None
         self._closed = False
@@ -205,9 +211,12 @@ class RayWorkerGroup:
             method=method,
             receipts={rank: pair[0] for rank, pair in pairs.items()},
             values=[pairs[rank][1] for rank in result_ranks],
+            pings={rank: worker.tidemill_ping.remote for rank, worker in enumerate(self.workers) if rank not in pairs},
             collect=collect,
             timeout_s=timeout_s,
-            host_of=lambda rank: f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown",
+            host_of=lambda rank: (
+                f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
+            ),
             on_death=self._note_death,
         )
 
@@ -221,19 +230,41 @@ class RayWorkerGroup:
             raise self._death
 
     def shutdown(self) -> None:
-        """Kills the workers and what they started, and gives the resources back. May be called again."""
+        """Kills the workers and what they started, gives the resources back, and waits until the processes are gone.
+
+        It does not wait for calls that are under way. It may be called again, and after `ray.shutdown()`.
+        """
         if self._closed:
             return
         self._closed = True
         if not ray.is_initialized():
             return
+        groups = self._local_process_groups()
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
         self._placement.remove()
-        if self.workers:
-            ray.wait(
-                [worker.tidemill_ping.remote() for worker in self.workers], num_returns=self.world_size, timeout=_GONE_S
-            )
+        deadline = time.monotonic() + _GONE_S
+        while left := [group for group in groups if _exists(group)]:
+            if time.monotonic() > deadline:
+                _logger.warning(
+                    "processes of group %r are still there %g s after they were killed: %s", self.name, _GONE_S, left
+                )
+                return
+            time.sleep(0.02)
+
+    def _local_process_groups(self) -> list[int]:
+        """Process groups of the workers on this machine. Ray starts every worker as the leader of its own."""
+        ready, _ = ray.wait(self._infos, num_returns=len(self._infos), timeout=0) if self._infos else ([], [])
+        here = ray.get_runtime_context().get_node_id()
+        groups = []
+        for ref in ready:
+            try:
+                info: HostInfo = ray.get(ref)
+            except RayActorError:  # died before it could tell: gone already
+                continue
+            if info.node_id == here and info.process_group == info.pid:
+                groups.append(info.process_group)
+        return groups
 
     def __enter__(self) -> Self:
         return self
@@ -254,6 +285,14 @@ class RayWorkerGroup:
             f"{self._cls.__name__}.{name} cannot be called on group {self.name!r}: {advice}; "
             f"registered methods: {sorted(self._methods)}"
         )
+
+
+def _exists(process_group: int) -> bool:
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _bind_methods(cls: type[Worker], group_cls: type) -> dict[str, tuple[MethodSpec, inspect.Signature]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from tidemill_dispatch.ray.arguments import Packed
 from tidemill_dispatch.worker import Worker
@@ -27,6 +27,7 @@ class HostInfo:
     node_ip: str
     hostname: str
     pid: int
+    process_group: int
     port: int
 
 
@@ -54,14 +55,14 @@ class Failure:
         )
 
     @classmethod
-    def of_task(cls, host: str, error: RayTaskError) -> "Failure":
-        """What Ray itself raised around a worker's method, for example for a result that cannot be pickled."""
-        cause = error.cause if isinstance(error.cause, BaseException) else error
+    def of_ray(cls, host: str, error: RayError) -> "Failure":
+        """What Ray raised around a worker's method, for example for a result that cannot be pickled."""
+        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
         return cls(
             host=host,
             error_type=type(cause).__qualname__,
             error_message=str(cause),
-            remote_traceback=error.traceback_str,
+            remote_traceback=error.traceback_str if isinstance(error, RayTaskError) else str(error),
             time_s=time.time(),
         )
 
@@ -110,6 +111,7 @@ class WorkerHost:
             node_ip=ray.util.get_node_ip_address(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
+            process_group=os.getpgid(0),
             port=self._port.getsockname()[1],
         )
 
