@@ -166,6 +166,10 @@ class BaseEngine(ABC):
         """Moves the schedule on by one step and returns the learning rate that the step behind it had."""
 
     @abstractmethod
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Starts the optimizer and its schedule afresh, as at step 0, and keeps the weights."""
+
+    @abstractmethod
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by their names in the Hugging Face checkpoint, lazily, in its order; tied copies are left out.
 

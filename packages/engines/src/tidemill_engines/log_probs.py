@@ -18,10 +18,7 @@ def token_log_probs(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
-    log_z = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_z
-    if not entropy:
-        return log_probs, None
-    # sum(p * -log p) = log_z - sum(p * logit)
-    expected_logit = ((logits - log_z.unsqueeze(-1)).exp() * logits).sum(-1)
-    return log_probs, log_z - expected_logit
+    # Not logit - logsumexp: it loses the digits that matter where the model is nearly certain and logits are large.
+    log_p = logits.log_softmax(-1)
+    log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return log_probs, -(log_p.exp() * log_p).sum(-1) if entropy else None

@@ -1,5 +1,6 @@
 """The process groups of an engine: torch's default group where there is none yet, and the engine's own groups."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+_mesh_numbers = itertools.count()
 _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -18,12 +20,14 @@ class ProcessGroups:
 
     Attributes:
         control: gloo over all ranks, for plain data and error agreement.
-        mesh: of the device, axes ("dp_shard",) or ("dp_replicate", "dp_shard").
+        mesh: of the device, [shard] or [replicate, shard].
+        num_replicas: how many ranks hold the same shard of the model.
         owned: groups to destroy when the engine closes; the first is torch's default group if the engine made it.
     """
 
     control: dist.ProcessGroup
     mesh: DeviceMesh
+    num_replicas: int
     owned: Sequence[dist.ProcessGroup | None]
 
 
@@ -95,15 +99,23 @@ def make_groups(device: torch.device, fsdp_size: int, timeout_s: float) -> Proce
         return _checked(group)
 
     shard = subgroup(ranks.tolist())
+    # torch caches sharding decisions, with the groups in them, by the equality of meshes, which looks at ranks and
+    # names: without a name of its own, a mesh would meet the groups of an engine that has been closed.
+    number = next(_mesh_numbers)
     if shard_size == world_size:
-        mesh = DeviceMesh.from_group(shard, device.type, mesh_dim_names=("dp_shard",))
+        mesh = DeviceMesh.from_group(shard, device.type, mesh_dim_names=(f"dp_shard_{number}",))
         own = [control, shard]
     else:
         replicate = subgroup(ranks.T.tolist())
-        names = ("dp_replicate", "dp_shard")
+        names = (f"dp_replicate_{number}", f"dp_shard_{number}")
         mesh = DeviceMesh.from_group([replicate, shard], device.type, ranks, mesh_dim_names=names)
         own = [control, shard, replicate]
-    return ProcessGroups(control=control, mesh=mesh, owned=[None, *own] if made_default else own)
+    return ProcessGroups(
+        control=control,
+        mesh=mesh,
+        num_replicas=world_size // shard_size,
+        owned=[None, *own] if made_default else own,
+    )
 
 
 def _checked(group: object) -> dist.ProcessGroup:

@@ -1,6 +1,7 @@
 """Sharded checkpoints through torch.distributed.checkpoint."""
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,7 +58,10 @@ def save(path: Path, tensors: dict[str, torch.Tensor], progress: Progress, group
     try:
         state_dict_saver.save(tensors, storage_writer=FileSystemWriter(path), process_group=group)
     except CheckpointException as error:  # not an Exception for Python, so it would pass every handler of the caller
-        raise OSError(f"could not save the checkpoint {path}: {_reasons(error)}") from error
+        free_mib = shutil.disk_usage(path).free >> 20  # torch.save reports a full disk as an odd position in the file
+        raise OSError(
+            f"could not save the checkpoint {path} ({free_mib} MiB are free there): {_reasons(error)}"
+        ) from error
     with together(group):
         if dist.get_rank(group) == 0:
             (path / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)) + "\n")

@@ -192,8 +192,7 @@ class FSDP2Engine(BaseEngine):
     def optimizer_step(self) -> float:
         assert self.optimizer_config is not None
         grads = local_grads(self.model.parameters())
-        num_replicas = self.groups.mesh.size() // self.groups.mesh["dp_shard"].size()
-        norm = global_grad_norm(grads, self.groups.control, num_replicas)
+        norm = global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
         if math.isfinite(norm):
             clip_grads(grads, norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
@@ -205,6 +204,11 @@ class FSDP2Engine(BaseEngine):
         self.step += 1
         self._set_lr()
         return used
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        self._optimizer = build_adamw(self.model.parameters(), optimizer)
+        self.optimizer_config = optimizer
+        self.step = 0
 
     def _set_lr(self) -> None:
         assert self.optimizer_config is not None

@@ -1,0 +1,207 @@
+"""Bad input and bad luck: a clear error on every rank, and never a hang."""
+
+import time
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from tidemill_dataproto import ragged
+from tidemill_testing import run_ranks, tiny_model
+
+
+def without(batch, name):
+    return batch.select([key for key in batch.batch.keys() if key != name])  # noqa: SIM118 - a TensorDict
+
+
+def with_column(batch, name, column):
+    changed = without(batch, name)
+    changed.batch[name] = column
+    return changed
+
+
+def with_token(batch, token):
+    flat = ragged.values(batch["input_ids"]).clone()
+    flat[0] = token
+    return with_column(batch, "input_ids", ragged.like(flat, batch["input_ids"]))
+
+
+def with_temperature(batch, temperature):
+    changed = batch.clone()
+    changed.meta_info["temperature"] = temperature
+    return changed
+
+
+BAD = {
+    "no responses": (lambda b: without(b, "responses"), ValueError, "lacks responses"),
+    "no mask": (lambda b: without(b, "response_mask"), ValueError, "lacks response_mask"),
+    "token too large": (lambda b: with_token(b, VOCAB), ValueError, f"token id {VOCAB}.*vocabulary of {VOCAB}"),
+    "token negative": (lambda b: with_token(b, -1), ValueError, "row 0 .*token id -1"),
+    "mask of other rows": (
+        lambda b: with_column(b, "response_mask", b["input_ids"]),
+        ValueError,
+        "row 0 of response_mask has .* elements but its response has",
+    ),
+    "other response": (
+        lambda b: with_column(b, "responses", ragged.like(ragged.values(b["responses"]) + 1, b["responses"])),
+        ValueError,
+        "does not end with its response",
+    ),
+    "no prompt": (lambda b: with_column(b, "input_ids", b["responses"]), ValueError, "at least one prompt token"),
+    "padded": (
+        lambda b: with_column(b, "input_ids", ragged.to_padded(b["input_ids"], 0)),
+        TypeError,
+        "must be ragged.*from_padded",
+    ),
+    "float tokens": (lambda b: with_column(b, "input_ids", b["input_ids"].float()), TypeError, "integer token ids"),
+    "temperature": (lambda b: with_temperature(b, 0), ValueError, "temperature.*positive number; got 0"),
+    "row above the cap": (lambda b: make_batch(3, longest=60), ValueError, "above max_token_len_per_gpu=20"),
+}
+
+
+def run_bad_batches(path, batch, changes):
+    engine = build_engine(path, max_token_len_per_gpu=20)
+    good = shard(engine, batch)
+    caught = {}
+    for name, change in changes.items():
+        bad = change(good) if engine.get_data_parallel_rank() == 1 else good
+        try:
+            engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
+        except (ValueError, TypeError) as error:
+            caught[name] = (type(error), str(error))
+    after = engine.train_batch(good, policy_like_loss, calculate_entropy=True)  # the ranks are still in step
+    engine.close()
+    return caught, after
+
+
+def test_a_bad_batch_on_one_rank_raises_on_every_rank(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    changes = {name: change for name, (change, _, _) in BAD.items()}
+    (on_other, after), (on_own, after_own) = run_ranks(run_bad_batches, 2, path, make_batch(8, seed=1), changes)
+    for name, (_, kind, message) in BAD.items():
+        for caught in (on_other, on_own):
+            assert name in caught, f"{name}: not refused"
+            assert caught[name][0] is kind
+            with pytest.raises(kind, match=message):
+                raise kind(caught[name][1])
+        assert on_other[name][1] == f"rank 1: {on_own[name][1]}"
+    assert after == after_own
+
+
+def loss_of_kind(kind):
+    def loss(output, micro_batch, normalizer):
+        total, metrics = policy_like_loss(output, micro_batch, normalizer)
+        rank = torch.distributed.get_rank()
+        if kind == "inf" and rank == 1:
+            return total * torch.inf, metrics
+        if kind == "nan":
+            return total * torch.nan, metrics
+        if kind == "raises":
+            raise KeyError("a bug in the loss")
+        if kind == "reserved":
+            return total, {"lr": total}
+        if kind == "other metrics" and rank == 1:
+            return total, {"pg": total}
+        if kind == "constant":
+            return torch.zeros(()), {}
+        return total, metrics
+
+    return loss
+
+
+def run_bad_losses(path, batch):
+    engine = build_engine(path, max_token_len_per_gpu=40, optimizer={"lr": 1e-2, "weight_decay": 0.0})
+    rows = shard(engine, batch)
+    before, out = weights_of(engine), {}
+    for kind in ("inf", "nan", "constant", "raises", "reserved", "other metrics"):
+        try:
+            out[kind] = engine.train_batch(rows, loss_of_kind(kind), calculate_entropy=True)
+        except (KeyError, ValueError) as error:
+            out[kind] = f"{type(error).__name__}: {error}"
+        same = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+        assert same, f"{kind} changed the weights"
+    good = engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
+    engine.close()
+    fresh = build_engine(path, max_token_len_per_gpu=40, optimizer={"lr": 1e-2, "weight_decay": 0.0})
+    expected = fresh.train_batch(rows, policy_like_loss, calculate_entropy=True)
+    fresh.close()
+    return out, good, expected
+
+
+def test_non_finite_gradients_and_bad_losses_leave_the_engine_whole(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for out, good, expected in run_ranks(run_bad_losses, 2, path, make_batch(8, seed=2)):
+        assert out["inf"]["grad_nonfinite"] == 1
+        assert out["nan"]["grad_nonfinite"] == 1
+        assert out["constant"] == {"loss": 0, "grad_norm": 0, "grad_nonfinite": 0, "lr": 1e-2}
+        assert out["raises"] == "KeyError: 'a bug in the loss'"
+        assert "ValueError: the loss reports metrics under the engine's own names ['lr']" in out["reserved"]
+        assert "on rank 0 but ['loss', 'pg'] on rank 1" in out["other metrics"]
+        assert good == expected
+
+
+def run_late_peer(path, batch):
+    engine = build_engine(path, timeout_s=2.0)
+    if engine.get_data_parallel_rank() == 1:
+        time.sleep(6.0)
+        return None
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
+    return time.monotonic() - started
+
+
+def test_a_peer_that_does_not_come_is_an_error_after_the_timeout(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    waited, _ = run_ranks(run_late_peer, 2, path, make_batch(4))
+    assert 1.5 < waited < 5.0
+
+
+def run_missing_model(path):
+    with pytest.raises(FileNotFoundError, match=r"no config.json.*hf download"):
+        build_engine(path)
+    with pytest.raises(ValueError, match="fsdp_size must divide the world size 2; got 3"):
+        build_engine(path, fsdp_size=3)
+    return True
+
+
+def test_a_missing_model_and_a_size_that_fits_no_mesh(tmp_path):
+    assert run_ranks(run_missing_model, 2, tmp_path / "nothing") == [True, True]
+
+
+def test_use_in_the_wrong_state(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batch = make_batch(2)
+    engine = build_engine(path, optimizer=False)
+    with pytest.raises(RuntimeError, match="already"):
+        engine.initialize()
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        engine.train_batch(batch, policy_like_loss)
+    with pytest.raises(ValueError, match="needs a loss_fn"):
+        engine.forward_backward_batch(batch, None)
+    engine.close()
+    with pytest.raises(RuntimeError, match="call initialize"):
+        engine.infer_batch(batch)
+
+
+def test_an_incomplete_environment_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        build_engine(tmp_path)
+
+
+def test_cuda_without_a_device(monkeypatch):
+    from tidemill_engines.process_group import resolve_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="sees no CUDA device"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is 2 but torch sees 2"):
+        resolve_device("auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve_device("auto") == torch.device("cuda", 0)
