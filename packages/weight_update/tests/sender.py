@@ -1,0 +1,86 @@
+"""A trainer in miniature: sends checkpoints to an engine that lives in another process. Run as a script.
+
+    sender.py JSON        {"folder", "device", "bucket_bytes", "dtype", "checkpoints": [path, ...], "rounds"}
+
+Started once per rank, with RANK and WORLD_SIZE in the environment. Rank 0 sends bucket handles through the unix socket
+`folder/engine`, and at the end the statistics of each update. Rank 0's engine answers each call with None or an error.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tidemill_weight_update import BucketHandle, WeightUpdater
+
+
+class RemoteEngine:
+    """An engine behind a connection, as one behind a Ray actor would be."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __repr__(self) -> str:
+        return "RemoteEngine"
+
+    @property
+    def tp_size(self) -> int:
+        return self._call("tp_size")
+
+    def load_bucket(self, bucket: BucketHandle) -> None:
+        self._call("load_bucket", bucket)
+
+    def flush_cache(self) -> None:
+        self._call("flush_cache")
+
+    def get_weight_version(self) -> str:
+        return self._call("get_weight_version")
+
+    def _call(self, method: str, *args: object):
+        self._connection.send((method, args))
+        ok, value = self._connection.recv()
+        if not ok:
+            raise RuntimeError(value)
+        return value
+
+
+def tensors(path: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors, sharded over all ranks if there are several; tied output embeddings left out."""
+    state = load_file(os.path.join(path, "model.safetensors"), device=device)
+    if dist.is_initialized():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}
+    yield from state.items()
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        store = f"file://{spec['folder']}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    connection = Client(os.path.join(spec["folder"], "engine"), authkey=b"test") if rank == 0 else None
+    engines = [] if connection is None else [RemoteEngine(connection)]
+    dtype = None if spec["dtype"] is None else getattr(torch, spec["dtype"])
+    updater = WeightUpdater(engines, bucket_bytes=spec["bucket_bytes"], dtype=dtype)
+    stats = []
+    for version in range(spec["rounds"]):
+        for path in spec["checkpoints"]:
+            stats.append(dataclasses.asdict(updater.update(tensors(path, spec["device"]), f"{path}#{version}")))
+    updater.close()
+    if connection is not None:
+        connection.send(("done", stats))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

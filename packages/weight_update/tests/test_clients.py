@@ -1,0 +1,210 @@
+"""The SGLang clients without SGLang: an HTTP server of this file, an engine object of this file."""
+
+import asyncio
+import base64
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tidemill_weight_update import BucketHandle, WeightUpdater
+from tidemill_weight_update.arena import HostArena
+from tidemill_weight_update.bucket import plan_buckets
+from tidemill_weight_update.handle import CudaMemory
+from tidemill_weight_update.sglang import HttpEngine, LocalEngine
+from tidemill_weight_update.sglang.payload import stock_payload
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Speaks SGLang's HTTP protocol as far as the client uses it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.requests: list[tuple[str, str, dict]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = "default"
+        self.failing: dict[str, tuple[int, str]] = {}
+        self.delay_s = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, format, *args):
+        pass
+
+    def do_GET(self):
+        self._answer({})
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length", 0))
+        self._answer(json.loads(self.rfile.read(length) or b"{}"))
+
+    def _answer(self, body: dict):
+        self.server.requests.append((self.command, self.path, body))
+        time.sleep(self.server.delay_s)
+        status, content = self.server.failing.get(self.path, (200, ""))
+        if self.headers.get("Authorization") != "Bearer secret":
+            status, content = 401, "Unauthorized"
+        if status == 200:
+            if self.path == "/server_info":
+                content = json.dumps({"tp_size": 2})
+            elif self.path == "/model_info":
+                content = json.dumps({"weight_version": self.server.version})
+            elif self.path == "/update_weights_from_tensor":
+                self._load(body)
+                content = json.dumps({"success": True})
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def _load(self, body: dict):
+        payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][1]))
+        for meta in payload["metadata"]:
+            flat = payload["flattened_tensor"][meta.start_idx : meta.end_idx]
+            self.server.weights[meta.name] = flat.view(meta.dtype).reshape(meta.shape).clone()
+        if body["weight_version"] is not None:
+            self.server.version = body["weight_version"]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    server = FakeServer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+ITEMS = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
+
+
+def test_an_update_over_http(server):
+    engine = HttpEngine(server.url + "/", api_key="secret")
+    WeightUpdater([engine], bucket_bytes=128).update(ITEMS, 5)
+    assert engine.tp_size == 2
+    paths = [f"{method} {path}" for method, path, _ in server.requests]
+    load = "POST /update_weights_from_tensor"
+    assert paths == ["GET /server_info", load, load, "POST /flush_cache", "GET /model_info"]
+    first, last = (body for _, path, body in server.requests if path == "/update_weights_from_tensor")
+    assert (first["weight_version"], last["weight_version"]) == (None, "5")
+    for body in (first, last):
+        assert (body["load_format"], body["flush_cache"]) == ("flattened_bucket", False)
+        assert len(body["serialized_named_tensors"]) == 2  # one payload for each tensor-parallel rank
+    assert {name: tensor.tolist() for name, tensor in server.weights.items()} == {n: t.tolist() for n, t in ITEMS}
+
+
+def test_what_the_server_answers_reaches_the_user(server):
+    updater = WeightUpdater([HttpEngine(server.url, api_key="secret")])
+    server.failing["/update_weights_from_tensor"] = (400, '{"success":false,"message":"no such layer"}')
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(HttpEngine\(http://.*HTTP 400 .*no such layer"):
+        updater.update(ITEMS, 1)
+    server.failing = {"/flush_cache": (400, "Flush cache failed.")}
+    with pytest.raises(RuntimeError, match=r"did not flush its prefix cache: POST /flush_cache: HTTP 400 Flush cache"):
+        updater.update(ITEMS, 1)
+
+
+def test_a_wrong_key_is_told_and_the_key_is_not(server):
+    engine = HttpEngine(server.url, api_key="wrong")
+    with pytest.raises(RuntimeError, match=r"HTTP 401 Unauthorized; check api_key") as caught:
+        WeightUpdater([engine]).update(ITEMS, 1)
+    assert "wrong" not in str(caught.value) + repr(engine)
+
+
+def test_a_server_that_is_down_or_slow_is_an_error(server):
+    server.delay_s = 0.5
+    with pytest.raises(RuntimeError, match=r"GET /server_info: no answer within 0.1 s"):
+        WeightUpdater([HttpEngine(server.url, api_key="secret", timeout_s=0.1)]).update(ITEMS, 1)
+    with pytest.raises(RuntimeError, match=r"cannot reach the server \(ConnectionRefusedError.*is it running\?"):
+        WeightUpdater([HttpEngine("http://127.0.0.1:9")]).update(ITEMS, 1)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
+def test_what_is_not_an_http_url_is_refused(url):
+    with pytest.raises(ValueError, match="expected a URL like"):
+        HttpEngine(url)
+
+
+class FakeManager:
+    """`tokenizer_manager` of an engine object."""
+
+    def __init__(self) -> None:
+        self.answer = (True, "")
+        self.delay_s = 0.0
+
+    async def update_weights_from_tensor(self, request, http_request):
+        await asyncio.sleep(self.delay_s)
+        return self.answer
+
+    async def flush_cache(self):
+        return SimpleNamespace(success=self.answer[0], message=self.answer[1])
+
+
+@pytest.fixture
+def local() -> Iterator[SimpleNamespace]:
+    loop = asyncio.new_event_loop()
+    args = SimpleNamespace(model_path="tiny", tp_size=2)
+    yield SimpleNamespace(tokenizer_manager=FakeManager(), server_args=args, loop=loop)
+    loop.close()
+
+
+def test_a_local_engine_tells_why_it_cannot(local):
+    engine = LocalEngine(local, timeout_s=0.1)
+    assert (repr(engine), engine.tp_size) == ("LocalEngine(tiny, tp_size=2)", 2)
+    engine.flush_cache()
+    local.tokenizer_manager.answer = (False, "")
+    with pytest.raises(RuntimeError, match="the engine has running or waiting requests"):
+        engine.flush_cache()
+
+    async def inside():
+        with pytest.raises(RuntimeError, match="event loop is busy"):
+            engine.flush_cache()
+
+    local.loop.run_until_complete(inside())
+    local.tokenizer_manager = None
+    with pytest.raises(RuntimeError, match="use the engine object of node rank 0"):
+        engine.flush_cache()
+
+
+def handle(arena: HostArena) -> BucketHandle:
+    (bucket,) = plan_buckets(ITEMS, 1 << 20)
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        entry.view(arena.data).copy_(tensor)
+    return BucketHandle(index=0, entries=bucket.entries, memory=arena.publish(), weight_version=None)
+
+
+def test_a_payload_maps_the_senders_memory_and_copies_nothing():
+    arena = HostArena(1000)
+    payload = pickle.loads(stock_payload(handle(arena)))
+    arena.data[3] = 77
+    assert payload["flattened_tensor"][3] == 77
+    meta = payload["metadata"][1]
+    assert (meta.name, meta.shape, meta.dtype) == ("t1", torch.Size([16]), torch.float32)
+    assert (meta.start_idx, meta.end_idx, meta.numel) == (64, 128, 64)
+    del payload
+    arena.close()
+
+
+def test_a_payload_of_gpu_memory_waits_for_the_last_one_before_it_maps_the_next(monkeypatch):
+    called = []
+    monkeypatch.setattr(torch.cuda, "synchronize", fence := lambda: called.append("fence"))
+    monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", rebuild := lambda *a: called.append(a))
+    fence.__module__ = "torch.cuda"
+    fence.__qualname__ = "synchronize"
+    rebuild.__module__ = "torch.multiprocessing.reductions"
+    rebuild.__qualname__ = "rebuild_cuda_tensor"
+    memory = CudaMemory(device_uuid="u", num_bytes=4, rebuild_args=(1, "u"))
+    bucket = BucketHandle(index=0, entries=handle(HostArena(1000)).entries, memory=memory, weight_version=None)
+    pickle.loads(stock_payload(bucket))
+    assert called == ["fence", (1, "u")]

@@ -1,0 +1,253 @@
+"""The real thing: stock SGLang, its weights replaced from other processes."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tidemill_testing import tiny_model
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.sglang import HttpEngine, LocalEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+PROMPT = [5, 6, 7, 8, 9]
+SAMPLING = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 4096,
+    "log_level": "warning",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> list[Path]:
+    """Three checkpoints of one architecture: what the engine starts with, and two to send."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [tiny_model(folder / str(seed), "qwen3", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints) -> dict[Path, list[int]]:
+    """Transformers' greedy continuation of PROMPT for each checkpoint."""
+    return {path: greedy(path) for path in checkpoints}
+
+
+def greedy(path: Path, dtype: torch.dtype = torch.float32) -> list[int]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).float()
+    length = SAMPLING["max_new_tokens"]
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False, eos_token_id=None)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints) -> Iterator[Any]:
+    import sglang
+
+    sys.path.insert(0, str(Path(__file__).parent))  # for the schedulers, which are spawned with it, to import the probe
+    probes = ["engine_probe.dump", "engine_probe.scramble"]
+    engine = sglang.Engine(model_path=str(checkpoints[0]), custom_weight_loader=probes, **ENGINE)
+    sys.path.pop(0)
+    yield engine
+    engine.shutdown()
+
+
+def generate(engine) -> dict[str, Any]:
+    (out,) = engine.generate(input_ids=[PROMPT], sampling_params=SAMPLING, return_logprob=True)
+    return out
+
+
+def probe(engine, name: str, path: Path) -> None:
+    named = [(str(path), torch.zeros(1))]
+    success, message = engine.update_weights_from_tensor(named, load_format=f"engine_probe.{name}", flush_cache=False)
+    assert success, message
+
+
+def parameters(engine, path: Path) -> dict[str, torch.Tensor]:
+    probe(engine, "dump", path)
+    return torch.load(path)
+
+
+def send_one_call_per_tensor(engine, path: Path) -> None:
+    """SGLang's own simplest path, which the bucketed one must agree with."""
+    for name, tensor in state(path).items():
+        success, message = engine.update_weights_from_tensor([(name, tensor)], flush_cache=False)
+        assert success, message
+    assert engine.flush_cache().success
+
+
+@pytest.mark.parametrize(("world_size", "bucket_bytes"), [(1, 1), (2, 1 << 16)])
+def test_an_update_from_other_processes_equals_one_call_per_tensor(
+    engine, send, checkpoints, expected, tmp_path, world_size, bucket_bytes
+):
+    _, one, two = checkpoints
+    send_one_call_per_tensor(engine, two)
+    reference = generate(engine)
+    wanted = parameters(engine, tmp_path / "reference")
+    probe(engine, "scramble", tmp_path)
+    stats = send(LocalEngine(engine), one, two, world_size=world_size, bucket_bytes=bucket_bytes)
+    got = parameters(engine, tmp_path / "bucketed")
+    assert got.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+    out = generate(engine)
+    assert out["output_ids"] == reference["output_ids"] == expected[two] != expected[one]
+    assert out["meta_info"]["output_token_logprobs"] == reference["meta_info"]["output_token_logprobs"]
+    assert out["meta_info"]["weight_version"] == stats[-1]["weight_version"] == f"{two}#0"
+    assert stats[-1]["num_bytes"] == sum(tensor.nbytes for tensor in state(two).values())
+    assert stats[-1]["num_buckets"] > 1
+
+
+def test_the_prefix_cache_never_serves_old_weights(engine, checkpoints, expected):
+    updater = WeightUpdater([LocalEngine(engine)])
+    for path in (*checkpoints, *checkpoints):
+        updater.update(state(path).items(), path.name)
+        assert generate(engine)["output_ids"] == expected[path]
+        again = generate(engine)
+        assert again["output_ids"] == expected[path]
+        assert again["meta_info"]["cached_tokens"] > 0
+    updater.close()
+
+
+def test_weights_are_cast_on_the_way(engine, send, checkpoints):
+    send(LocalEngine(engine), checkpoints[1], world_size=2, dtype="bfloat16")
+    assert generate(engine)["output_ids"] == greedy(checkpoints[1], torch.bfloat16)
+
+
+def test_a_sender_in_the_engines_own_process(engine, checkpoints, expected):
+    updater = WeightUpdater([LocalEngine(engine)])
+    updater.update(state(checkpoints[1]).items(), 42)
+    out = generate(engine)
+    assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[1]], "42")
+    updater.close()
+
+
+def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, expected):
+    handles = []
+
+    class Keeping(LocalEngine):
+        def load_bucket(self, bucket):
+            handles.append(bucket)
+            super().load_bucket(bucket)
+
+    updater = WeightUpdater([Keeping(engine)])
+    updater.update(state(checkpoints[2]).items(), 1)
+    updater.close()
+    with pytest.raises(RuntimeError, match="the sender must be alive"):
+        LocalEngine(engine).load_bucket(handles[0])
+    assert generate(engine)["output_ids"] == expected[checkpoints[2]]
+
+
+KEY = "not-a-secret"
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints) -> Iterator[str]:
+    """The URL of a stock SGLang server on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoints[0]), "--api-key", KEY]
+    for name, value in (ENGINE | {"host": "127.0.0.1", "port": port, "skip_server_warmup": True}).items():
+        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 500
+        while not is_healthy(url):
+            assert process.poll() is None, f"the server ended with {process.returncode}"
+            assert time.monotonic() < deadline, "the server did not come up within 500 s"
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return post(url, "GET", "/health")[0] == 200
+    except OSError:
+        return False
+
+
+def post(url: str, method: str, path: str, body: dict | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
+    with contextlib.closing(connection):
+        connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
+        response = connection.getresponse()
+        content = response.read()
+    return response.status, json.loads(content) if content.startswith(b"{") else content
+
+
+def generate_over_http(url: str) -> dict[str, Any]:
+    status, out = post(url, "POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING})
+    assert status == 200, out
+    return out
+
+
+@pytest.mark.slow
+def test_an_update_over_http(server, checkpoints, expected):
+    engine = HttpEngine(server, api_key=KEY)
+    assert engine.tp_size == 1
+    updater = WeightUpdater([engine], bucket_bytes=1 << 16)
+    for version, path in enumerate((checkpoints[1], checkpoints[2])):
+        updater.update(state(path).items(), version)
+        out = generate_over_http(server)
+        assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
+    updater.close()
+
+
+@pytest.mark.slow
+def test_a_server_refuses_a_wrong_key(server):
+    with pytest.raises(RuntimeError, match=r"HTTP 401 .*check api_key"):
+        HttpEngine(server, api_key="wrong").flush_cache()
+
+
+@pytest.mark.slow
+def test_a_cache_that_running_requests_hold_is_an_error(server, checkpoints, expected):
+    updater = WeightUpdater([HttpEngine(server, api_key=KEY)])
+    running = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
+    with contextlib.closing(running):
+        body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}
+        running.request("POST", "/generate", json.dumps(body), HEADERS)
+        stream = running.getresponse()
+        assert stream.readline().startswith(b"data:")  # the request runs
+        assert post(server, "POST", "/pause_generation", {"mode": "in_place"})[0] == 200
+        try:
+            with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*did not flush its prefix cache.*HTTP 400"):
+                updater.update(state(checkpoints[0]).items(), "paused")
+        finally:
+            assert post(server, "POST", "/continue_generation", {})[0] == 200
+        assert stream.read().rstrip().endswith(b"[DONE]")
+    updater.update(state(checkpoints[0]).items(), "free")
+    out = generate_over_http(server)
+    assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[0]], "free")
