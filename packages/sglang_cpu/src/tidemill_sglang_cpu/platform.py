@@ -1,6 +1,7 @@
 """The platform class that SGLang loads when the plugin is active."""
 
 import os
+import pkgutil
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -8,7 +9,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from tidemill_sglang_cpu.activation import check_environment
-from tidemill_sglang_cpu.support import check_arguments, check_model, resolve_dtype
+from tidemill_sglang_cpu.support import SUPPORTED_MODULES, check_arguments, check_model, resolve_dtype
 
 # SGLang's own defaults would fill the machine's memory with KV cache.
 DEFAULT_MAX_TOTAL_TOKENS = 65536
@@ -59,6 +60,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = DEFAULT_MEM_FRACTION
         _bind_cores(server_args.tp_size)
+        _skip_other_models()
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -110,3 +112,13 @@ def _bind_cores(tp_size: int) -> None:
         cores = [str(core) for core in range(os.cpu_count() or 1)]
         shares = [",".join(cores[rank::tp_size] or cores) for rank in range(tp_size)]
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(shares))
+
+
+def _skip_other_models() -> None:
+    """Tells the schedulers not to import the modules of models that this platform refuses anyway.
+
+    SGLang imports all of its 200 model modules to know their names, a fifth of a scheduler's start.
+    """
+    package = pkgutil.resolve_name("sglang").__path__[0]
+    modules = [module.name for module in pkgutil.iter_modules([os.path.join(package, "srt", "models")])]
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(set(modules) - SUPPORTED_MODULES)))

@@ -34,9 +34,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out[:num_rows]
 
 
-def addmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor:
+def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     """beta * bias + alpha * (a @ b), as `mm`."""
     out = mm(a, b)
     if alpha != 1:

@@ -3,10 +3,11 @@
 from typing import Any
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_MODULES = {"llama", "qwen2", "qwen3"}  # of sglang.srt.models
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 _SCOPE = (
-    f"tidemill-sglang-cpu runs dense models with full causal MHA or GQA attention ({', '.join(SUPPORTED_ARCHITECTURES)})"
-    f" in {' or '.join(SUPPORTED_DTYPES)}"
+    "tidemill-sglang-cpu runs dense models with full causal MHA or GQA attention "
+    f"({', '.join(SUPPORTED_ARCHITECTURES)}) in {' or '.join(SUPPORTED_DTYPES)}"
 )
 
 
