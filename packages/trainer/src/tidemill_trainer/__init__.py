@@ -1,0 +1,1 @@
+"""The slim reinforcement-learning trainer that composes the tidemill packages."""

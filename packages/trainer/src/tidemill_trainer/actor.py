@@ -1,0 +1,117 @@
+"""A Ray actor with one rank of the training engine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from tidemill_dataproto import DataProto
+from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_engines import BaseEngine, EngineRegistry, sft_loss
+from tidemill_weight_update import EngineClient, WeightUpdater
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.logs import redirect_output
+from tidemill_trainer.losses import PPOLoss
+
+_compute = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
+
+
+class ActorWorker(Worker):
+    """One rank of the policy that is trained.
+
+    Args:
+        config: of the run.
+        log_dir: this process writes its output to a file there.
+    """
+
+    def __init__(self, config: Config, log_dir: str) -> None:
+        redirect_output(log_dir, f"actor_{self.rank}")
+        self._config = config
+        self._engine: BaseEngine = EngineRegistry.new(
+            model_type="language_model",
+            backend="fsdp2",
+            model=config.model,
+            engine=config.engine,
+            optimizer=config.optimizer,
+        )
+        actor = config.actor
+        self._loss = PPOLoss(
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            entropy_coeff=actor.entropy_coeff,
+            loss_agg_mode=actor.loss_agg_mode,
+        )
+        self._updater: WeightUpdater | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        """Loads the model and registers this rank in the mesh "actor"."""
+        torch.set_num_threads(self._config.actor.omp_num_threads)
+        torch.manual_seed(self._config.trainer.seed)
+        self._engine.initialize()
+        self.register_dispatch_collect_info(
+            "actor",
+            dp_rank=self._engine.get_data_parallel_rank(),
+            is_collect=self._engine.is_mp_src_rank_with_outputs(),
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
+        """Starts the optimizer and its schedule afresh, for the warm-up or for reinforcement learning."""
+        optimizer = self._config.optimizer
+        if phase == "warmup":
+            optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
+        self._engine.reset_optimizer(optimizer)
+
+    @register(dispatch_mode=_compute)
+    def update_sft(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`."""
+        return self._engine.train_batch(batch, sft_loss)
+
+    @register(dispatch_mode=_compute)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """The policy's `old_log_probs` and `entropy` of the responses, ragged like `responses`."""
+        return self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
+
+    @register(dispatch_mode=_compute)
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step of the policy; returns the metrics of the global batch, the same on every rank."""
+        metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
+        own = ("loss", "grad_norm", "grad_nonfinite", "lr")
+        return {f"actor/{name}" if name in own else name: value for name, value in metrics.items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_engines(self, engines: Sequence[EngineClient]) -> None:
+        """Names the engines that `update_weights` serves."""
+        update = self._config.weight_update
+        dtype: torch.dtype = getattr(torch, self._config.rollout.dtype)
+        device = "cpu" if update.memory == "cpu" else None
+        self._updater = WeightUpdater(engines, bucket_bytes=update.bucket_bytes, dtype=dtype, device=device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, weight_version: int | str) -> dict[str, float]:
+        """Sends the policy's weights to all engines; returns `weight_update/*` metrics."""
+        assert self._updater is not None, "connect_engines() comes first"
+        stats = self._updater.update(self._engine.get_per_tensor_param(), weight_version=weight_version)
+        return {
+            "weight_update/seconds": stats.seconds,
+            "weight_update/bytes": float(stats.num_bytes),
+            "weight_update/gb_per_s": stats.gb_per_s,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Writes everything that `load_checkpoint` needs to `path`."""
+        self._engine.save_checkpoint(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Continues where `save_checkpoint` was called."""
+        self._engine.load_checkpoint(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        """Writes the model to `path` in Hugging Face format."""
+        self._engine.save_hf(path)

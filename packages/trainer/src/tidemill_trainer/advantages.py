@@ -1,0 +1,45 @@
+"""From scores of whole responses to advantages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def grpo_advantages(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray, *, norm_by_std: bool) -> torch.Tensor:
+    """Advantages relative to the other responses to the same prompt.
+
+    GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3 with outcome rewards): (r - mean) / (std + 1e-6) with the unbiased
+    standard deviation of the group; without `norm_by_std`, r - mean (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+
+    Args:
+        scores: float [B].
+        uid: [B]; equal for the responses to one prompt.
+
+    Returns:
+        float32 [B]; 0 where all scores of a group are equal.
+    """
+    group, counts, mean = _groups(scores, uid)
+    centred = scores.float() - mean[group]
+    if not norm_by_std:
+        return centred
+    squares = torch.zeros_like(mean).index_add_(0, group, centred.square())
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    return centred / (std[group] + 1e-6)
+
+
+def frac_zero_std_groups(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray) -> float:
+    """The share of groups in which all scores are equal, so that they teach nothing."""
+    group, _, mean = _groups(scores, uid)
+    differs = torch.zeros_like(mean).index_add_(0, group, (scores.float() - mean[group]).abs())
+    return (differs <= 1e-6).float().mean().item()
+
+
+def _groups(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The group of each row [B], and the size and mean score of each group."""
+    names, inverse = np.unique(np.asarray(uid, dtype=str), return_inverse=True)
+    group = torch.from_numpy(inverse.astype(np.int64))
+    counts = torch.bincount(group, minlength=len(names)).float()
+    sums = torch.zeros(len(names)).index_add_(0, group, scores.float())
+    return group, counts, sums / counts

@@ -1,0 +1,90 @@
+"""Line charts as SVG text: no script, no font, no file beside the page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+_WIDTH, _HEIGHT = 460, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 34
+_COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774", "#cb912f", "#d44c47")
+
+Points = Sequence[tuple[float, float]]
+
+
+def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False) -> str:
+    """An SVG chart of one line per series, with a legend where there are several.
+
+    Args:
+        series: name to (x, y) points; points that are not finite (or not positive with `log_y`) are left out.
+        log_y: a logarithmic y axis.
+    """
+    clean = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
+    points = [point for line in clean.values() for point in line]
+    head = (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>'
+    )
+    if not points:
+        return head + f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" class="empty">no data</text></svg>'
+    x_axis = _Axis.around([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, log=False)
+    y_axis = _Axis.around([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, log=log_y)
+    parts = [head, *_grid(x_axis, y_axis)]
+    for number, (name, line) in enumerate(clean.items()):
+        color = _COLORS[number % len(_COLORS)]
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line)
+        parts.append(f'<polyline points="{path}" style="stroke:{color}"/>')
+        if len(line) <= 40:
+            dots = (f'<circle cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2" fill="{color}"/>' for x, y in line)
+            parts.extend(dots)
+        if len(clean) > 1:
+            y = _TOP + 12 * number + 4
+            parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y}" class="legend" fill="{color}">{escape(name)}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _drawable(point: tuple[float, float], log_y: bool) -> bool:
+    return math.isfinite(point[0]) and math.isfinite(point[1]) and not (log_y and point[1] <= 0)
+
+
+class _Axis:
+    """Maps numbers from `low` to `high` onto pixels from `start` to `end`."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, ticks: list[float], log: bool) -> None:
+        self._low, self._high, self._start, self._end, self._log = low, high, start, end, log
+        self.ticks = ticks
+
+    @classmethod
+    def around(cls, numbers: list[float], start: float, end: float, *, log: bool) -> "_Axis":
+        if log:
+            low, high = (bound(math.log10(edge(numbers))) for bound, edge in ((math.floor, min), (math.ceil, max)))
+            high = max(high, low + 1)
+            ticks = [10.0**power for power in range(low, high + 1, max(1, (high - low) // 5))]
+            return cls(low, high, start, end, ticks, True)
+        low, high = min(numbers), max(numbers)
+        step = _round_step((high - low) / 4 if high > low else max(abs(high), 1.0))
+        first, last = math.floor(low / step), math.ceil(high / step)
+        last = max(last, first + 1)
+        return cls(first * step, last * step, start, end, [n * step for n in range(first, last + 1)], False)
+
+    def at(self, number: float) -> float:
+        value = math.log10(number) if self._log else number
+        return self._start + (value - self._low) / (self._high - self._low) * (self._end - self._start)
+
+
+def _round_step(raw: float) -> float:
+    """The next number of 1, 2, 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    parts = []
+    for tick in y_axis.ticks:
+        y = y_axis.at(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick-y">{tick:.4g}</text>')
+    parts.extend(
+        f'<text x="{x_axis.at(tick):.1f}" y="{_HEIGHT - _BOTTOM + 18}" class="tick-x">{tick:.4g}</text>'
+        for tick in x_axis.ticks
+    )
+    return parts

@@ -1,0 +1,119 @@
+"""The processes of a run: Ray, the training workers and the SGLang engines."""
+
+import logging
+import os
+from types import TracebackType
+from typing import Self
+
+import ray
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from tidemill_trainer.actor import ActorWorker
+from tidemill_trainer.config import Config
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout import RayEngine, RolloutWorker
+from tidemill_trainer.run_dir import RunDir
+
+
+class Cluster:
+    """Starts the processes on entry and ends them on exit, whatever happened in between.
+
+    Attributes:
+        actor: the group of `ActorWorker`s, one for each data-parallel rank.
+        rollout: the group of `RolloutWorker`s, one for each engine.
+    """
+
+    actor: RayWorkerGroup
+    rollout: RayWorkerGroup
+
+    def __init__(self, config: Config, run: RunDir, progress: Progress) -> None:
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._groups: list[RayWorkerGroup] = []
+        self._owns_ray = False
+
+    def __enter__(self) -> Self:
+        try:
+            with self._progress.waiting("starting Ray"):
+                self._start_ray()
+            self._start_groups()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes of the run. May be called again."""
+        for group in self._groups:
+            group.shutdown()
+        self._groups.clear()
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+
+    def _start_ray(self) -> None:
+        if ray.is_initialized():
+            return
+        config = self._config
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = config.trainer.ray_address
+        self._owns_ray = True
+        ray.init(
+            address="local" if address is None else address,
+            # A laptop's cores are shared: Ray only counts how many processes it may start.
+            num_cpus=config.actor.num_workers + config.rollout.num_engines if address is None else None,
+            include_dashboard=False if address is None else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+    def _start_groups(self) -> None:
+        config, logs = self._config, str(self._run.logs.resolve())
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        on_gpu = {"auto": has_gpus, "cuda": True, "cpu": False}
+        self.rollout = RayWorkerGroup(
+            RayResourcePool(
+                process_on_nodes=[config.rollout.num_engines],
+                num_gpus_per_worker=config.rollout.num_gpus_per_engine if on_gpu[config.rollout.device] else 0,
+            ),
+            RayClassWithInitArgs(RolloutWorker, config.rollout, config.model.path, logs),
+            name_prefix="rollout",
+            # joblib, which SGLang imports, leaves a semaphore in /dev/shm in each process that is killed, as SGLang's are.
+            env_vars={"JOBLIB_MULTIPROCESSING": "0"},
+            timeout_s=config.rollout.timeout_s,
+            blocking=False,
+        )
+        self._groups.append(self.rollout)
+        self.actor = RayWorkerGroup(
+            RayResourcePool(
+                process_on_nodes=[config.actor.num_workers],
+                num_gpus_per_worker=config.actor.num_gpus_per_worker if on_gpu[config.engine.device] else 0,
+            ),
+            RayClassWithInitArgs(ActorWorker, config, logs),
+            name_prefix="actor",
+            env_vars={"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
+            timeout_s=config.actor.timeout_s,
+            blocking=False,
+        )
+        self._groups.append(self.actor)
+
+    def wait_ready(self) -> None:
+        """Waits until the model is loaded and the engines serve, and connects them."""
+        config = self._config
+        with self._progress.waiting("starting SGLang and the training workers"):
+            serving = self.rollout.start_engine()
+            self.actor.init_model().get()  # a wrong model fails here sooner than in the engine
+            serving.get()
+        self.actor.connect_engines(
+            [
+                RayEngine(worker, tp_size=config.rollout.tensor_parallel_size, timeout_s=config.rollout.timeout_s)
+                for worker in self.rollout.workers
+            ]
+        )

@@ -1,0 +1,220 @@
+"""The configuration of a training run: one frozen dataclass per section of the TOML file."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Problems to train on and to validate on.
+
+    Attributes:
+        train_files, val_files: `.jsonl` or `.parquet`; each row has `prompt` (a string, or chat messages), and may have
+            `ground_truth`, `data_source`, `extra_info` and, for the warm-up, `response`. verl's nested
+            `reward_model.ground_truth` is read too.
+        train_batch_size: prompts per step.
+        max_prompt_length: in tokens.
+        overlong_prompts: "error" refuses a file with a longer prompt, "skip" leaves such rows out and says how many.
+    """
+
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()
+    train_batch_size: int = 64
+    max_prompt_length: int = 512
+    overlong_prompts: Literal["error", "skip"] = "error"
+
+    def __post_init__(self) -> None:
+        _require(self.train_batch_size >= 1, f"train_batch_size must be at least 1; got {self.train_batch_size}")
+        _require(self.max_prompt_length >= 1, f"max_prompt_length must be at least 1; got {self.max_prompt_length}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How SGLang generates.
+
+    Attributes:
+        n: responses per prompt, the group of GRPO.
+        temperature, top_p, top_k: of the training rollouts; validation decodes greedily.
+        response_length: at most so many new tokens.
+        device: "auto" takes CUDA where it is usable.
+        dtype: of the engine's weights.
+        num_engines: engines that share the prompts, each with `tensor_parallel_size` devices.
+        num_gpus_per_engine: what Ray reserves for an engine on CUDA; fractions share a device with the trainer.
+        max_total_tokens: size of the KV pool in tokens; None lets SGLang choose.
+        mem_fraction_static: share of the device memory for weights and KV pool on CUDA.
+        deterministic: every response has a seed of its own, so a run can be repeated token by token.
+        engine_args: further arguments of `sglang.Engine`, passed as they are.
+        timeout_s: deadline of the engine's start and of one generation.
+    """
+
+    n: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    response_length: int = 512
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    num_engines: int = 1
+    tensor_parallel_size: int = 1
+    num_gpus_per_engine: float = 1.0
+    max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.5
+    deterministic: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _require(self.n >= 1, f"n must be at least 1; got {self.n}")
+        _require(self.temperature > 0, f"temperature must be above 0 for training rollouts; got {self.temperature}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1]; got {self.top_p}")
+        _require(self.response_length >= 1, f"response_length must be at least 1; got {self.response_length}")
+        _require(self.num_engines >= 1, f"num_engines must be at least 1; got {self.num_engines}")
+        _require(
+            self.tensor_parallel_size >= 1, f"tensor_parallel_size must be at least 1; got {self.tensor_parallel_size}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """The reward function and what happens when it raises.
+
+    Attributes:
+        function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr".
+        on_error: "zero" gives that sample a reward of 0, counts and reports it; "stop" ends the run.
+    """
+
+    function: str = "exact_match"
+    on_error: Literal["zero", "stop"] = "zero"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """How rewards become advantages.
+
+    Attributes:
+        norm_adv_by_std_in_grpo: divide by the group's standard deviation (GRPO), or only subtract the mean (Dr. GRPO).
+        shuffle_rewards: a negative control: rewards are permuted within the batch, so nothing can be learnt.
+    """
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    shuffle_rewards: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig:
+    """The policy update.
+
+    Attributes:
+        ppo_mini_batch_size: prompts per optimizer step; None takes the whole batch.
+        ppo_epochs: passes over the batch.
+        clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high].
+        clip_ratio_c: bound of the dual clip for negative advantages.
+        entropy_coeff: weight of the entropy bonus.
+        loss_agg_mode: "token-mean" over the batch, or a mean over sequences of the tokens' sum or mean.
+        num_workers: training processes (data-parallel ranks), of which each owns one device.
+        num_gpus_per_worker: what Ray reserves for one on CUDA; a fraction shares the device with an engine.
+        omp_num_threads: threads of each worker on the CPU.
+        timeout_s: deadline of one call to the workers.
+    """
+
+    ppo_mini_batch_size: int | None = None
+    ppo_epochs: int = 1
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    entropy_coeff: float = 0.0
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    num_workers: int = 1
+    num_gpus_per_worker: float = 1.0
+    omp_num_threads: int = 1
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _require(self.num_workers >= 1, f"num_workers must be at least 1; got {self.num_workers}")
+        _require(self.ppo_epochs >= 1, f"ppo_epochs must be at least 1; got {self.ppo_epochs}")
+        _require(self.clip_ratio_c > 1, f"clip_ratio_c must be above 1; got {self.clip_ratio_c}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupConfig:
+    """Supervised fine-tuning on the training files' `response` before reinforcement learning, by the same engine.
+
+    Attributes:
+        max_steps: 0 switches the warm-up off.
+        batch_size: rows per step.
+        lr: learning rate of the warm-up; the optimizer starts afresh for the reinforcement learning after it.
+        test_freq: validate every so many steps.
+        until_accuracy: the warm-up ends once the held-out accuracy has reached this.
+    """
+
+    max_steps: int = 0
+    batch_size: int = 128
+    lr: float = 1e-3
+    test_freq: int = 10
+    until_accuracy: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdateConfig:
+    """How weights travel to the engines.
+
+    Attributes:
+        bucket_bytes: weights travel in buckets of this size.
+        memory: where the buckets are: "auto" (the trainer's device) or "cpu", which also serves engines on other GPUs.
+    """
+
+    bucket_bytes: int = 512 << 20
+    memory: Literal["auto", "cpu"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """The run.
+
+    Attributes:
+        name: of the folder in `run_dir`; None takes the config file's name and the time.
+        total_steps: optimisation steps of the reinforcement learning, each on one batch of prompts.
+        stop_at_accuracy: ends the run at the first validation that reaches it.
+        test_freq, save_freq: every so many steps; 0 means at the end only.
+        max_ckpt_to_keep: older checkpoints are removed.
+        save_samples: rollouts written to `rollouts.jsonl` at each step.
+        seed: of the order of the problems, of mini-batches and of sampling.
+        ray_address: of a running cluster; None starts one on this machine and ends it with the run.
+    """
+
+    name: str | None = None
+    run_dir: str = "runs"
+    total_steps: int = 100
+    val_before_train: bool = True
+    stop_at_accuracy: float | None = None
+    test_freq: int = 10
+    save_freq: int = 0
+    max_ckpt_to_keep: int = 2
+    save_samples: int = 4
+    seed: int = 0
+    ray_address: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run; the sections of the TOML file are its fields."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

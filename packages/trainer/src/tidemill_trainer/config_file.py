@@ -1,0 +1,107 @@
+"""From a TOML file and `key=value` arguments to a `Config`, and back to a file."""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from tidemill_trainer.config import Config
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the text says which key and why."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a run's configuration.
+
+    Args:
+        path: TOML with one table per field of `Config`.
+        overrides: "section.key=value", where value is TOML, or else taken as a string.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key (the nearest known one is named), or a wrong value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    """Checks nested dicts as TOML gives them and makes a `Config` of them; raises `ConfigError`."""
+    _check_keys(Config, data, ())
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(data), strict=True)  # in JSON a list may become a tuple
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested plain dicts, fields that are None left out, since TOML has no null."""
+    return _without_none(dataclasses.asdict(config))
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes the whole config, so that `load_config(path)` gives an equal one."""
+    path.write_text(tomli_w.dumps(config_to_dict(config)))
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"expected section.key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = data
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key}: {name} is a value, not a section")
+    table[names[-1]] = value
+
+
+def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{'.'.join(where)} is a section and needs a table, got {data!r}")
+    hints = get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key, value in data.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            advice = f"did you mean {'.'.join((*where, near[0]))}?" if near else f"known here: {', '.join(known)}"
+            raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice}")
+        if dataclasses.is_dataclass(hints[key]):
+            _check_keys(hints[key], value, (*where, key))  # type: ignore[arg-type]
+
+
+def _describe(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"config key {where} is required"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"config key {where}: {message}" + (
+        "" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})"
+    )
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,0 +1,39 @@
+"""Adding two numbers, with the digits of the sum from right to left."""
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789+="
+
+
+def addition_row(a: int, b: int, num_digits: int) -> dict[str, Any]:
+    """One problem, for example 47+85= with the answer 231: 132 written from right to left, as one adds on paper."""
+    answer = str(a + b).zfill(num_digits + 1)[::-1]
+    return {
+        "data_source": "addition",
+        "prompt": f"{a:0{num_digits}d}+{b:0{num_digits}d}=",
+        "ground_truth": answer,
+        "response": answer,
+    }
+
+
+def addition_rows(num_digits: int, num_train: int, num_val: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Different problems for training and for validation, drawn from all pairs of numbers of `num_digits` digits.
+
+    Raises:
+        ValueError: there are not so many different problems.
+    """
+    limit = 10**num_digits
+    if num_train + num_val > limit**2:
+        raise ValueError(f"there are {limit**2} problems of {num_digits} digits; asked for {num_train + num_val}")
+    pairs = random.Random(seed).sample(range(limit**2), num_train + num_val)
+    rows = [addition_row(*divmod(pair, limit), num_digits) for pair in pairs]
+    return rows[:num_train], rows[num_train:]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)

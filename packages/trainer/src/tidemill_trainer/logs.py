@@ -1,0 +1,24 @@
+"""Where the output of worker processes goes."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def redirect_output(log_dir: str, name: str) -> None:
+    """Sends standard output and error of this process, and of the processes it starts, to `log_dir`/`name`.log."""
+    path = Path(log_dir) / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a log file; empty where there is none."""
+    if not path.is_file():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])

@@ -1,0 +1,62 @@
+"""Metrics of a step, by verl's names."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_trainer.advantages import frac_zero_std_groups
+
+
+def batch_metrics(batch: DataProto, response_length: int) -> dict[str, float]:
+    """Scores, advantages, lengths and the agreement of rollout and training of a scored batch.
+
+    Args:
+        batch: with `prompts`, `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs`, `advantages`
+            (ragged) and `scores` [B], and the object column `uid`.
+        response_length: the longest response that was allowed, which `clip_ratio` counts.
+    """
+    mask = batch["response_mask"].values().bool()
+    prompts = ragged.lengths(batch["prompts"]).float()
+    responses = ragged.lengths(batch["responses"]).float()
+    difference = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()[mask]
+    return {
+        **_spread("critic/score", batch["scores"]),
+        **_spread("critic/rewards", batch["scores"]),
+        **_spread("critic/advantages", batch["advantages"].values()[mask]),
+        **_spread("response_length", responses),
+        "response_length/clip_ratio": (responses >= response_length).float().mean().item(),
+        **_spread("prompt_length", prompts),
+        "reward/frac_zero_std_groups": frac_zero_std_groups(batch["scores"], batch.non_tensor_batch["uid"]),
+        "rollout/log_prob_abs_diff/mean": difference.mean().item() if len(difference) else 0.0,
+        "rollout/log_prob_abs_diff/max": difference.max().item() if len(difference) else 0.0,
+        "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
+    }
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps of a batch, and the number of steps that were skipped."""
+    means = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+    means["actor/grad_nonfinite"] = float(np.sum([part["actor/grad_nonfinite"] for part in parts]))
+    return means
+
+
+def validation_metrics(data_source: np.ndarray, acc: torch.Tensor) -> dict[str, float]:
+    """`val-core/{source}/acc/mean@1` for each data source of a validation with one response per problem, and over all
+    problems `val/accuracy`."""
+    return {"val/accuracy": acc.mean().item()} | {
+        f"val-core/{source}/acc/mean@1": acc[torch.from_numpy(data_source == source)].mean().item()
+        for source in sorted(set(data_source))
+    }
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return {f"{name}/{kind}": 0.0 for kind in ("mean", "max", "min")}
+    values = values.float()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }

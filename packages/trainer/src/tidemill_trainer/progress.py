@@ -1,0 +1,80 @@
+"""What a run shows on the terminal: one line per step, and what it is doing now."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+_SHORT = {
+    "gen": "gen",
+    "old_log_prob": "logp",
+    "update_actor": "train",
+    "update_weights": "sync",
+    "testing": "test",
+    "save_checkpoint": "save",
+}
+_HEADER = f"{'stage':>6} {'step':>5} {'reward':>7} {'accuracy':>9} {'length':>7} {'s/step':>7}   seconds per phase"
+
+
+class Progress:
+    """Prints to `console`; safe where the output is not a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = Console() if console is None else console
+        self._started = time.monotonic()
+        self._header_shown = False
+
+    def seconds(self) -> float:
+        """Since this object was made."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[dim]{self.seconds():5.0f} s[/]  {text}", highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.console.print(
+            f"[dim]{self.seconds():5.0f} s[/]  [yellow]{escape(text)}[/]", highlight=False, soft_wrap=True
+        )
+
+    def fail(self, text: str) -> None:
+        """Says why the run ends, on standard error."""
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Shows that something takes its time, and how long it took."""
+        started = time.monotonic()
+        with self.console.status(f"{text} …"):
+            yield
+        self.say(f"{text}: {time.monotonic() - started:.1f} s")
+
+    def step(self, stage: str, metrics: Mapping[str, float], accuracy: float | None) -> None:
+        """One line for a step.
+
+        Args:
+            stage: "sft" or "rl".
+            metrics: of the step, by their names in metrics.jsonl.
+            accuracy: held-out accuracy, where the step was validated.
+        """
+        if not self._header_shown:
+            self.console.print(f"         {_HEADER}", style="bold", highlight=False, soft_wrap=True)
+            self._header_shown = True
+        reward = metrics.get("critic/score/mean")
+        length = metrics.get("response_length/mean")
+        phases = "  ".join(
+            f"{short} {metrics[f'timing_s/{phase}']:.2f}"
+            for phase, short in _SHORT.items()
+            if f"timing_s/{phase}" in metrics
+        )
+        seconds = metrics["timing_s/step"]
+        self.say(
+            f"{stage:>6} {int(metrics['step']):>5} {_number(reward, 3):>7} "
+            f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
+            f"{seconds:>7.2f}   [dim]{phases}[/]"
+        )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,141 @@
+"""Reward functions: found by name, called once per response, their errors counted and reported."""
+
+import importlib
+import importlib.util
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tidemill_dataproto import DataProto
+from transformers import PreTrainedTokenizerBase
+
+from tidemill_trainer.config import RewardConfig
+
+RewardFn = Callable[[str, str, Any, Any], float | dict[str, Any]]
+"""`f(data_source, solution_str, ground_truth, extra_info)`: the score, or a dict with "score", optionally "acc"."""
+
+_functions: dict[str, RewardFn] = {}
+
+
+def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
+    """Registers the decorated function for `reward.function = name`; refuses a name that is taken."""
+
+    def decorate(fn: RewardFn) -> RewardFn:
+        if name in _functions:
+            raise ValueError(f"a reward function {name!r} is registered already; choose another name")
+        _functions[name] = fn
+        return fn
+
+    return decorate
+
+
+@register_reward("exact_match")
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """1.0 if the response is the ground truth, apart from white space around it; else 0.0."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def load_reward(function: str) -> RewardFn:
+    """Finds a reward function by registered name, "pkg.mod:attr" or "path/file.py:attr".
+
+    Raises:
+        ValueError: there is none; the text says where it was looked for.
+    """
+    if function in _functions:
+        return _functions[function]
+    target, colon, attr = function.rpartition(":")
+    if not colon:
+        raise ValueError(
+            f"unknown reward function {function!r}; registered: {', '.join(sorted(_functions))}; "
+            f'or give "pkg.mod:attr" or "path/file.py:attr"'
+        )
+    if target.endswith(".py"):
+        path = Path(target)
+        if not path.is_file():
+            raise ValueError(f"reward function {function!r}: there is no file {path}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(target)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"reward function {function!r}: {error}") from error
+    fn: Any = getattr(module, attr, None)
+    if not callable(fn):
+        raise ValueError(f"reward function {function!r}: {target} has no function {attr!r}")
+    return cast(RewardFn, fn)
+
+
+@dataclass(kw_only=True, slots=True)
+class Scores:
+    """What the reward function said of a batch of B responses.
+
+    Attributes:
+        score, acc: float32 [B]; `acc` is the score where the function gives none of its own.
+        texts: the responses as text.
+        errors: one line for each sample whose reward function raised (score and acc are 0 there).
+    """
+
+    score: torch.Tensor
+    acc: torch.Tensor
+    texts: list[str]
+    errors: list[str] = field(default_factory=list)
+
+
+class RewardError(RuntimeError):
+    """The reward function raised and `reward.on_error` is "stop"."""
+
+
+class RewardScorer:
+    """Scores responses with the configured function."""
+
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._fn = load_reward(config.function)
+        self._tokenizer = tokenizer
+
+    def __call__(self, batch: DataProto) -> Scores:
+        """Scores each row of `batch` (ragged `responses`; `data_source`, `ground_truth`, `extra_info`).
+
+        Raises:
+            RewardError: the function raised or returned no finite number, and the configuration says to stop.
+        """
+        texts = self._tokenizer.batch_decode(
+            [row.tolist() for row in batch["responses"].unbind()], skip_special_tokens=True
+        )
+        score, acc = np.zeros(len(batch), np.float32), np.zeros(len(batch), np.float32)
+        errors: list[str] = []
+        for row, text in enumerate(texts):
+            args = [batch.non_tensor_batch[name][row] for name in ("data_source", "ground_truth", "extra_info")]
+            try:
+                score[row], acc[row] = _parse(self._fn(args[0], text, args[1], args[2]))
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                line = (
+                    f"reward function {self._config.function} failed for response {text[:80]!r} (ground truth "
+                    f"{args[1]!r}) at {Path(last.filename).name}:{last.lineno}: {type(error).__name__}: {error}"
+                )
+                if self._config.on_error == "stop":
+                    raise RewardError(f'{line}; reward.on_error="zero" would count it and go on') from error
+                errors.append(line)
+        return Scores(score=torch.from_numpy(score), acc=torch.from_numpy(acc), texts=texts, errors=errors)
+
+
+def _parse(result: Any) -> tuple[float, float]:
+    """Score and accuracy from what a reward function returned."""
+    values = result if isinstance(result, dict) else {"score": result}
+    if "score" not in values:
+        raise ValueError(f'expected a number or a dict with "score", got {result!r}')
+    score = float(values["score"])
+    acc = float(values.get("acc", score))
+    if not (math.isfinite(score) and math.isfinite(acc)):
+        raise ValueError(f"expected finite numbers, got {result!r}")
+    return score, acc

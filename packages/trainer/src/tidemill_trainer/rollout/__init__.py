@@ -1,0 +1,6 @@
+"""Generation by SGLang engines in Ray actors."""
+
+from tidemill_trainer.rollout.client import RayEngine
+from tidemill_trainer.rollout.worker import RolloutWorker
+
+__all__ = ["RayEngine", "RolloutWorker"]

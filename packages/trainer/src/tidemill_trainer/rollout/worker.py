@@ -1,0 +1,154 @@
+"""A Ray actor with a stock SGLang engine: token ids in, token ids out."""
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tidemill_dataproto import DataProto, ragged
+from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_weight_update import BucketHandle
+
+from tidemill_trainer.config import RolloutConfig
+from tidemill_trainer.logs import redirect_output
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+    from tidemill_weight_update.sglang import LocalEngine
+
+
+def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "device": device,
+        "dtype": config.dtype,
+        "tp_size": config.tensor_parallel_size,
+        "skip_tokenizer_init": True,
+        "enable_deterministic_inference": config.deterministic,
+        "sleep_on_idle": True,  # else its scheduler keeps a core busy while the trainer works
+    }
+    if config.max_total_tokens is not None:
+        arguments["max_total_tokens"] = config.max_total_tokens
+    if device == "cuda":
+        arguments["mem_fraction_static"] = config.mem_fraction_static
+    else:
+        _require_cpu_plugin()
+    return arguments | config.engine_args
+
+
+def _require_cpu_plugin() -> None:
+    plugins = importlib.metadata.entry_points(group="sglang.srt.platforms")
+    if "tidemill_cpu" not in plugins.names:
+        raise RuntimeError("stock SGLang needs a platform plugin to run on a CPU: pip install tidemill-sglang-cpu")
+
+
+class RolloutWorker(Worker):
+    """One engine. The group "rollout" splits prompts over its workers and puts their responses back in order.
+
+    Args:
+        config: how to generate.
+        model_path: Hugging Face folder that the engine starts with.
+        log_dir: this process and the engine's processes write their output to a file there.
+    """
+
+    def __init__(self, config: RolloutConfig, model_path: str, log_dir: str) -> None:
+        redirect_output(log_dir, f"rollout_{self.rank}")
+        self._config = config
+        self._model_path = model_path
+        self._engine: Engine | None = None
+        self._client: LocalEngine | None = None
+        self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def start_engine(self) -> None:
+        """Starts SGLang; takes most of a minute on a CPU, nearly all of it imports."""
+        from sglang.srt.entrypoints.engine import Engine
+        from tidemill_weight_update.sglang import LocalEngine
+
+        self._engine = Engine(**engine_arguments(self._config, self._model_path))
+        self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    def generate_sequences(self, prompts: DataProto, *, greedy: bool) -> DataProto:
+        """Generates one response per row.
+
+        Args:
+            prompts: ragged int64 `prompts` [B, j]; int64 `sampling_seed` [B] unless `greedy`.
+            greedy: decode greedily instead of with the configured temperature, top_p and top_k.
+
+        Returns:
+            Rows in the same order with the ragged columns `responses` int64 [B, j] (exactly the sampled tokens, the end
+            token included), `rollout_log_probs` float32 (at the sampling temperature), `response_mask` float32 of ones,
+            and `input_ids` (prompt, then response).
+
+        Raises:
+            RuntimeError: the engine ended a request for another reason than its end or its length.
+        """
+        assert self._engine is not None, "start_engine() comes first"
+        outputs: list[Any] = []
+        if len(prompts) > 0:
+            outputs = self._engine.generate(  # type: ignore[assignment]
+                input_ids=[row.tolist() for row in prompts["prompts"].unbind()],
+                sampling_params=self._sampling_params(prompts, greedy),
+                return_logprob=True,
+            )
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        lengths: list[int] = []
+        for row, output in enumerate(outputs):
+            meta = output["meta_info"]
+            if meta["finish_reason"]["type"] not in ("stop", "length"):
+                raise RuntimeError(f"row {row}: SGLang ended the request with {meta['finish_reason']}")
+            sampled = meta["output_token_logprobs"]
+            log_probs.extend(item[0] for item in sampled)
+            tokens.extend(item[1] for item in sampled)
+            lengths.append(len(sampled))
+        responses = ragged.ragged(torch.tensor(tokens, dtype=torch.int64), lengths)
+        columns = {
+            "responses": responses,
+            "rollout_log_probs": ragged.like(torch.tensor(log_probs, dtype=torch.float32), responses),
+            "response_mask": ragged.like(torch.ones(len(tokens)), responses),
+            "input_ids": ragged.concat_rows(prompts["prompts"], responses),
+        }
+        return DataProto.from_dict(columns)
+
+    def _sampling_params(self, prompts: DataProto, greedy: bool) -> list[dict[str, Any]]:
+        config = self._config
+        common: dict[str, Any] = {"max_new_tokens": config.response_length}
+        if greedy:
+            return [common | {"temperature": 0.0}] * len(prompts)
+        common |= {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        if not config.deterministic:
+            return [common] * len(prompts)
+        return [common | {"sampling_seed": seed} for seed in prompts["sampling_seed"].tolist()]
+
+    def load_bucket(self, bucket: BucketHandle) -> None:
+        self._require_client().load_bucket(bucket)
+
+    def flush_cache(self) -> None:
+        self._require_client().flush_cache()
+
+    def get_weight_version(self) -> str:
+        return self._require_client().get_weight_version()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout_s=60)
+    def stop_engine(self) -> None:
+        """Ends the engine's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = self._client = None
+
+    def _require_client(self) -> "LocalEngine":
+        if self._client is None:
+            raise RuntimeError("the engine was not started")
+        return self._client
+
+
+def sampling_seeds(seed: int, step: int, count: int) -> torch.Tensor:
+    """A seed for each response of a step: int64 [count], from 0 to 2**31 - 1, a function of its arguments alone."""
+    state = np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)
+    return torch.from_numpy((state >> 1).astype(np.int64))

@@ -1,0 +1,102 @@
+"""What a run leaves behind: `runs/<name>/` with config, metrics, rollouts, checkpoints, logs and report."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError, config_to_dict, load_config, save_config
+
+
+class RunDir:
+    """The files of one run. Lines of `metrics.jsonl` and `rollouts.jsonl` are JSON objects with a `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.report = path / "report.html"
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        _append(self.metrics, [metrics])
+
+    def append_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        _append(self.rollouts, rollouts)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return list(_read(self.metrics))
+
+    def read_rollouts(self) -> list[dict[str, Any]]:
+        return list(_read(self.rollouts))
+
+    def forget_after(self, step: int) -> None:
+        """Drops metrics and rollouts of steps after `step`, which a resumed run makes again."""
+        for file in (self.metrics, self.rollouts):
+            kept = [row for row in _read(file) if row["step"] <= step]
+            partial = file.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            _append(partial, kept)
+            partial.replace(file)
+
+
+def open_run(config: Config, stem: str, *, resume: bool) -> RunDir:
+    """Makes the folder of a new run, or finds the one to resume.
+
+    Args:
+        stem: the run's name starts with it where the configuration gives no name.
+        resume: continue in an existing folder: the one named, or the newest of this stem.
+
+    Raises:
+        ConfigError: the folder of a new run exists already, or there is none to resume, or it was made with another
+            configuration (the keys are named).
+    """
+    parent = Path(config.trainer.run_dir)
+    name = config.trainer.name
+    if not resume:
+        run = RunDir(parent / (name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        if run.config.exists():
+            raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
+        run.path.mkdir(parents=True, exist_ok=True)
+        save_config(config, run.config)
+        return run
+    folders = [parent / name] if name else sorted(parent.glob(f"{stem}-*"), key=lambda path: path.stat().st_mtime)
+    if not folders or not (run := RunDir(folders[-1])).config.is_file():
+        raise ConfigError(f"there is no run to resume at {parent / (name or f'{stem}-*')}")
+    _check_same(config, load_config(run.config), run)
+    return run
+
+
+_MAY_CHANGE = ("trainer",)
+
+
+def _check_same(new: Config, old: Config, run: RunDir) -> None:
+    """Refuses to resume with a configuration that would make the rest another experiment."""
+    before, after = config_to_dict(old), config_to_dict(new)
+    changed = [
+        f"{section}.{key}"
+        for section in sorted(before.keys() | after.keys())
+        if section not in _MAY_CHANGE
+        for key in sorted(before.get(section, {}).keys() | after.get(section, {}).keys())
+        if before.get(section, {}).get(key) != after.get(section, {}).get(key)
+    ]
+    if changed:
+        raise ConfigError(f"{run.path} was made with other values of {', '.join(changed)}; see {run.config}")
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with file.open("a") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        return
+    with file.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):  # a killed run may leave half a line
+                yield json.loads(line)

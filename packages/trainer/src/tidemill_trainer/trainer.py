@@ -1,0 +1,281 @@
+"""The training loop: rollouts flow out, weights flow back."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tidemill_dataproto import DataProto, balance_rows, ragged
+from transformers import PreTrainedTokenizerBase
+
+from tidemill_trainer.advantages import grpo_advantages
+from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.cluster import Cluster
+from tidemill_trainer.config import Config
+from tidemill_trainer.data import PromptLoader, with_responses
+from tidemill_trainer.metrics import batch_metrics, mean_metrics, validation_metrics
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.rewards import RewardScorer, Scores
+from tidemill_trainer.rollout.worker import sampling_seeds
+from tidemill_trainer.run_dir import RunDir
+
+_LOG_PROB_COLUMNS = ["input_ids", "responses"]
+_SFT_COLUMNS = [*_LOG_PROB_COLUMNS, "response_mask"]
+_UPDATE_COLUMNS = [*_SFT_COLUMNS, "old_log_probs", "advantages"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        accuracy_before, accuracy: held-out accuracy before reinforcement learning and at the last validation; None
+            without validation files.
+    """
+
+    steps: int
+    accuracy_before: float | None
+    accuracy: float | None
+
+
+class Trainer:
+    """GRPO on a started cluster.
+
+    Args:
+        config: of the run.
+        cluster: its workers; the trainer calls them and does not own them.
+        tokenizer: of the model.
+        train, val: problems, as `load_prompts` returns them; without `val` nothing is validated.
+        run: where metrics, rollouts and checkpoints go.
+        progress: what is shown.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        tokenizer: PreTrainedTokenizerBase,
+        train: DataProto,
+        val: DataProto | None,
+        run: RunDir,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._actor = cluster.actor
+        self._rollout = cluster.rollout
+        self._tokenizer = tokenizer
+        self._scorer = RewardScorer(config.reward, tokenizer)
+        self._loader = PromptLoader(train, config.data.train_batch_size, config.trainer.seed)
+        self._warmup_loader = PromptLoader(train, config.warmup.batch_size, config.trainer.seed + 1)
+        self._val = val
+        self._run = run
+        self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
+        self._progress = progress
+        self._accuracy_before: float | None = None
+        self._accuracy: float | None = None
+
+    def fit(self) -> Result:
+        """Trains until `total_steps`, or until the held-out accuracy has reached `stop_at_accuracy`."""
+        config = self._config.trainer
+        step = self._restore_or_begin()
+        while step < config.total_steps and not self._reached(config.stop_at_accuracy):
+            step += 1
+            timing = Timing()
+            with timing("step"):
+                with timing("gen"):
+                    batch = self._generate(step)
+                with timing("reward"):
+                    scores = self._scorer(batch)
+                with timing("old_log_prob"):
+                    batch = batch.union(self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS)))
+                with timing("adv"):
+                    batch = self._add_advantages(batch, scores, step)
+                    metrics = batch_metrics(batch, self._config.rollout.response_length)
+                with timing("update_actor"):
+                    parts = [self._actor.update_actor(mini_batch)[0] for mini_batch in self._mini_batches(batch, step)]
+                    metrics |= mean_metrics(parts)
+                with timing("update_weights"):
+                    metrics |= self._actor.update_weights(step)[0]
+                is_last = step == config.total_steps
+                if is_last or _is_due(step, config.test_freq):
+                    with timing("testing"):
+                        metrics |= self._validate()
+                if is_last or _is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy):
+                    with timing("save_checkpoint"):
+                        self._save(step)
+            self._log(step, metrics, batch, scores, timing)
+        return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
+
+    def _restore_or_begin(self) -> int:
+        """Continues from the newest checkpoint, or warms up; returns the step that is done."""
+        steps = self._checkpoints.steps()
+        if steps:
+            path = self._checkpoints.path(steps[-1])
+            step = self._checkpoints.read_step(path)
+            self._actor.load_checkpoint(str(path / "engine"))
+            self._actor.update_weights(step)
+            self._run.forget_after(step)
+            self._recall_accuracy()
+            self._progress.say(f"continuing after step {step} from {path}")
+            return step
+        self._run.forget_after(-1)
+        if self._config.warmup.max_steps > 0:
+            self._warm_up()
+            self._save(0)
+        else:
+            self._actor.update_weights(0)
+            if self._config.trainer.val_before_train:
+                self._run.append_metrics({"step": 0, "phase": "rl"} | self._validate())
+        self._accuracy_before = self._accuracy
+        return 0
+
+    def _warm_up(self) -> None:
+        """Supervised fine-tuning until the held-out accuracy is reached; the optimizer is fresh before and after."""
+        config = self._config.warmup
+        self._actor.reset_optimizer("warmup")
+        for step in range(1, config.max_steps + 1):
+            timing = Timing()
+            with timing("step"):
+                batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
+                metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
+                metrics = {f"sft/{name}": value for name, value in metrics.items()}
+                tested = step == config.max_steps or _is_due(step, config.test_freq)
+                if tested:
+                    self._actor.update_weights(f"warmup-{step}")
+                    metrics |= self._validate()
+            # Steps of the metrics count reinforcement learning; the warm-up is all before step 1.
+            self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
+            if tested:
+                self._progress.step("sft", metrics | timing.metrics() | {"step": step}, self._accuracy)
+            if tested and self._reached(config.until_accuracy):
+                break
+        self._actor.reset_optimizer("rl")
+
+    def _generate(self, step: int) -> DataProto:
+        """The rollouts of a step: `n` rows for each prompt, one after another."""
+        config = self._config
+        prompts = self._loader.batch(step).repeat(config.rollout.n, interleave=True)
+        seeds = sampling_seeds(config.trainer.seed, step, len(prompts))
+        request = prompts.select(["prompts"], []).union(DataProto.from_dict({"sampling_seed": seeds}))
+        rollouts = self._rollout.generate_sequences(request, greedy=False)
+        batch = prompts.union(rollouts)
+        batch.meta_info["temperature"] = config.rollout.temperature
+        return batch
+
+    def _add_advantages(self, batch: DataProto, scores: Scores, step: int) -> DataProto:
+        """Adds `scores`, `rewards` [B] and the ragged `advantages`, each row's advantage on all of its tokens."""
+        config = self._config.algorithm
+        rewards = scores.score
+        if config.shuffle_rewards:
+            order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
+            rewards = rewards[torch.from_numpy(order)]
+        per_row = grpo_advantages(rewards, batch.non_tensor_batch["uid"], norm_by_std=config.norm_adv_by_std_in_grpo)
+        advantages = ragged.like(ragged.expand_rows(per_row, batch["responses"]), batch["responses"])
+        columns = {"scores": scores.score, "acc": scores.acc, "rewards": rewards, "advantages": advantages}
+        return batch.union(DataProto.from_dict(columns))
+
+    def _mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        """The batches of the optimizer steps: whole groups in a random order that depends on seed, step and epoch."""
+        config = self._config
+        n = config.rollout.n
+        num_prompts = len(batch) // n
+        size = config.actor.ppo_mini_batch_size or num_prompts
+        columns = batch.select(_UPDATE_COLUMNS, [])
+        for epoch in range(config.actor.ppo_epochs):
+            order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
+            for start in range(0, num_prompts, size):
+                groups = np.sort(order[start : start + size])
+                rows = (groups[:, None] * n + np.arange(n)).reshape(-1)
+                yield self._balanced(columns[torch.from_numpy(rows)])
+
+    def _balanced(self, batch: DataProto) -> DataProto:
+        """The same rows in an order that gives every data-parallel rank about as many tokens."""
+        return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._actor.dp_size("actor")))
+
+    def _validate(self) -> dict[str, float]:
+        """Held-out accuracy of greedy decoding by the engines, for each data source."""
+        if self._val is None:
+            return {}
+        answers = self._rollout.generate_sequences(self._val.select(["prompts"], []), greedy=True)
+        scores = self._scorer(self._val.union(answers))
+        self._report_errors(scores)
+        self._accuracy = scores.acc.mean().item()
+        return {"val/accuracy": self._accuracy} | validation_metrics(
+            self._val.non_tensor_batch["data_source"], scores.acc
+        )
+
+    def _save(self, step: int) -> None:
+        def write(folder: Path) -> None:
+            self._actor.save_checkpoint(str(folder.resolve() / "engine"))
+            self._actor.save_hf(str(folder.resolve() / "huggingface"))
+
+        self._checkpoints.save(step, write)
+
+    def _reached(self, accuracy: float | None) -> bool:
+        return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy
+
+    def _log(self, step: int, metrics: dict[str, float], batch: DataProto, scores: Scores, timing: "Timing") -> None:
+        seconds = timing.seconds["step"]
+        metrics |= timing.metrics() | {
+            "perf/time_per_step": seconds,
+            "perf/throughput": metrics["perf/total_num_tokens"] / seconds / self._config.actor.num_workers,
+            "reward/num_errors": float(len(scores.errors)),
+            "weight_update/version": float(step),
+        }
+        self._report_errors(scores)
+        self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
+        self._run.append_rollouts(self._samples(step, batch, scores))
+        validated = "testing" in timing.seconds
+        self._progress.step("rl", metrics | {"step": step}, self._accuracy if validated else None)
+
+    def _samples(self, step: int, batch: DataProto, scores: Scores) -> list[dict[str, object]]:
+        count = min(self._config.trainer.save_samples, len(batch))
+        rows = [number * len(batch) // count for number in range(count)]
+        prompts = batch["prompts"].unbind()
+        return [
+            {
+                "step": step,
+                "prompt": self._tokenizer.decode(prompts[row]),
+                "response": scores.texts[row],
+                "ground_truth": batch.non_tensor_batch["ground_truth"][row],
+                "score": scores.score[row].item(),
+                "acc": scores.acc[row].item(),
+            }
+            for row in rows
+        ]
+
+    def _report_errors(self, scores: Scores) -> None:
+        if scores.errors:
+            self._progress.warn(
+                f"{len(scores.errors)} of {len(scores.texts)} rewards failed; the first: {scores.errors[0]}"
+            )
+
+    def _recall_accuracy(self) -> None:
+        """Takes the accuracies of a resumed run from its metrics."""
+        for row in self._run.read_metrics():
+            self._accuracy = row.get("val/accuracy", self._accuracy)
+            if row["step"] == 0:
+                self._accuracy_before = self._accuracy
+
+
+class Timing:
+    """Adds up the wall time of the phases of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
