@@ -5,7 +5,8 @@ import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
 from tidemill_dataproto import ragged
 from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig, sft_loss
-from tidemill_engines.attention import PackedLayout, varlen_cuda, varlen_padded
+from tidemill_engines.attention import varlen_cuda, varlen_padded
+from tidemill_engines.packing import PackedLayout
 from tidemill_testing import tiny_model
 
 pytestmark = [

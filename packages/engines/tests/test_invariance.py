@@ -61,12 +61,18 @@ def run_families(paths, batches):
 
 
 def test_families_tied_and_untied(tmp_path):
-    cases = [(family, tied) for family in ("qwen2", "qwen3", "llama") for tied in (True, False)]
+    cases = [
+        ("qwen2", True),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("llama", True),
+        ("llama", False),
+    ]  # qwen3 tied: above
     paths = [
         tiny_model(tmp_path / f"{family}-{tied}", family, vocab_size=VOCAB, tie_word_embeddings=tied)
         for family, tied in cases
     ]
-    batches = make_batches()
+    batches = make_batches()[:2]
     results = run_ranks(run_families, 2, paths, batches)
     for number, (case, path) in enumerate(zip(cases, paths, strict=True)):
         check([of_rank[number] for of_rank in results], plain_training(path, batches), case)

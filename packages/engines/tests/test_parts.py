@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines.attention import PackedLayout, varlen_attention_forward
+from tidemill_engines.attention import varlen_attention_forward
 from tidemill_engines.config import OptimizerConfig
 from tidemill_engines.log_probs import token_log_probs
 from tidemill_engines.losses import ModelOutput, Normalizer, sft_loss
 from tidemill_engines.micro_batches import count_trained, prepare_micro_batches, restore_order
 from tidemill_engines.optimizer import build_adamw, learning_rate
-from tidemill_engines.packing import pack_rows
+from tidemill_engines.packing import PackedLayout, pack_rows
 
 CPU = torch.device("cpu")
 

@@ -27,8 +27,9 @@ def run_import():
     import tidemill_engines  # noqa: F401
     from transformers import AttentionInterface
 
-    backends = [name for name in sys.modules if name.startswith("tidemill_engines.fsdp2")]
-    return backends, "tidemill_varlen" in AttentionInterface()._global_mapping
+    # the parts that import transformers or a backend, which a process that only makes configs does not pay for
+    heavy = [name for name in sys.modules if name.startswith(("tidemill_engines.fsdp2", "tidemill_engines.attention"))]
+    return heavy, "tidemill_varlen" in AttentionInterface()._global_mapping
 
 
 def test_importing_registers_no_attention_and_loads_no_backend():

@@ -1,45 +1,14 @@
 """Causal attention over packed rows, registered with transformers as "tidemill_varlen"."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from tidemill_engines.packing import PackedLayout
+
 NAME = "tidemill_varlen"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedLayout:
-    """Where the rows of a packed micro-batch lie; the same for all layers, so built once per micro-batch.
-
-    Attributes:
-        cu_seqlens: [B + 1] int32, the start of each row and the end of the last; no row is empty.
-        max_length: tokens of the longest row.
-        padded_index: [N] int64, where each token lies in a right-padded [B * max_length] layout.
-    """
-
-    cu_seqlens: torch.Tensor
-    max_length: int
-    padded_index: torch.Tensor
-
-    @classmethod
-    def from_lengths(cls, lengths: torch.Tensor, device: torch.device) -> "PackedLayout":
-        """Builds the layout of rows of `lengths` ([B] int64 on the CPU, all positive)."""
-        max_length = int(lengths.max())
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-        row_shift = torch.arange(len(lengths)) * max_length - cu_seqlens[:-1]
-        padded_index = torch.arange(int(cu_seqlens[-1])) + row_shift.repeat_interleave(lengths)
-        return cls(
-            cu_seqlens=cu_seqlens.to(device, torch.int32, non_blocking=True),
-            max_length=max_length,
-            padded_index=padded_index.to(device, non_blocking=True),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.cu_seqlens) - 1
 
 
 def register_attention() -> None:
