@@ -85,7 +85,7 @@ class Cluster:
             ),
             RayClassWithInitArgs(RolloutWorker, config.rollout, config.model.path, logs),
             name_prefix="rollout",
-            # joblib, which SGLang imports, leaves a semaphore in /dev/shm in each process that is killed, as SGLang's are.
+            # SGLang kills its processes, and joblib, which they import, would leave semaphores in /dev/shm.
             env_vars={"JOBLIB_MULTIPROCESSING": "0"},
             timeout_s=config.rollout.timeout_s,
             blocking=False,

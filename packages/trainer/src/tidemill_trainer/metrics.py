@@ -9,13 +9,13 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.advantages import frac_zero_std_groups
 
 
-def batch_metrics(batch: DataProto, response_length: int) -> dict[str, float]:
+def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: int) -> dict[str, float]:
     """Scores, advantages, lengths and the agreement of rollout and training of a scored batch.
 
     Args:
-        batch: with `prompts`, `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs`, `advantages`
-            (ragged) and `scores` [B], and the object column `uid`.
-        response_length: the longest response that was allowed, which `clip_ratio` counts.
+        batch: with `prompts`, `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs`, `entropy`,
+            `advantages` (ragged), `scores`, `rewards`, `acc` [B], and the object column `uid`.
+        max_prompt_length, response_length: the longest that was allowed; the `clip_ratio`s are the shares that reach it.
     """
     mask = batch["response_mask"].values().bool()
     prompts = ragged.lengths(batch["prompts"]).float()
@@ -23,12 +23,15 @@ def batch_metrics(batch: DataProto, response_length: int) -> dict[str, float]:
     difference = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()[mask]
     return {
         **_spread("critic/score", batch["scores"]),
-        **_spread("critic/rewards", batch["scores"]),
+        **_spread("critic/rewards", batch["rewards"]),
         **_spread("critic/advantages", batch["advantages"].values()[mask]),
         **_spread("response_length", responses),
         "response_length/clip_ratio": (responses >= response_length).float().mean().item(),
         **_spread("prompt_length", prompts),
-        "reward/frac_zero_std_groups": frac_zero_std_groups(batch["scores"], batch.non_tensor_batch["uid"]),
+        "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean().item(),
+        "actor/entropy": batch["entropy"].values()[mask].mean().item() if len(difference) else 0.0,
+        "reward/acc/mean": batch["acc"].mean().item(),
+        "reward/frac_zero_std_groups": frac_zero_std_groups(batch["rewards"], batch.non_tensor_batch["uid"]),
         "rollout/log_prob_abs_diff/mean": difference.mean().item() if len(difference) else 0.0,
         "rollout/log_prob_abs_diff/max": difference.max().item() if len(difference) else 0.0,
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),

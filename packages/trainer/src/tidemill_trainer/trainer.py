@@ -93,7 +93,7 @@ class Trainer:
                     batch = batch.union(self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS)))
                 with timing("adv"):
                     batch = self._add_advantages(batch, scores, step)
-                    metrics = batch_metrics(batch, self._config.rollout.response_length)
+                    metrics = self._batch_metrics(batch)
                 with timing("update_actor"):
                     parts = [self._actor.update_actor(mini_batch)[0] for mini_batch in self._mini_batches(batch, step)]
                     metrics |= mean_metrics(parts)
@@ -176,6 +176,12 @@ class Trainer:
         advantages = ragged.like(ragged.expand_rows(per_row, batch["responses"]), batch["responses"])
         columns = {"scores": scores.score, "acc": scores.acc, "rewards": rewards, "advantages": advantages}
         return batch.union(DataProto.from_dict(columns))
+
+    def _batch_metrics(self, batch: DataProto) -> dict[str, float]:
+        config = self._config
+        return batch_metrics(
+            batch, max_prompt_length=config.data.max_prompt_length, response_length=config.rollout.response_length
+        )
 
     def _mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
         """The batches of the optimizer steps: whole groups in a random order that depends on seed, step and epoch."""

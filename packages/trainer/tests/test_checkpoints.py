@@ -1,0 +1,81 @@
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
+
+
+def _fill(text):
+    return lambda folder: (folder / "weights").write_text(text)
+
+
+def test_save_keep_and_find(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", max_to_keep=2)
+    assert checkpoints.steps() == []
+    for step in (4, 8, 12):
+        checkpoints.save(step, _fill(str(step)))
+    assert checkpoints.steps() == [8, 12]
+    assert (checkpoints.path(12) / "weights").read_text() == "12"
+    assert checkpoints.read_step(checkpoints.path(12)) == 12
+    checkpoints.save(12, _fill("again"))
+    assert (checkpoints.path(12) / "weights").read_text() == "again"
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    checkpoints.save(1, _fill("old"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # writing more fails as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"saving .*step_000002 failed: .*; the newest whole .*step_000001"):
+            checkpoints.save(2, lambda folder: (folder / "weights").write_bytes(b"x" * 5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.steps() == [1]
+    assert (checkpoints.path(1) / "weights").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]
+
+
+_KILLED = """
+import sys, time
+from pathlib import Path
+from tidemill_trainer.checkpoints import Checkpoints
+def write(folder):
+    (folder / "weights").write_text("half")
+    (Path(sys.argv[1]) / "started").touch()
+    time.sleep(60)
+Checkpoints(Path(sys.argv[1]), max_to_keep=1).save(2, write)
+"""
+
+
+def test_a_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    checkpoints.save(1, _fill("old"))
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(tmp_path)], env=os.environ)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.save(2, _fill("new"))
+    assert checkpoints.steps() == [2]
+    assert not list(Path(tmp_path).glob(".partial*"))
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_to_keep=3)
+    checkpoints.save(1, _fill("a"))
+    path = checkpoints.save(2, _fill("b"))
+    (path / "trainer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_000002 is not a whole .*the newest whole .*step_000001"):
+        checkpoints.read_step(path)
+    (path / "trainer.json").write_text('{"format": 99, "step": 2}')
+    with pytest.raises(CheckpointError, match="has checkpoint format 99, this version reads 1"):
+        checkpoints.read_step(path)

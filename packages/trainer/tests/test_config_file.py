@@ -1,0 +1,60 @@
+import pytest
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import ConfigError, load_config, save_config
+
+
+@pytest.fixture
+def empty(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "m"\n')
+    return path
+
+
+def test_overrides_change_the_file_and_keep_types(empty):
+    config = load_config(empty, ["optimizer.lr=1", "data.train_files=['a', 'b']", "trainer.name=it's", "rollout.n=4"])
+    assert config.optimizer.lr == 1.0
+    assert config.data.train_files == ("a", "b")
+    assert config.trainer.name == "it's"
+    assert config.rollout.n == 4
+
+
+def test_a_saved_config_is_the_same_config(tmp_path):
+    config = load_config(DEMO_CONFIG, ["optimizer.clip_grad=inf", "rollout.engine_args.log_level=error"])
+    save_config(config, tmp_path / "resolved.toml")
+    assert load_config(tmp_path / "resolved.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temprature=1", r"unknown config key rollout\.temprature; did you mean rollout\.temperature\?"),
+        ("optimzer.lr=1", r"unknown config key optimzer; did you mean optimizer\?"),
+        ("zzz=1", r"unknown config key zzz; known here: model, data"),
+        ("optimizer.lr=fast", r"optimizer\.lr: Input should be a valid number \(got 'fast'\)"),
+        ("rollout.n=true", r"rollout\.n: Input should be a valid integer \(got True\)"),
+        ("rollout.n='8'", r"rollout\.n: Input should be a valid integer"),
+        ("rollout.n=0", r"n must be at least 1; got 0"),
+        ("rollout.device=tpu", r"rollout\.device: Input should be 'auto', 'cpu' or 'cuda' \(got 'tpu'\)"),
+        ("optimizer=3", r"optimizer is a section and needs a table, got 3"),
+        ("optimizer.lr.x=3", r"unknown config key|Input should be"),
+        ("rollout.n", r"expected section\.key=value, got 'rollout\.n'"),
+    ],
+)
+def test_errors_name_the_key(empty, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(empty, [override])
+
+
+def test_a_missing_key_file_or_syntax(tmp_path):
+    with pytest.raises(ConfigError, match="there is no config file"):
+        load_config(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        load_config(bad)
+    bad.write_text("")
+    with pytest.raises(ConfigError, match="config key model is required"):
+        load_config(bad)
+    bad.write_text("[model]\n")
+    with pytest.raises(ConfigError, match=r"config key model\.path is required"):
+        load_config(bad)

@@ -1,0 +1,112 @@
+import json
+from collections import Counter
+
+import pytest
+from tidemill_dataproto import ragged
+from tidemill_trainer.config import DataConfig
+from tidemill_trainer.data import DataError, PromptLoader, load_prompts, with_responses
+from tidemill_trainer.demo.model import character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer("0123456789+=")
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_of_jsonl_and_parquet_are_equal(tmp_path, tokenizer):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"prompt": "1+2=", "ground_truth": "3", "data_source": "sums", "extra_info": {"level": 1}, "response": "3"},
+        {"prompt": "10+2=", "ground_truth": "12", "data_source": "sums", "extra_info": {"level": 2}, "response": "12"},
+    ]
+    jsonl = _write(tmp_path / "a.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for file in (jsonl, str(tmp_path / "a.parquet")):
+        data, skipped = load_prompts([file], tokenizer, DataConfig())
+        assert skipped == 0
+        assert [tokenizer.decode(row) for row in data["prompts"].unbind()] == ["1+2=", "10+2="]
+        assert data.non_tensor_batch["ground_truth"].tolist() == ["3", "12"]
+        assert data.non_tensor_batch["extra_info"].tolist() == [{"level": 1}, {"level": 2}]
+
+
+def test_verl_files_are_read(tmp_path, tokenizer):
+    row = {"prompt": "1+1=", "data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    data, _ = load_prompts([_write(tmp_path / "v.jsonl", [row])], tokenizer, DataConfig())
+    assert data.non_tensor_batch["ground_truth"].tolist() == ["2"]
+    assert data.non_tensor_batch["data_source"].tolist() == ["openai/gsm8k"]
+
+
+def test_list_ground_truths_stay_lists(tmp_path, tokenizer):
+    rows = [{"prompt": "1=", "ground_truth": [1, 2]}, {"prompt": "2=", "ground_truth": [3, 4]}]
+    data, _ = load_prompts([_write(tmp_path / "l.jsonl", rows)], tokenizer, DataConfig())
+    assert data.non_tensor_batch["ground_truth"].shape == (2,)
+    assert data.non_tensor_batch["ground_truth"][1] == [3, 4]
+
+
+def test_long_prompts(tmp_path, tokenizer):
+    file = _write(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1000+1000="}])
+    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the prompt has 10 tokens, more than .*max_prompt_length=8"):
+        load_prompts([file], tokenizer, DataConfig(max_prompt_length=8))
+    data, skipped = load_prompts([file], tokenizer, DataConfig(max_prompt_length=8, overlong_prompts="skip"))
+    assert (len(data), skipped) == (1, 1)
+    with pytest.raises(DataError, match=r"no problems in .*p\.jsonl \(2 had a prompt longer than 2 tokens\)"):
+        load_prompts([file], tokenizer, DataConfig(max_prompt_length=2, overlong_prompts="skip"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt"\n', r"a\.jsonl, row 2: not JSON"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: expected an object"),
+        ("a.jsonl", "{}\n", r"a\.jsonl, row 1: expected `prompt` as a string"),
+        ("a.jsonl", '{"prompt": ""}\n', r"the prompt '' has no tokens"),
+        ("a.csv", "x\n", r"expected a \.jsonl or \.parquet file"),
+        ("a.jsonl", "", r"no problems in "),
+    ],
+)
+def test_bad_files(tmp_path, tokenizer, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_prompts([str(tmp_path / name)], tokenizer, DataConfig())
+
+
+def test_a_missing_file_and_no_file(tokenizer):
+    with pytest.raises(DataError, match=r"there is no data file nowhere\.jsonl"):
+        load_prompts(["nowhere.jsonl"], tokenizer, DataConfig())
+    with pytest.raises(DataError, match="an empty list of files"):
+        load_prompts([], tokenizer, DataConfig())
+
+
+def test_each_epoch_has_every_problem_once(tmp_path, tokenizer):
+    rows = [{"prompt": f"{n}="} for n in range(7)]
+    data, _ = load_prompts([_write(tmp_path / "e.jsonl", rows)], tokenizer, DataConfig())
+    loader = PromptLoader(data, batch_size=3, seed=5)
+    drawn = [tokenizer.decode(row) for step in range(1, 8) for row in loader.batch(step)["prompts"].unbind()]
+    epochs = [drawn[start : start + 7] for start in range(0, 21, 7)]
+    assert all(Counter(epoch) == Counter(f"{n}=" for n in range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    # A batch depends on seed and step alone.
+    again = PromptLoader(data, batch_size=3, seed=5).batch(4)
+    assert [tokenizer.decode(row) for row in again["prompts"].unbind()] == drawn[9:12]
+    other = PromptLoader(data, batch_size=7, seed=6).batch(1)
+    assert [tokenizer.decode(row) for row in other["prompts"].unbind()] != epochs[0]
+    uid = [name for step in range(1, 4) for name in loader.batch(step).non_tensor_batch["uid"]]
+    assert len(set(uid)) == 9
+
+
+def test_with_responses(tmp_path, tokenizer):
+    file = _write(tmp_path / "r.jsonl", [{"prompt": "1+1=", "response": "2"}, {"prompt": "9+9=", "response": "18"}])
+    data, _ = load_prompts([file], tokenizer, DataConfig())
+    batch = with_responses(data, tokenizer)
+    assert ragged.lengths(batch["responses"]).tolist() == [2, 3]
+    assert [tokenizer.decode(row) for row in batch["input_ids"].unbind()] == ["1+1=2<eos>", "9+9=18<eos>"]
+    file = _write(tmp_path / "n.jsonl", [{"prompt": "1+1="}])
+    with pytest.raises(DataError, match="the warm-up needs rows with a `response`"):
+        with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+import torch
+from tidemill_dataproto import DataProto, ragged
+from tidemill_trainer.config import RewardConfig
+from tidemill_trainer.demo.model import character_tokenizer
+from tidemill_trainer.rewards import RewardError, RewardScorer, load_reward, register_reward
+
+_FILE = """
+def by_length(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) / 10, "acc": solution_str == ground_truth}
+
+def fails_on_7(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        raise KeyError("seven")
+    return float("nan") if solution_str == "8" else 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(_FILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer("0123456789+=")
+
+
+def _batch(tokenizer, texts, truths):
+    rows = [torch.tensor([*tokenizer.encode(text), tokenizer.eos_token_id]) for text in texts]
+    objects = {"data_source": ["d"] * len(texts), "ground_truth": truths, "extra_info": [None] * len(texts)}
+    return DataProto.from_dict(
+        {"responses": ragged.ragged_from_list(rows)}, {k: np.array(v, dtype=object) for k, v in objects.items()}
+    )
+
+
+def test_exact_match_sees_the_text_without_the_end_token(tokenizer):
+    scores = RewardScorer(RewardConfig(), tokenizer)(_batch(tokenizer, ["12", "13"], ["12", "12"]))
+    assert scores.score.tolist() == [1.0, 0.0]
+    assert scores.acc.tolist() == [1.0, 0.0]
+    assert scores.texts == ["12", "13"]
+
+
+def test_a_dict_gives_accuracy_apart_from_score(file, tokenizer):
+    scorer = RewardScorer(RewardConfig(function=f"{file}:by_length"), tokenizer)
+    scores = scorer(_batch(tokenizer, ["12", "123"], ["12", "12"]))
+    assert scores.score.tolist() == pytest.approx([0.2, 0.3])
+    assert scores.acc.tolist() == [1.0, 0.0]
+
+
+def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
+    scorer = RewardScorer(RewardConfig(function=f"{file}:fails_on_7"), tokenizer)
+    scores = scorer(_batch(tokenizer, ["6", "7", "8"], ["0", "0", "0"]))
+    assert scores.score.tolist() == [1.0, 0.0, 0.0]
+    assert len(scores.errors) == 2
+    assert "failed for response '7' (ground truth '0') at my_rewards.py:7: KeyError: 'seven'" in scores.errors[0]
+    assert "expected finite numbers, got nan" in scores.errors[1]
+
+
+def test_an_error_stops_if_so_configured(file, tokenizer):
+    scorer = RewardScorer(RewardConfig(function=f"{file}:fails_on_7", on_error="stop"), tokenizer)
+    with pytest.raises(RewardError, match=r"KeyError: 'seven'; reward\.on_error=\"zero\" would count it"):
+        scorer(_batch(tokenizer, ["7"], ["0"]))
+
+
+def test_a_module_path_and_a_registered_name(tokenizer):
+    assert load_reward("tidemill_trainer.rewards:exact_match") is load_reward("exact_match")
+    with pytest.raises(ValueError, match="'exact_match' is registered already"):
+        register_reward("exact_match")(lambda *_: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exactmatch", "unknown reward function 'exactmatch'; registered: exact_match"),
+        ("none.py:f", r"there is no file none\.py"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("tidemill_trainer.rewards:nothing", "has no function 'nothing'"),
+    ],
+)
+def test_a_function_that_is_not_there(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)

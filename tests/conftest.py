@@ -1,0 +1,46 @@
+"""One cluster of the trainer for all end-to-end tests: Ray, two FSDP2 workers and an SGLang engine."""
+
+import os
+
+import pytest
+from rich.console import Console
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.cluster import Cluster
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.demo import write_assets
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_dir import RunDir
+
+
+@pytest.fixture(scope="session")
+def quiet():
+    with open(os.devnull, "w") as nowhere:
+        yield Progress(Console(file=nowhere))
+
+
+@pytest.fixture(scope="session")
+def make_config(tmp_path_factory):
+    """A small configuration of the demo: 8 prompts with 8 responses, two optimizer steps for each batch."""
+    assets = write_assets(tmp_path_factory.mktemp("assets"))
+    small = [
+        "data.train_batch_size=8",
+        "rollout.n=8",
+        "actor.ppo_mini_batch_size=4",
+        "trainer.total_steps=8",
+        "trainer.save_freq=4",
+        "trainer.test_freq=4",
+        "warmup.max_steps=20",
+        "warmup.test_freq=20",
+    ]
+
+    def make(*overrides):
+        return load_config(DEMO_CONFIG, [*assets, *small, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def cluster(make_config, quiet, tmp_path_factory):
+    with Cluster(make_config(), RunDir(tmp_path_factory.mktemp("cluster")), quiet) as cluster:
+        cluster.wait_ready()
+        yield cluster

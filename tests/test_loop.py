@@ -1,0 +1,124 @@
+"""The real loop: Ray actors, FSDP2 on two gloo ranks, a stock SGLang engine, the weight update between them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tidemill_trainer.data import load_prompts
+from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.trainer import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600)]
+
+_TIMES = ("timing_s/", "perf/time_per_step", "perf/throughput", "weight_update/seconds", "weight_update/gb_per_s")
+
+
+@pytest.fixture(scope="session")
+def train_in(cluster, make_config, quiet):
+    """Trains in a folder, from whatever checkpoint is there."""
+
+    def train(path, *overrides):
+        config = make_config(*overrides)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        train_data, _ = load_prompts(config.data.train_files, tokenizer, config.data)
+        val_data, _ = load_prompts(config.data.val_files, tokenizer, config.data)
+        run = RunDir(path)
+        result = Trainer(config, cluster, tokenizer, train_data, val_data[:64], run, quiet).fit()
+        return run, result
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def eight_steps(train_in, tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("eight"))
+
+
+def _steps(run):
+    return {row["step"]: row for row in run.read_metrics() if row["phase"] == "rl"}
+
+
+def test_rollout_and_training_agree_at_every_step(eight_steps):
+    steps = _steps(eight_steps[0])
+    assert sorted(steps) == list(range(1, 9))
+    for row in steps.values():
+        assert 0 < row["rollout/log_prob_abs_diff/mean"] < 1e-4
+        assert row["rollout/log_prob_abs_diff/max"] < 1e-3
+        assert row["weight_update/version"] == row["step"]
+
+
+def test_metrics_have_their_names_and_are_finite(eight_steps):
+    row = _steps(eight_steps[0])[4]
+    expected = {
+        *(
+            f"actor/{name}"
+            for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr")
+        ),
+        *(f"critic/{name}/{kind}" for name in ("score", "rewards", "advantages") for kind in ("mean", "max", "min")),
+        *(f"response_length/{kind}" for kind in ("mean", "max", "min", "clip_ratio")),
+        *(f"prompt_length/{kind}" for kind in ("mean", "max", "min", "clip_ratio")),
+        *(f"timing_s/{n}" for n in ("step", "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")),
+        "timing_s/save_checkpoint",
+        "timing_s/testing",
+        *(f"perf/{name}" for name in ("throughput", "total_num_tokens", "time_per_step")),
+        "val-core/addition/acc/mean@1",
+        "reward/frac_zero_std_groups",
+        *(f"weight_update/{name}" for name in ("seconds", "bytes", "gb_per_s", "version")),
+    }
+    assert expected <= row.keys()
+    assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
+    assert row["prompt_length/mean"] == 6.0  # "12+34="
+
+
+def test_the_first_optimizer_step_is_on_policy(train_in, tmp_path):
+    run, _ = train_in(tmp_path, "actor.ppo_mini_batch_size=8", "trainer.total_steps=1", "warmup.max_steps=0")
+    row = _steps(run)[1]
+    assert row["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
+    assert row["actor/pg_clipfrac"] == 0.0
+    assert row["actor/grad_norm"] > 0
+
+
+def test_the_checkpoint_loads_in_transformers_and_answers_as_the_engine_did(eight_steps, make_config):
+    run, result = eight_steps
+    folder = run.checkpoints / "step_000008" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    correct = 0
+    rows = [json.loads(line) for line in Path(make_config().data.val_files[0]).read_text().splitlines()[:64]]
+    for row in rows:
+        ids = torch.tensor([tokenizer.encode(row["prompt"], add_special_tokens=False)])
+        out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        correct += tokenizer.decode(out, skip_special_tokens=True) == row["ground_truth"]
+    assert correct / len(rows) == pytest.approx(result.accuracy, abs=1e-6)
+
+
+def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
+    run, _ = eight_steps
+    shutil.copytree(run.checkpoints / "step_000004", tmp_path / "checkpoints" / "step_000004")
+    shutil.copy(run.metrics, tmp_path / "metrics.jsonl")
+    resumed, _ = train_in(tmp_path)
+    whole, again = _steps(run), _steps(resumed)
+    assert sorted(again) == sorted(whole)
+    for step in range(5, 9):
+        for name, value in whole[step].items():
+            if not name.startswith(_TIMES):
+                assert again[step][name] == value, (step, name)
+    weights = [load_file(r.checkpoints / "step_000008" / "huggingface" / "model.safetensors") for r in (run, resumed)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name
+
+
+def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def broken(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n"
+    )
+    function = f"reward.function={tmp_path / 'rewards.py'}:broken"
+    run, result = train_in(tmp_path / "run", function, "trainer.total_steps=1", "warmup.max_steps=0")
+    assert result.steps == 1
+    assert _steps(run)[1]["reward/num_errors"] == 64
