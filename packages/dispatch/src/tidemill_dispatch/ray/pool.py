@@ -49,6 +49,8 @@ class RayResourcePool:
                 f"a worker's resources must be 0 or more, got num_cpus_per_worker={self.num_cpus_per_worker}, "
                 f"num_gpus_per_worker={self.num_gpus_per_worker}"
             )
+        if self.num_cpus_per_worker == 0 and self.num_gpus_per_worker == 0:
+            raise ValueError("a worker needs some num_cpus_per_worker or num_gpus_per_worker, got 0 of both")
 
     @property
     def world_size(self) -> int:
@@ -62,17 +64,13 @@ class RayResourcePool:
         """
         bundle = {"CPU": float(self.num_cpus_per_worker), "GPU": float(self.num_gpus_per_worker)}
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
-        if not bundle:
-            raise ValueError(
-                "a worker needs some num_cpus_per_worker or num_gpus_per_worker to be placed, got 0 of both"
-            )
         groups: list[PlacementGroup] = []
         try:
             for count in self.process_on_nodes:
                 groups.append(placement_group([bundle] * count, strategy="STRICT_PACK"))
-            for node, group in enumerate(groups):
+            for group in groups:
                 if not group.wait(self.placement_timeout_s):
-                    raise RuntimeError(self._no_room(name, bundle, node))
+                    raise RuntimeError(self._no_room(name, bundle))
         except BaseException:
             for group in groups:
                 remove_placement_group(group)
@@ -80,12 +78,12 @@ class RayResourcePool:
         slots = [(group, index) for group, n in zip(groups, self.process_on_nodes, strict=True) for index in range(n)]
         return Placement(slots=tuple(slots))
 
-    def _no_room(self, name: str, bundle: dict[str, float], node: int) -> str:
+    def _no_room(self, name: str, bundle: dict[str, float]) -> str:
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        counts = " + ".join(str(count) for count in self.process_on_nodes)
         return (
-            f"group {name!r} needs {self.process_on_nodes[node]} processes of {bundle} on one node (entry {node} of "
-            f"process_on_nodes={list(self.process_on_nodes)}); they were not free within "
+            f"group {name!r} needs {counts} processes (by node) of {bundle} each; they were not free within "
             f"{self.placement_timeout_s:g} s. The cluster has {have}, free are {free}. "
             "Ask for less, end other groups, or start Ray with more."
         )

@@ -1,0 +1,100 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tidemill_dispatch import Batch, ListBatch
+from tidemill_dispatch.batch import join_results, split_call, split_rows
+
+
+class StrictBatch:
+    """A batch that refuses rows that do not divide, unless asked: DataProto's habit."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def chunk(self, chunks, allow_unequal=False):
+        if len(self) % chunks and not allow_unequal:
+            raise ValueError("rows do not divide")
+        return [StrictBatch(part.items) for part in ListBatch(self.rows).chunk(chunks)]
+
+    @staticmethod
+    def concat(parts):
+        return StrictBatch(row for part in parts for row in part.rows)
+
+
+class TorchLikeBatch(ListBatch):
+    """`torch.chunk`'s habit: fewer parts than asked for."""
+
+    def chunk(self, n):
+        return super().chunk(n)[:-1]
+
+
+class Indexable:
+    def chunk(self, n):
+        return []
+
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("batch", [ListBatch([1]), StrictBatch([1])])
+def test_batches_satisfy_the_protocol(batch):
+    assert isinstance(batch, Batch)
+
+
+@pytest.mark.parametrize("value", [[1, 2], (1,), "text", {"a": 1}, None, 3, Indexable()])
+def test_other_values_are_not_batches(value):
+    assert not isinstance(value, Batch)
+
+
+@given(rows=st.lists(st.integers()), n=st.integers(1, 9), kind=st.sampled_from([ListBatch, StrictBatch]))
+def test_split_rows_then_concat_is_the_identity_and_lengths_differ_by_one_at_most(rows, n, kind):
+    batch = kind(rows)
+    parts = split_rows(batch, n)
+    lengths = [len(part) for part in parts]
+    assert len(parts) == n
+    assert max(lengths) - min(lengths) <= 1
+    joined = kind.concat(parts)
+    assert (joined.items if kind is ListBatch else joined.rows) == rows
+
+
+def test_listbatch_refuses_no_parts():
+    with pytest.raises(ValueError, match="at least 1 part, not 0"):
+        ListBatch([1]).chunk(0)
+
+
+def test_a_chunk_that_loses_rows_is_refused():
+    with pytest.raises(ValueError, match=r"chunk\(3\) of 5 rows returned 2 parts of \[2, 2\] rows; expected 3 parts"):
+        split_rows(TorchLikeBatch([1, 2, 3, 4, 5]), 3)
+
+
+def test_split_call_splits_positional_and_keyword_batches_and_shares_the_rest():
+    config = {"lr": 1}
+    calls = split_call((ListBatch([1, 2, 3]), config), {"ref": ListBatch("abc"), "x": 5}, 2)
+    (first_args, first_kwargs), (second_args, second_kwargs) = calls
+    assert first_args[0].items == [1, 2]
+    assert second_args[0].items == [3]
+    assert list(first_kwargs["ref"]) == ["a", "b"]
+    assert list(second_kwargs["ref"]) == ["c"]
+    assert first_args[1] is config
+    assert second_args[1] is config
+    assert first_kwargs["x"] == second_kwargs["x"] == 5
+
+
+def test_split_call_refuses_batches_of_different_lengths_by_name():
+    with pytest.raises(ValueError, match="same number of rows; got argument 0: 2, argument 'ref': 3"):
+        split_call((ListBatch([1, 2]),), {"ref": ListBatch([1, 2, 3])}, 2)
+
+
+def test_join_results():
+    assert join_results([ListBatch([1]), ListBatch([]), ListBatch([2])]) == ListBatch([1, 2])
+    assert join_results([1, None, "a"]) == [1, None, "a"]
+    assert join_results([]) == []
+
+
+@pytest.mark.parametrize("results", [[ListBatch([1]), None], [ListBatch([1]), StrictBatch([2])]])
+def test_join_results_refuses_a_mixture(results):
+    with pytest.raises(TypeError, match=r"batches of one type on every dp rank; got \['ListBatch', "):
+        join_results(results)

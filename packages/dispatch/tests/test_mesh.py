@@ -1,0 +1,143 @@
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tidemill_dispatch import MeshLayout, Worker
+from tidemill_dispatch.mesh import MeshEntry
+
+
+def entries(*pairs):
+    return [None if pair is None else MeshEntry(dp_rank=pair[0], is_collect=pair[1]) for pair in pairs]
+
+
+def test_layout_is_in_dp_order_whatever_the_rank_order():
+    layout = MeshLayout.from_entries("actor", entries((1, True), (0, False), (1, False), (0, True)))
+    assert layout.dp_size == 2
+    assert layout.dp_ranks == (1, 0, 1, 0)
+    assert layout.collect_ranks == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (entries((0, True), None, (1, True), None), r"mesh 'actor': ranks \[1, 3\] of 4 did not register it"),
+        (entries((0, True), (2, True)), r"mesh 'actor': dp_rank 1 is registered by no rank \(dp_size is 3\)"),
+        (
+            entries((0, True), (0, True)),
+            r"dp_rank 0 \(ranks \[0, 1\]\) has collect ranks \[0, 1\], expected exactly one",
+        ),
+        (entries((0, True), (1, False)), r"dp_rank 1 \(ranks \[1\]\) has collect ranks \[\], expected exactly one"),
+        (entries((0, False), (2, True)), r"dp_rank 0 .* expected exactly one; dp_rank 1 is registered by no rank"),
+    ],
+)
+def test_a_mesh_that_does_not_hold_together_names_the_ranks_at_fault(table, message):
+    with pytest.raises(ValueError, match=message):
+        MeshLayout.from_entries("actor", table)
+
+
+class FakeDeviceMesh:
+    def __init__(self, names, shape, coordinate):
+        self.mesh_dim_names = names
+        self.shape = shape
+        self._coordinate = coordinate
+
+    def get_coordinate(self):
+        return self._coordinate
+
+
+def place(names, shape, coordinate, data_axes, collect_at=None):
+    worker = Worker()
+    worker.register_mesh("m", FakeDeviceMesh(names, shape, coordinate), data_axes, collect_at=collect_at)
+    return worker.registered_meshes()["m"]
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_every_device_mesh_gives_a_valid_layout(data, shape):
+    names = ("a", "b", "c", "d")[: len(shape)]
+    data_axes = data.draw(st.lists(st.sampled_from(names), unique=True))
+    others = [axis for axis in names if axis not in data_axes]
+    collect_at = {axis: data.draw(st.sampled_from([0, -1])) for axis in others}
+    coordinates = list(itertools.product(*map(range, shape)))
+    layout = MeshLayout.from_entries("m", [place(names, tuple(shape), c, data_axes, collect_at) for c in coordinates])
+    sizes = dict(zip(names, shape, strict=True))
+    assert layout.dp_size == math.prod(sizes[axis] for axis in data_axes)
+    for dp_rank, rank in enumerate(layout.collect_ranks):
+        at = dict(zip(names, coordinates[rank], strict=True))
+        assert layout.dp_ranks[rank] == dp_rank
+        assert all(at[axis] == collect_at[axis] % sizes[axis] for axis in others)
+
+
+def test_data_axes_are_row_major_in_the_order_given():
+    assert place(("x", "y"), (2, 3), (1, 2), ["x", "y"]).dp_rank == 5
+    assert place(("x", "y"), (2, 3), (1, 2), ["y", "x"]).dp_rank == 5
+    assert place(("x", "y"), (2, 3), (1, 0), ["x", "y"]).dp_rank == 3
+    assert place(("x", "y"), (2, 3), (1, 0), ["y", "x"]).dp_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((("dp", "tp"), (2, 2), (0, 0), ["pp"]), r"no axes \['pp'\]; it has \['dp', 'tp'\]"),
+        ((None, (2, 2), (0, 0), ["dp"]), r"no axes \['dp'\]; it has \[\]"),
+        ((("dp", "tp"), (2, 2), None, ["dp"]), "this rank is not part of the device mesh"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["dp", "dp"]), "repeats an axis"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["dp"], {"dp": 0}), r"shares \['dp'\] with collect_at"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["dp"], {"tp": 2}), r"out of range on axes \['tp'\]"),
+    ],
+)
+def test_a_wrong_use_of_a_device_mesh_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        place(*arguments)
+
+
+def test_a_real_torch_device_mesh():
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    table = []
+    for rank in range(8):
+        dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+            worker = Worker()
+            worker.register_mesh("actor", mesh, ["dp"], collect_at={"pp": -1})
+            table.append(worker.registered_meshes()["actor"])
+        finally:
+            dist.destroy_process_group()
+    layout = MeshLayout.from_entries("actor", table)
+    assert layout.dp_ranks == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert layout.collect_ranks == (4, 6)
+
+
+def test_mesh_state_is_the_instance_s():
+    first, second = Worker(), Worker()
+    first.register_dispatch_collect_info("actor", 0, True)
+    second.register_dispatch_collect_info("actor", 1, False)
+    second.register_dispatch_collect_info("critic", 0, True)
+    assert first.registered_meshes() == {"actor": MeshEntry(dp_rank=0, is_collect=True)}
+    assert second.registered_meshes()["actor"] == MeshEntry(dp_rank=1, is_collect=False)
+
+
+def test_a_subclass_need_not_call_super(monkeypatch):
+    class Mine(Worker):
+        def __init__(self, value):
+            self.value = value
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    worker = Mine(7)
+    worker.register_dispatch_collect_info("m", 0, True)
+    assert (worker.rank, worker.world_size, worker.value) == (3, 4, 7)
+
+
+def test_a_mesh_may_be_registered_again_only_with_the_same_values():
+    worker = Worker()
+    worker.register_dispatch_collect_info("actor", 1, True)
+    worker.register_dispatch_collect_info("actor", 1, True)
+    with pytest.raises(ValueError, match="mesh 'actor' is registered on rank 0 as"):
+        worker.register_dispatch_collect_info("actor", 0, True)
+    with pytest.raises(ValueError, match="dp_rank must be 0 or more, got -1"):
+        worker.register_dispatch_collect_info("critic", -1, True)

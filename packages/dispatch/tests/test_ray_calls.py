@@ -1,0 +1,257 @@
+"""Calls of a group of real Ray actors that ends well."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tidemill_dispatch import (
+    CallTimeoutError,
+    Dispatch,
+    Execute,
+    ListBatch,
+    Worker,
+    WorkerError,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+
+pytestmark = pytest.mark.ray
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import a test module
+NUM_RANKS = 4
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("keep out")
+
+
+class CountsPickles:
+    pickles = 0
+
+    def __reduce__(self):
+        CountsPickles.pickles += 1
+        return (bytes, (100_000,))
+
+
+class EchoWorker(Worker):
+    def __init__(self, tag, *, scale):
+        self.made_with = (tag, scale)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # allowed in the main thread only
+        self.env_at_import = os.environ.get("OMP_NUM_THREADS")
+        self.calls = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe(self):
+        in_main = threading.current_thread() is threading.main_thread()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {name: os.environ[name] for name in names}
+        return self.rank, self.world_size, self.made_with, self.env_at_import, in_main, env
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def register_places(self, name, place):
+        self.register_dispatch_collect_info(name, *place)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def echo(self, batch, *, temperature=1.0, extra=None):
+        self.calls.append(len(batch))
+        return batch
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def place_and_rows(self, batch):
+        return self.registered_meshes()["crossed"].dp_rank, self.rank, batch.items
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="nowhere"))
+    def over_unknown_mesh(self, batch): ...
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="half"))
+    def over_half_mesh(self, batch): ...
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def batch_on_some(self, batch):
+        return batch if self.registered_meshes()["crossed"].dp_rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows_per_rank(self, batch):
+        return len(batch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def only_zero(self, x):
+        self.calls.append(x)
+        return self.rank, x
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def num_calls(self):
+        return len(self.calls)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def store_size(self, value):
+        return len(value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def slow(self, seconds):
+        time.sleep(seconds)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    def too_slow(self):
+        time.sleep(2 if self.rank == 2 else 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unpicklable_result(self):
+        return threading.Lock()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def lock_unless_collected(self, batch):
+        return batch if self.registered_meshes()["crossed"].is_collect else threading.Lock()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def ask(self, handles):
+        return ray.get([handle.not_registered.remote("x") for handle in handles])
+
+    def not_registered(self, x):
+        return self.rank, x
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    pool = RayResourcePool(process_on_nodes=[NUM_RANKS], num_cpus_per_worker=0.5)
+    args = RayClassWithInitArgs(EchoWorker, "tag", scale=2)
+    env = {"OMP_NUM_THREADS": "7"}
+    with RayWorkerGroup(pool, args, name_prefix="echo", env_vars=env, timeout_s=60) as group:
+        group.register_places(["crossed"] * 4, [(1, False), (0, True), (1, True), (0, False)])
+        yield group
+
+
+def test_constructor_environment_and_main_thread(group):
+    described = group.describe()
+    (port,) = {entry[-1]["MASTER_PORT"] for entry in described}
+    for rank, (got_rank, world_size, made_with, omp, in_main, env) in enumerate(described):
+        assert (got_rank, world_size, made_with, omp, in_main) == (rank, NUM_RANKS, ("tag", 2), "7", True)
+        expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+        assert env == {**expected, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 8])
+def test_a_call_over_a_non_monotone_mesh_is_the_identity(group, rows):
+    batch = ListBatch(list(range(rows)))
+    assert group.echo(batch) == batch
+    assert group.echo(batch=batch, temperature=0.5, extra={"a": 1}) == batch
+    first, second = batch.chunk(2)
+    assert group.place_and_rows(batch) == [(0, 1, first.items), (1, 2, second.items)]
+
+
+@st.composite
+def meshes(draw):
+    dp = draw(st.sampled_from([1, 2, 4]))
+    others = NUM_RANKS // dp  # tp x pp
+    places = draw(st.permutations([(d, other) for d in range(dp) for other in range(others)]))
+    collect = [draw(st.integers(0, others - 1)) for _ in range(dp)]
+    return [(d, other == collect[d]) for d, other in places]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(places=meshes(), rows=st.lists(st.integers(), max_size=9))
+def test_random_meshes_on_real_actors(group, places, rows):
+    name = f"random-{abs(hash(tuple(places)))}"
+    group.register_places([name] * NUM_RANKS, places)
+    mode = make_nd_compute_dataproto_dispatch_fn(name)
+    dp_size = 1 + max(dp_rank for dp_rank, _ in places)
+    assert group.dp_size(name) == dp_size
+    calls = mode.dispatch_fn(group, (ListBatch(rows),), {})
+    shards = ListBatch(rows).chunk(dp_size)
+    assert [args[0] for args, _ in calls] == [shards[dp_rank] for dp_rank, _ in places]
+    sending = [group.workers[rank].not_registered.remote(calls[rank][0][0]) for rank in mode.result_ranks_fn(group)]
+    results = ray.get(sending)
+    assert mode.collect_fn(group, [shard for _, shard in results]) == ListBatch(rows)
+
+
+def test_only_collect_ranks_send_data(group):
+    assert group.lock_unless_collected(ListBatch([1, 2])) == ListBatch([1, 2])  # a lock cannot be sent
+
+
+def test_mesh_errors_reach_the_caller(group):
+    with pytest.raises(ValueError, match=r"group 'echo' has no mesh 'nowhere'; its workers registered \['crossed'"):
+        group.over_unknown_mesh(ListBatch([1]))
+    group.register_places(["half"] * 4, [(0, True), (0, True), (1, False), (2, True)])
+    with pytest.raises(ValueError, match=r"mesh 'half': dp_rank 0 \(ranks \[0, 1\]\) has collect ranks \[0, 1\]"):
+        group.over_half_mesh(ListBatch([1]))
+
+
+def test_results_that_are_batches_on_some_ranks_are_refused(group):
+    with pytest.raises(TypeError, match=r"got \['ListBatch', 'NoneType'\] in dp order"):
+        group.batch_on_some(ListBatch([1, 2]))
+
+
+def test_other_modes(group):
+    assert group.rows_per_rank(ListBatch(range(6))) == [2, 2, 1, 1]
+    before = group.num_calls()
+    assert group.only_zero("x") == (0, "x")
+    assert [b - a for a, b in zip(before, group.num_calls(), strict=True)] == [1, 0, 0, 0]
+
+
+def test_a_shared_argument_is_pickled_once(group):
+    CountsPickles.pickles = 0
+    assert group.store_size(CountsPickles()) == [100_000] * NUM_RANKS
+    assert CountsPickles.pickles == 1
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_small_and_large_arguments_arrive(group, size):
+    assert group.store_size(b"x" * size) == [size] * NUM_RANKS
+    assert group.store_size(bytearray(size)) == [size] * NUM_RANKS
+
+
+def test_futures(group):
+    started = time.monotonic()
+    future = group.slow(0.6)
+    assert time.monotonic() - started < 0.5
+    assert not future.done()
+    message = r"'slow' of group 'echo' did not finish within 0.05 s: ranks \[0, 1, 2, 3\]"
+    with pytest.raises(CallTimeoutError, match=message):
+        future.get(timeout_s=0.05)
+    assert future.get(timeout_s=30) == [0, 1, 2, 3]
+    assert future.done()
+    assert future.get() == [0, 1, 2, 3]
+
+
+def test_a_deadline_of_a_method_names_the_ranks_still_running(group):
+    with pytest.raises(CallTimeoutError) as caught:
+        group.too_slow()
+    assert (caught.value.still_running, caught.value.method, caught.value.timeout_s) == ((2,), "too_slow", 0.5)
+    assert isinstance(caught.value, TimeoutError)
+    assert group.describe()[2][0] == 2  # and the group goes on
+
+
+def test_actor_handles_travel_and_answer_to_the_worker_s_own_methods(group):
+    assert group.ask(group.workers[1:]) == [(1, "x"), (2, "x"), (3, "x")]
+
+
+def test_wrong_calls_fail_before_anything_is_sent(group):
+    before = group.num_calls()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        group.echo(ListBatch([1]), temprature=1)
+    with pytest.raises(TypeError, match=r"argument 'extra' of EchoWorker.echo cannot be pickled: keep out"):
+        group.echo(ListBatch([1]), extra=Unpicklable())
+    with pytest.raises(ValueError, match="same number of rows"):
+        group.echo(ListBatch([1]), extra=ListBatch([1, 2]))
+    with pytest.raises(AttributeError, match=r"it exists but lacks @register; registered methods: .*'echo'"):
+        group.not_registered(1)
+    with pytest.raises(AttributeError, match=r"EchoWorker.nothing cannot be called on group 'echo': no such method"):
+        _ = group.nothing
+    assert group.num_calls() == before
+
+
+def test_a_result_that_cannot_be_pickled_is_a_worker_error(group):
+    with pytest.raises(WorkerError, match="in 'unpicklable_result'") as caught:
+        group.unpicklable_result()
+    assert caught.value.error_type == "TypeError"
+    assert group.describe()[0][0] == 0
