@@ -49,6 +49,7 @@ def test_rollout_and_training_agree_at_every_step(eight_steps):
     for row in steps.values():
         assert 0 < row["rollout/log_prob_abs_diff/mean"] < 1e-4
         assert row["rollout/log_prob_abs_diff/max"] < 1e-3
+        assert row["actor/grad_norm"] > 0
         assert row["weight_update/version"] == row["step"]
 
 
@@ -114,11 +115,9 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
         assert torch.equal(weights[1][name], value), name
 
 
-def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, tmp_path):
-    (tmp_path / "rewards.py").write_text(
-        "def broken(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n"
-    )
-    function = f"reward.function={tmp_path / 'rewards.py'}:broken"
-    run, result = train_in(tmp_path / "run", function, "trainer.total_steps=1", "warmup.max_steps=0")
+def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, make_config, tmp_path):
+    function = make_config().reward.function.replace(":right_digits", ":broken")
+    run, result = train_in(tmp_path, f"reward.function={function}", "trainer.total_steps=1", "warmup.max_steps=0")
     assert result.steps == 1
     assert _steps(run)[1]["reward/num_errors"] == 64
+    assert _steps(run)[1]["actor/grad_norm"] == 0.0

@@ -15,7 +15,7 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: 
     Args:
         batch: with `prompts`, `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs`, `entropy`,
             `advantages` (ragged), `scores`, `rewards`, `acc` [B], and the object column `uid`.
-        max_prompt_length, response_length: the longest that was allowed; the `clip_ratio`s are the shares that reach it.
+        max_prompt_length, response_length: the longest that was allowed; `clip_ratio` is the share that reaches it.
     """
     mask = batch["response_mask"].values().bool()
     prompts = ragged.lengths(batch["prompts"]).float()
