@@ -1,5 +1,7 @@
 """Batches, engines, and an independent reference: plain transformers and plain PyTorch, one unpadded row at a time."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +82,16 @@ def plain_model(path: Path) -> Any:
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
-def plain_training(path: Path, batches: list[DataProto]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def plain_training(
+    path: Path, batches: list[DataProto], learning_rates: Sequence[float] = ()
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Trains on the batches; returns the metrics of each step and the weights by checkpoint name."""
     model = plain_model(path).train()
     settings = {name: value for name, value in OPTIMIZER.items() if name != "clip_grad"}
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
     history = []
-    for batch in batches:
+    for batch, lr in zip_longest(batches, learning_rates, fillvalue=OPTIMIZER["lr"]):
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
         loss, metrics = plain_policy_like_loss(model, batch)
         if loss.requires_grad:

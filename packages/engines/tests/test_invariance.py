@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from engine_cases import VOCAB, engine_training, make_batch, plain_training, relative_error
+from engine_cases import (
+    OPTIMIZER,
+    VOCAB,
+    build_engine,
+    engine_training,
+    make_batch,
+    plain_training,
+    policy_like_loss,
+    relative_error,
+    shard,
+    weights_of,
+)
+from tidemill_engines import OptimizerConfig
 from tidemill_testing import run_ranks, tiny_model
 
 LAYOUTS = {
@@ -36,7 +48,6 @@ def check(results, expected, case):
             for name, value in plain.items():
                 assert actual[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, rank, step, name)
             assert actual["grad_nonfinite"] == 0
-            assert actual["lr"] == 1e-2
         assert list(actual_weights) == list(weights), case
         for name, weight in weights.items():
             assert relative_error(actual_weights[name], weight) < 1e-5, (case, rank, name)
@@ -85,6 +96,36 @@ def test_order_of_rows_does_not_matter(tmp_path):
     expected = plain_training(path, [batch])
     results = run_ranks(run_layouts, 2, path, [mixed], [{"max_token_len_per_gpu": 25}])
     check([of_rank[0] for of_rank in results], expected, "mixed")
+
+
+SCHEDULE = {"lr": 0.008, "lr_scheduler": "linear", "lr_warmup_steps": 2, "total_steps": 4}
+
+
+def run_reset(path, batches):
+    """A first phase with other settings, then a fresh optimizer and schedule from the weights at its end."""
+    engine = build_engine(path, optimizer={"lr": 0.1, "lr_warmup_steps": 3})
+    engine.train_batch(shard(engine, batches[0]), policy_like_loss, calculate_entropy=True)
+    engine.save_hf(path.parent / "between")
+    engine.reset_optimizer(OptimizerConfig(**(OPTIMIZER | SCHEDULE)))
+    history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches]
+    weights = weights_of(engine)
+    engine.close()
+    frozen = build_engine(path, optimizer=False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        frozen.reset_optimizer(OptimizerConfig())
+    frozen.close()
+    return history, weights
+
+
+def test_schedule_reaches_the_weights_and_a_reset_optimizer_starts_anew(tmp_path):
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    batches = [*make_batches(), make_batch(5, seed=6)]
+    rates = [0.004, 0.008, 0.008, 0.004]
+    straight = run_ranks(run_layouts, 2, path, batches, [{"optimizer": OPTIMIZER | SCHEDULE}])
+    check([of_rank[0] for of_rank in straight], plain_training(path, batches, rates), "schedule")
+    assert [metrics["lr"] for metrics in straight[0][0][0]] == rates
+    after_reset = run_ranks(run_reset, 2, path, batches)
+    check(after_reset, plain_training(tmp_path / "between", batches, rates), "reset")
 
 
 def run_masked(path, batch):

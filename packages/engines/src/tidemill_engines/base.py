@@ -167,7 +167,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Starts the optimizer and its schedule afresh, as at step 0, and keeps the weights."""
+        """Starts the optimizer and its schedule afresh, as at step 0, and keeps the weights.
+
+        Raises:
+            ValueError: the engine was made without an optimizer, so no weight is trainable.
+        """
 
     @abstractmethod
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

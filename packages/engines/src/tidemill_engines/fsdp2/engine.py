@@ -195,6 +195,8 @@ class FSDP2Engine(BaseEngine):
         norm = global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
         if math.isfinite(norm):
             clip_grads(grads, norm, self.optimizer_config.clip_grad)
+            for param_group in self.optimizer.param_groups:
+                param_group["lr"] = learning_rate(self.optimizer_config, self.step)
             self.optimizer.step()
         return norm
 
@@ -202,18 +204,12 @@ class FSDP2Engine(BaseEngine):
         assert self.optimizer_config is not None
         used = learning_rate(self.optimizer_config, self.step)
         self.step += 1
-        self._set_lr()
         return used
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         self._optimizer = build_adamw(self.model.parameters(), optimizer)
         self.optimizer_config = optimizer
         self.step = 0
-
-    def _set_lr(self) -> None:
-        assert self.optimizer_config is not None
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = learning_rate(self.optimizer_config, self.step)
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(self.model):
@@ -238,8 +234,6 @@ class FSDP2Engine(BaseEngine):
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
         self.step = progress.step
-        if self._optimizer is not None:
-            self._set_lr()
 
     def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
         target = Path(path)
