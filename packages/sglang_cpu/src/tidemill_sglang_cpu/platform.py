@@ -53,6 +53,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             raise ValueError(f"attention_backend={server_args.attention_backend!r} does not run here: leave it unset")
         server_args.attention_backend = self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
+        server_args.disable_custom_all_reduce = True
         server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
         _disable_graphs(server_args)
         if server_args.max_total_tokens is None:
@@ -74,6 +75,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """SGLang calls this once in each process that may run the model."""
+        import threading
+
+        import tqdm
+
+        # tqdm's default lock is a named semaphore, and SGLang ends its schedulers by SIGKILL: each would leave one
+        # in /dev/shm.
+        tqdm.tqdm.set_lock(threading.RLock())
         _register_backends()
         from tidemill_sglang_cpu.patches import apply_patches
 

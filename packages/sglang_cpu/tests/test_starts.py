@@ -1,0 +1,121 @@
+"""What needs an engine of its own: the HTTP server with bfloat16 and Llama, two tensor-parallel ranks with Qwen2,
+and how both end."""
+
+import base64
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+import torch
+from tidemill_testing import tiny_model
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(280)]
+
+PROMPTS = [[5, 6, 7], [9] * 20, list(range(3, 80))]
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def left_in_shared_memory(pids):
+    """Names in /dev/shm that belong to one of `pids`: sem.loky-PID-x, torch_PID_x and the like."""
+    return [name for name in os.listdir("/dev/shm") if {str(pid) for pid in pids} & set(re.split("[-_.]", name))]
+
+
+def wait_until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} not within {seconds} s"
+        time.sleep(0.2)
+
+
+def post(port, path, body):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def is_ready(port, process):
+    assert process.poll() is None, "the server ended while it started"
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def test_http_server_bfloat16_llama_and_a_killed_scheduler(tmp_path, reference):
+    path = tiny_model(tmp_path / "llama", "llama", dtype=torch.bfloat16)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--port", str(port)]
+    server = subprocess.Popen([*command, "--skip-tokenizer-init", "--log-level", "error"])
+    try:
+        wait_until(lambda: is_ready(port, server), 240, "the server's start")
+        check_bfloat16(post(port, "/generate", request()), reference.load(path, torch.bfloat16), reference)
+
+        new = reference.load(tiny_model(tmp_path / "new", "llama", seed=3, dtype=torch.bfloat16), torch.bfloat16)
+        named = [(name, parameter.detach()) for name, parameter in new.named_parameters()]
+        # By value: SGLang's MultiprocessingSerializer would send file descriptors, and the server takes those from
+        # its own relatives only (it rejects another process' authentication key).
+        payload = base64.b64encode(pickle.dumps(named)).decode()
+        assert post(port, "/update_weights_from_tensor", {"serialized_named_tensors": [payload]})["success"]
+        check_bfloat16(post(port, "/generate", request()), new, reference)
+
+        family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))
+        scheduler.send_signal(signal.SIGKILL)
+        wait_until(lambda: server.poll() is not None, 60, "the end of the server after its scheduler was killed")
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == []
+        assert left_in_shared_memory([process.pid for process in family]) == []
+    finally:
+        if server.poll() is None:
+            for process in [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]:
+                process.kill()
+        server.wait()
+
+
+def request():
+    return {"input_ids": PROMPTS, "sampling_params": GREEDY, "return_logprob": True}
+
+
+def check_bfloat16(outputs, model, reference):
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = reference.log_probs(model, prompt, output["output_ids"])
+        torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=0.1, rtol=0)
+
+
+def test_two_ranks_over_gloo(tmp_path, reference):
+    import sglang
+
+    path = tiny_model(tmp_path / "qwen2", "qwen2")
+    model = reference.load(path)
+    others = set(psutil.Process().children(recursive=True))
+    engine = sglang.Engine(model_path=str(path), tp_size=2, skip_tokenizer_init=True, log_level="error")
+    try:
+        outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output["output_ids"] == reference.greedy(model, prompt, 8)
+            expected = reference.log_probs(model, prompt, output["output_ids"])
+            torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=1e-4, rtol=0)
+        new = reference.load(tiny_model(tmp_path / "new", "qwen2", seed=3))
+        assert engine.update_weights_from_tensor([(n, p.detach()) for n, p in new.named_parameters()])[0]
+        output = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert output["output_ids"] == reference.greedy(new, PROMPTS[0], 8)
+        pids = [process.pid for process in set(psutil.Process().children(recursive=True)) - others]
+        assert len(pids) >= 3  # two schedulers and the detokenizer
+    finally:
+        engine.shutdown()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert left_in_shared_memory(pids) == []

@@ -1,0 +1,99 @@
+"""What is refused, by `sglang.Engine` itself and in this process: no scheduler is started for it."""
+
+import multiprocessing
+
+import pytest
+import torch
+import transformers
+from tidemill_sglang_cpu.support import resolve_dtype
+from tidemill_testing import tiny_model
+
+pytestmark = pytest.mark.sglang
+
+
+def start(path, **arguments):
+    import sglang
+
+    return sglang.Engine(model_path=str(path), skip_tokenizer_init=True, log_level="error", **arguments)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=2),
+            "DeepseekV3ForCausalLM .*latent attention.* not supported.*Qwen3ForCausalLM",
+        ),
+        (
+            transformers.DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2),
+            "DeepseekV2ForCausalLM .*latent attention",
+        ),
+        (transformers.Gemma2Config(architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM is not supported"),
+        (transformers.FalconH1Config(architectures=["FalconH1ForCausalLM"]), "FalconH1ForCausalLM is not supported"),
+        (
+            transformers.Qwen2Config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True),
+            "Qwen2ForCausalLM with use_sliding_window",
+        ),
+    ],
+    ids=lambda value: value.architectures[0] if isinstance(value, transformers.PretrainedConfig) else "",
+)
+def test_a_model_that_does_not_run_here_is_named(tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float16"}, "dtype 'float16' is not supported"),
+        ({"attention_backend": "triton"}, "attention_backend='triton' does not run here"),
+        ({"page_size": 16}, "page_size=16 is not supported"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3' is not supported"),
+        ({"pp_size": 2}, "pp_size=2 is not supported"),
+    ],
+)
+def test_an_argument_that_does_not_work_here_is_named(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        start(llama, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("requested", "checkpoint", "expected"),
+    [
+        ("auto", torch.float32, "float32"),
+        ("auto", torch.bfloat16, "bfloat16"),
+        ("auto", None, "float32"),
+        ("float", torch.bfloat16, "float32"),
+        ("bfloat16", torch.float32, "bfloat16"),
+    ],
+)
+def test_dtype_follows_the_checkpoint(requested, checkpoint, expected):
+    assert resolve_dtype(requested, transformers.Qwen3Config(dtype=checkpoint)) == expected
+
+
+def test_a_float16_checkpoint_asks_for_a_dtype():
+    with pytest.raises(ValueError, match="pass dtype="):
+        resolve_dtype("auto", transformers.Qwen3Config(dtype=torch.float16))
+
+
+def test_what_the_platform_fills_in(llama):
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=str(llama))
+    assert (args.device, args.dtype, args.sampling_backend) == ("cpu", "float32", "pytorch")
+    assert (args.max_total_tokens, args.mem_fraction_static) == (65536, 0.6)
+    assert args.disable_cuda_graph
+    assert args.disable_overlap_schedule
+    assert not args.disable_radix_cache
+    given = ServerArgs(model_path=str(llama), max_total_tokens=512, mem_fraction_static=0.2, dtype="bfloat16")
+    assert (given.dtype, given.max_total_tokens, given.mem_fraction_static) == ("bfloat16", 512, 0.2)
+    exact = ServerArgs(model_path=str(llama), enable_deterministic_inference=True)
+    assert exact.attention_backend == args.attention_backend
+    assert not exact.disable_radix_cache
