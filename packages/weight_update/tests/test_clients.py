@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import pickle
 import threading
@@ -41,6 +42,10 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format, *args):
         pass
+
+    def handle(self):
+        with contextlib.suppress(BrokenPipeError):  # a client that no longer waits
+            super().handle()
 
     def do_GET(self):
         self._answer({})
@@ -148,6 +153,7 @@ class FakeManager:
         return self.answer
 
     async def flush_cache(self):
+        await asyncio.sleep(self.delay_s)
         return SimpleNamespace(success=self.answer[0], message=self.answer[1])
 
 
@@ -165,6 +171,10 @@ def test_a_local_engine_tells_why_it_cannot(local):
     engine.flush_cache()
     local.tokenizer_manager.answer = (False, "")
     with pytest.raises(RuntimeError, match="the engine has running or waiting requests"):
+        engine.flush_cache()
+
+    local.tokenizer_manager.delay_s = 1.0
+    with pytest.raises(RuntimeError, match=r"no answer within 0.1 s"):
         engine.flush_cache()
 
     async def inside():

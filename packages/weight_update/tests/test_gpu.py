@@ -106,7 +106,7 @@ def test_a_stock_engine_on_a_gpu_gets_every_tensor(send, tmp_path):
     sglang = pytest.importorskip("sglang")
     from safetensors.torch import load_file
 
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     paths = [tiny_model(tmp_path / str(seed), "qwen3", seed=seed, dtype=torch.bfloat16, **shape) for seed in range(3)]
     sys.path.insert(0, str(Path(__file__).parent))  # for the schedulers to import the probe
     engine = sglang.Engine(

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -143,6 +144,18 @@ def test_a_sender_in_the_engines_own_process(engine, checkpoints, expected):
     out = generate(engine)
     assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[1]], "42")
     updater.close()
+
+
+def test_the_readme_example_runs(engine, checkpoints, capsys):
+    import transformers
+
+    example = (Path(__file__).parent.parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[2])
+    exec(example, {"engine": engine, "model": model})
+    assert re.search(r"^2\d tensors, \d{6} bytes in \d", capsys.readouterr().out, re.MULTILINE)
+    out = generate(engine)
+    assert out["output_ids"] == greedy(checkpoints[2], torch.bfloat16)
+    assert out["meta_info"]["weight_version"] == "1"
 
 
 def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, expected):

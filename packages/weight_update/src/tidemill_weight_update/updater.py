@@ -64,14 +64,16 @@ class WeightUpdater:
 
         Collective. Every rank iterates over the same names, shapes and dtypes in the same order; a DTensor is gathered
         by all ranks, of a plain tensor rank 0's value counts. `str(weight_version)` is stamped with the last bucket.
+        The tensors must not change until this returns.
 
         Raises:
             ValueError: no tensors, a name twice, an empty version, or no engines.
             TypeError: an item that is not `(name, dense tensor)`.
             RuntimeError: an engine refused (named with its bucket), another rank failed, the ranks passed different
                 tensors, or the updater is closed. What the iterable raises is raised as it is.
-            An error on one rank is an error on all. After an error that names an engine, the engines may hold a mix of
-            old and new tensors under the old version; a complete update puts that right.
+            An error on one rank is an error on all. After an error that names a bucket, engines may hold a mix of old
+            and new tensors, those before the named one even under the new version if it was the last bucket; after one
+            that names the prefix cache they hold the new tensors. A complete update puts all of that right.
         """
         started = time.perf_counter()
         version = str(weight_version)
