@@ -98,3 +98,16 @@ def test_join_results():
 def test_join_results_refuses_a_mixture(results):
     with pytest.raises(TypeError, match=r"batches of one type on every dp rank; got \['ListBatch', "):
         join_results(results)
+
+
+def test_a_dataproto_is_a_batch():
+    torch = pytest.importorskip("torch")
+    data_proto = pytest.importorskip("tidemill_dataproto").DataProto
+    batch = data_proto.from_dict({"x": torch.arange(5)}, meta_info={"temperature": 0.5})
+    assert isinstance(batch, Batch)
+    calls = split_call((batch,), {}, 3)
+    parts = [args[0] for args, _ in calls]
+    assert [len(part) for part in parts] == [2, 2, 1]
+    joined = join_results(parts)
+    assert torch.equal(joined.batch["x"], torch.arange(5))
+    assert joined.meta_info == {"temperature": 0.5}

@@ -56,9 +56,10 @@ def pack(what: str, value: Any) -> Any:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     try:
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    except _HoldsRayReferenceError:
-        return ray.put(value)
+        try:
+            _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        except _HoldsRayReferenceError:
+            return ray.put(value)
     except Exception as error:  # whatever a user's __reduce__ raises
         raise TypeError(f"{what} cannot be pickled: {error}; pass plain data or what can be imported") from error
     packed = Packed(pickle.PickleBuffer(file.getbuffer()), tuple(buffers))

@@ -31,7 +31,7 @@ class CallFuture:
         group: str,
         method: str,
         receipts: Mapping[int, ray.ObjectRef],
-        values: Sequence[ray.ObjectRef],
+        values: Mapping[int, ray.ObjectRef],
         pings: Mapping[int, Callable[[], ray.ObjectRef]],
         collect: Callable[[list[Any]], Any],
         timeout_s: float,
@@ -41,7 +41,7 @@ class CallFuture:
         self._group = group
         self._method = method
         self._pending = {ref: rank for rank, ref in receipts.items()}
-        self._values = list(values)
+        self._values = dict(values)
         self._pings = dict(pings)  # of the ranks that were not called: they may be what the others wait for
         self._watched: dict[int, ray.ObjectRef] = {}
         self._next_watch = time.monotonic() + _WATCH_S
@@ -96,32 +96,50 @@ class CallFuture:
             if self._failures:
                 break
             raise self._timeout(limit_s)
+        if self._error is None and not self._failures:
+            self._fetch(limit_s, max(deadline - time.monotonic(), _FETCH_S))
         if self._error is None and self._failures:
             self._error = self._worker_error()
-        if self._error is None:
-            try:
-                values = ray.get(self._values, timeout=max(deadline - time.monotonic(), _FETCH_S))
-            except GetTimeoutError:
-                raise self._timeout(limit_s) from None
-            self._result.append(self._collect(values))
-            self._values.clear()
+
+    def _fetch(self, limit_s: float, wait_s: float) -> None:
+        try:
+            values = ray.get(list(self._values.values()), timeout=wait_s)
+        except GetTimeoutError:
+            raise self._timeout(limit_s) from None
+        except RayError:  # a result that cannot be pickled, or that is lost with its node: find whose
+            for rank, ref in self._values.items():
+                try:
+                    ray.get(ref, timeout=wait_s)
+                except RayError as error:
+                    self._failures[rank] = Failure.of_ray(self._host_of(rank), error)
+            return
+        self._result.append(self._collect(values))
+        self._values.clear()
 
     def _poll(self, wait_s: float) -> None:
         """Waits up to `wait_s` for all ranks, then takes in every rank that has answered."""
         if not self._pending or self._error is not None:
             return
         ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=wait_s)
-        for ref in ready:
-            rank = self._pending.pop(ref)
-            failure = self._receipt(rank, ref)
-            if self._error is not None:
-                return
-            if failure is not None:
-                if not self._failures:
-                    self._first_failure = time.monotonic()
-                self._failures[rank] = failure
+        if ready:
+            self._take(ready)
         if self._pings and self._pending and time.monotonic() >= self._next_watch:
             self._watch()
+
+    def _take(self, ready: list[ray.ObjectRef]) -> None:
+        ranks = [self._pending.pop(ref) for ref in ready]
+        try:
+            failures = ray.get(ready)  # in one call where nothing went wrong
+        except RayError:
+            failures = []
+            for rank, ref in zip(ranks, ready, strict=True):
+                failures.append(self._receipt(rank, ref))
+                if self._error is not None:
+                    return
+        failed = {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure is not None}
+        if failed and not self._failures:
+            self._first_failure = time.monotonic()
+        self._failures.update(failed)
 
     def _receipt(self, rank: int, ref: ray.ObjectRef) -> Failure | None:
         try:
@@ -129,7 +147,7 @@ class CallFuture:
         except RayActorError as error:
             self._error = self._died(rank, error)
             self._on_death(self._error)
-        except RayError as error:  # outside the worker's method, for example a result that cannot be pickled
+        except RayError as error:  # outside the worker's method, for example while Ray unpickled an argument
             return Failure.of_ray(self._host_of(rank), error)
 
     def _watch(self) -> None:

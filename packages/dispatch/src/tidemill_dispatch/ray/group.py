@@ -192,7 +192,7 @@ class RayWorkerGroup:
         with self._lock:
             pairs = {
                 rank: self.workers[rank].tidemill_call.remote(
-                    method, rank in result_ranks, len(calls[rank][0]), tuple(calls[rank][1]), *flat
+                    (method, rank in result_ranks, len(calls[rank][0]), tuple(calls[rank][1])), *flat
                 )
                 for rank, flat in zip(ranks, flat_calls, strict=True)
             }
@@ -210,7 +210,7 @@ class RayWorkerGroup:
             group=self.name,
             method=method,
             receipts={rank: pair[0] for rank, pair in pairs.items()},
-            values=[pairs[rank][1] for rank in result_ranks],
+            values={rank: pairs[rank][1] for rank in result_ranks},
             pings={rank: worker.tidemill_ping.remote for rank, worker in enumerate(self.workers) if rank not in pairs},
             collect=collect,
             timeout_s=timeout_s,

@@ -5,6 +5,7 @@ read at import (OMP_NUM_THREADS) take effect in one of Ray's prestarted processe
 """
 
 import os
+import re
 import socket
 import time
 import traceback
@@ -17,6 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from tidemill_dispatch.ray.arguments import Packed
 from tidemill_dispatch.worker import Worker
+
+CallHeader = tuple[str, bool, int, tuple[str, ...]]
+"""Method, whether the result is sent, number of positional arguments, names of the others. One tuple: Ray pickles every
+argument of a call by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,7 @@ class Failure:
             host=host,
             error_type=type(cause).__qualname__,
             error_message=str(cause),
-            remote_traceback=error.traceback_str if isinstance(error, RayTaskError) else str(error),
+            remote_traceback=re.sub(r"\x1b\[\d*m", "", str(error)),  # Ray colours its tracebacks
             time_s=time.time(),
         )
 
@@ -130,10 +135,9 @@ class WorkerHost:
         return None, None
 
     @ray.method(num_returns=2)
-    def tidemill_call(
-        self, method: str, send_result: bool, num_args: int, keys: tuple[str, ...], *flat: Any
-    ) -> tuple[Failure | None, Any]:
+    def tidemill_call(self, header: CallHeader, *flat: Any) -> tuple[Failure | None, Any]:
         """Calls the worker. The first return value is small and always fetched, the second is the result."""
+        method, send_result, num_args, keys = header
         try:
             values = [_unpacked(value) for value in flat]
             kwargs = dict(zip(keys, values[num_args:], strict=True))
