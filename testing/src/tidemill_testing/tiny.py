@@ -34,7 +34,7 @@ def tiny_model(
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }[family]
-    fields = dict(_DEFAULTS, **({} if family == "qwen2" else {"head_dim": 16}), **overrides)
+    fields = _DEFAULTS | ({} if family == "qwen2" else {"head_dim": 16}) | overrides
     config = config_cls(**fields, initializer_range=0.1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -63,6 +63,7 @@ class Cluster:
         config = self._config
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers would run at nice 15
         address = config.trainer.ray_address
         self._owns_ray = True
         ray.init(

@@ -1,5 +1,6 @@
 """A run from configuration to closing sentence."""
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
     from tidemill_trainer.demo import write_assets
 
     progress = Progress()
+    _quiet_libraries()
     try:
         config = load_config(config_path, overrides)
         name = config.trainer.name or f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -41,12 +43,22 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """`tidemill train CONFIG.toml`."""
     progress = Progress()
+    _quiet_libraries()
     try:
         config = load_config(config_path, overrides)
     except ConfigError as error:
         progress.fail(str(error))
         return 1
     return _run(config, config_path.stem, progress, resume=resume)
+
+
+def _quiet_libraries() -> None:
+    """Keeps the terminal for the run's own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # torch warns about an internal renaming each time a process makes its first ragged tensor.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:

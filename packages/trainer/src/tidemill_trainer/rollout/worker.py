@@ -11,6 +11,7 @@ from tidemill_weight_update import BucketHandle
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
+from tidemill_trainer.rollout.shared_files import unlink_mapped_files
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -70,6 +71,8 @@ class RolloutWorker(Worker):
         from tidemill_weight_update.sglang import LocalEngine
 
         self._engine = Engine(**engine_arguments(self._config, self._model_path))
+        unlink_mapped_files()
+        self._engine.freeze_gc()  # else each weight update collects over all the objects that SGLang's imports made
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))

@@ -1,0 +1,7 @@
+"""`python -m tidemill_trainer` is the command `tidemill`."""
+
+import sys
+
+from tidemill_trainer.cli import main
+
+sys.exit(main())
