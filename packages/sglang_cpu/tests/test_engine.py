@@ -1,5 +1,8 @@
 """The real engine against transformers."""
 
+import time
+
+import psutil
 import pytest
 import torch
 
@@ -67,3 +70,14 @@ def test_other_seeds_give_other_tokens(engine):
     outputs = sample(engine, [PROMPTS[0]] * 16, range(16))
     assert len({tuple(tokens) for tokens, _ in outputs}) > 8
     assert outputs != sample(engine, [PROMPTS[0]] * 16, range(100, 116))
+
+
+def test_an_idle_engine_leaves_the_cores_alone(engine):
+    engine.generate(input_ids=[5], sampling_params=sampling())
+    processes = psutil.Process().children(recursive=True)
+    (scheduler,) = [process for process in processes if "scheduler" in " ".join(process.cmdline())]
+    time.sleep(0.5)
+    before = scheduler.cpu_times()
+    time.sleep(1.5)
+    after = scheduler.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.3

@@ -123,7 +123,11 @@ class BatchedAttnBackend(AttentionBackend):
         if mode.is_idle():
             return
         seq_lens = forward_batch.seq_lens.long()
-        query_lens = torch.ones_like(seq_lens) if mode.is_decode() else forward_batch.extend_seq_lens.long()
+        if mode.is_decode():
+            query_lens = torch.ones_like(seq_lens)
+        else:
+            assert forward_batch.extend_seq_lens is not None
+            query_lens = forward_batch.extend_seq_lens.long()
         self.tiles = plan_tiles(
             seq_lens=seq_lens,
             query_lens=query_lens,
@@ -132,7 +136,7 @@ class BatchedAttnBackend(AttentionBackend):
             dtype=self.dtype,
         )
 
-    def forward_extend(
+    def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]  # no model here passes more
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -163,9 +167,9 @@ class BatchedAttnBackend(AttentionBackend):
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
     # With the tiles made, decoding is an extend by one token.
-    forward_decode = forward_extend
+    forward_decode = forward_extend  # pyright: ignore[reportAssignmentType]
 
-    def support_triton(self) -> bool:
+    def support_triton(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
 
 

@@ -29,6 +29,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int | None = 0) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return "cpu"  # SGLang splits the result of this as a string when it looks for a default device
 
+    def empty_cache(self) -> None:
+        """Does nothing: torch caches no CPU memory. SGLang's collects garbage here, half a second per flush_cache."""
+
     def get_default_attention_backend(self) -> str:
         return _ATTENTION_BACKEND
 
@@ -45,16 +48,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         check_model(hf_config)
         check_arguments(server_args)
         _register_backends()
-        server_args.device = "cpu"
         server_args.dtype = resolve_dtype(server_args.dtype, hf_config)
         del server_args.model_config  # cached with SGLang's choice of dtype
-        # SGLang has put "intel_amx" (x86) or "torch_native" (ARM) here if the user gave nothing.
-        if server_args.attention_backend not in (None, "intel_amx", "torch_native"):
-            raise ValueError(f"attention_backend={server_args.attention_backend!r} does not run here: leave it unset")
         server_args.attention_backend = self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
         server_args.disable_custom_all_reduce = True
         server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
+        server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy
         _disable_graphs(server_args)
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS

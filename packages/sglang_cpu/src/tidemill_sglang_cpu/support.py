@@ -45,6 +45,9 @@ def resolve_dtype(requested: str, hf_config: Any) -> str:
 def check_arguments(server_args: Any) -> None:
     """Raises ValueError for SGLang arguments that this platform cannot honour."""
     refused = {
+        "device": server_args.device != "cpu",
+        # SGLang has put "intel_amx" (x86) or "torch_native" (ARM) here if the user gave nothing.
+        "attention_backend": server_args.attention_backend not in (None, "intel_amx", "torch_native"),
         "quantization": server_args.quantization is not None,
         "speculative_algorithm": server_args.speculative_algorithm is not None,
         "enable_lora": bool(server_args.enable_lora),
