@@ -1,6 +1,7 @@
 """The command `tidemill`."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 after an error, 2 for wrong use, 130 after Ctrl-C or SIGTERM."""
     args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    # Ray would see `uv run` and build the whole environment again for its workers. It reads this when it is imported.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         from tidemill_trainer import run  # importing torch takes seconds; --help should not
 
