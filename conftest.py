@@ -2,5 +2,5 @@
 
 import os
 
-# Ray would see `uv run pytest` and build the whole environment again for its workers. It reads this when it is imported.
+# Ray would see `uv run pytest` and build the whole environment again for its workers. Read when Ray is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

@@ -60,7 +60,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = DEFAULT_MEM_FRACTION
-        _bind_cores(server_args.tp_size)
+        _set_up_ranks(server_args.tp_size)
         _skip_other_models()
 
     def get_mha_kv_pool_cls(self) -> type:
@@ -114,12 +114,15 @@ def _disable_graphs(server_args: Any) -> None:
     server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
 
 
-def _bind_cores(tp_size: int) -> None:
-    """Shares the cores out over the tensor-parallel ranks: SGLang's default refuses more ranks than NUMA nodes."""
+def _set_up_ranks(tp_size: int) -> None:
+    """Sets what SGLang reads from the environment of its tensor-parallel ranks, unless the user has set it."""
     if tp_size > 1:
+        # SGLang's default refuses more ranks than NUMA nodes.
         cores = [str(core) for core in range(os.cpu_count() or 1)]
         shares = [",".join(cores[rank::tp_size] or cores) for rank in range(tp_size)]
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(shares))
+        # 24 MiB of shared memory that SIGKILL, SGLang's way to end a scheduler, would leave behind; gloo does as well.
+        os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
 
 
 def _skip_other_models() -> None:
