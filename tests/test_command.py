@@ -1,0 +1,135 @@
+"""The command as a user runs it: it learns, it is stopped, it is continued, its parts die."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tidemill_trainer.demo import write_assets
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(900)]
+
+_SMALL = (
+    "data.train_batch_size=8",
+    "rollout.n=4",
+    "warmup.max_steps=0",
+    "trainer.test_freq=0",
+    "trainer.val_before_train=false",
+)
+
+
+class Command:
+    """`tidemill ...` in a process group of its own, as in a terminal, and everything that it started."""
+
+    def __init__(self, *args: str) -> None:
+        self.shared_before = set(os.listdir("/dev/shm"))
+        command = [sys.executable, "-m", "tidemill_trainer", *args]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.output = ""
+        self.started: set[psutil.Process] = set()
+
+    def wait_for(self, pattern: str, timeout_s: float = 240) -> None:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        for line in self.process.stdout:
+            self.output += line
+            if re.search(pattern, line):
+                self.started = set(psutil.Process(self.process.pid).children(recursive=True))
+                return
+            assert time.monotonic() < deadline, self.output
+        raise AssertionError(f"the command ended before {pattern!r}:\n{self.output}")
+
+    def find(self, name: str) -> psutil.Process:
+        """The process whose title has `name` in it."""
+        found = [process for process in self.started if name in " ".join(process.cmdline())]
+        assert found, [process.cmdline() for process in self.started]
+        return found[0]
+
+    def end(self, timeout_s: float = 120) -> int:
+        """Waits for the end; nothing may be left. Returns the exit status."""
+        rest, _ = self.process.communicate(timeout=timeout_s)
+        self.output += rest
+        _, alive = psutil.wait_procs(self.started, timeout=15)
+        assert not alive, [process.cmdline() for process in alive]
+        left = set(os.listdir("/dev/shm")) - self.shared_before
+        assert not left
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    assets = write_assets(folder / "assets")
+    from tidemill_trainer.cli import DEMO_CONFIG
+
+    return ["train", str(DEMO_CONFIG), *assets, *_SMALL, f"trainer.run_dir={folder / 'runs'}"]
+
+
+def _steps(run: Path) -> dict[int, dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if row["step"] > 0}
+
+
+def _run_dir(recipe) -> Path:
+    return Path(recipe[-1].removeprefix("trainer.run_dir="))
+
+
+def test_ctrl_c_ends_everything_and_resume_continues(recipe):
+    args = [*recipe, "trainer.name=stopped", "trainer.save_freq=2", "trainer.total_steps=500"]
+    command = Command(*args)
+    command.wait_for(r"rl +5 ")
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.end() == 130
+    run = _run_dir(recipe) / "stopped"
+    done = max(_steps(run))
+    resumed = Command(*args[:-1], f"trainer.total_steps={done + 2}", "--resume")
+    resumed.wait_for(r"continuing after step \d+")
+    assert resumed.end() == 0
+    assert sorted(_steps(run)) == list(range(1, done + 3))
+
+
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [("sglang::scheduler", "rollout"), ("ray::ActorWorker", "rank 0 of group 'actor'|rank 1 of group 'actor'")],
+)
+def test_a_killed_process_ends_the_run_with_one_message(recipe, victim, message):
+    command = Command(*recipe, f"trainer.name={victim.replace(':', '')}", "trainer.total_steps=500")
+    command.wait_for(r"rl +2 ")
+    command.find(victim).kill()
+    assert command.end() == 1
+    errors = [line for line in command.output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert re.search(message, command.output)
+    assert "Traceback" not in command.output
+
+
+def test_shuffled_rewards_do_not_learn(tmp_path):
+    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=30", "trainer.test_freq=30"]
+    accuracy = {}
+    for name, flags in (("real", []), ("shuffled", ["--shuffle-rewards"])):
+        command = Command(*common, f"trainer.name={name}", *flags)
+        command.wait_for(r"rl +1 ")
+        assert command.end(timeout_s=400) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        tested = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
+        accuracy[name] = tested[-1] - [row["val/accuracy"] for row in rows if row["step"] == 0][-1]
+    assert accuracy["real"] > 0.1
+    assert accuracy["shuffled"] < 0.05
+
+
+def test_the_demo_reaches_its_goal(tmp_path):
+    command = Command("demo", f"trainer.run_dir={tmp_path}", "trainer.name=demo")
+    command.wait_for(r"rl +1 ")
+    assert command.end(timeout_s=600) == 0
+    before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])
+    assert 0.2 <= before <= 0.6
+    assert after >= 0.9
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000
