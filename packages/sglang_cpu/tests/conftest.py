@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(checkpoint, tmp_path_factory):
-    """A stock `sglang.Engine` that is given nothing but what this test session needs of it."""
+    """A stock `sglang.Engine`, small enough that prompts are prefilled in pieces and batches run in waves."""
     folder = tmp_path_factory.mktemp("loader")
     (folder / "tidemill_test_loader.py").write_text(LOADER)
     sys.path.insert(0, str(folder))  # multiprocessing hands it on to the scheduler
@@ -34,6 +34,8 @@ def engine(checkpoint, tmp_path_factory):
         model_path=str(checkpoint),
         skip_tokenizer_init=True,
         enable_deterministic_inference=True,
+        chunked_prefill_size=32,
+        max_total_tokens=1024,
         custom_weight_loader=["tidemill_test_loader.load_reversed"],
         log_level="warning",
     )
