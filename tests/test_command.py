@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.sglang, pytest.mark
 _SMALL = (
     "data.train_batch_size=8",
     "rollout.n=4",
+    "actor.ppo_mini_batch_size=8",
     "warmup.max_steps=0",
     "trainer.test_freq=0",
     "trainer.val_before_train=false",
@@ -82,15 +83,19 @@ def _run_dir(recipe) -> Path:
     return Path(recipe[-1].removeprefix("trainer.run_dir="))
 
 
-def test_ctrl_c_ends_everything_and_resume_continues(recipe):
-    args = [*recipe, "trainer.name=stopped", "trainer.save_freq=2", "trainer.total_steps=500"]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_and_resume_continues(recipe, number):
+    args = [*recipe, f"trainer.name=stopped-{number}", "trainer.save_freq=2", "trainer.total_steps=500"]
     command = Command(*args)
     command.wait_for(r"rl +5 ")
-    os.killpg(command.process.pid, signal.SIGINT)
+    if number == signal.SIGINT:  # a terminal sends it to the whole process group
+        os.killpg(command.process.pid, number)
+    else:
+        command.process.terminate()
     assert command.end() == 130
-    run = _run_dir(recipe) / "stopped"
+    run = _run_dir(recipe) / f"stopped-{number}"
     done = max(_steps(run))
-    resumed = Command(*args[:-1], f"trainer.total_steps={done + 2}", "--resume")
+    resumed = Command("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
     resumed.wait_for(r"continuing after step \d+")
     assert resumed.end() == 0
     assert sorted(_steps(run)) == list(range(1, done + 3))

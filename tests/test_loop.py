@@ -3,12 +3,13 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tidemill_trainer.data import load_prompts
+from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,11 +25,10 @@ def train_in(cluster, make_config, quiet):
 
     def train(path, *overrides):
         config = make_config(*overrides)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        train_data, _ = load_prompts(config.data.train_files, tokenizer, config.data)
-        val_data, _ = load_prompts(config.data.val_files, tokenizer, config.data)
+        inputs = load_inputs(config, quiet)
+        assert inputs.val is not None
         run = RunDir(path)
-        result = Trainer(config, cluster, tokenizer, train_data, val_data[:64], run, quiet).fit()
+        result = Trainer(config, cluster, replace(inputs, val=inputs.val[:64]), run, quiet).fit()
         return run, result
 
     return train

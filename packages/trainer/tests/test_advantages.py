@@ -31,6 +31,13 @@ def test_groups_do_not_depend_on_the_order_of_rows():
         torch.testing.assert_close(whole[rows], expected)
 
 
+@pytest.mark.parametrize(("score", "n"), [(0.7, 8), (0.7, 16), (100.1, 8), (1 / 3, 5)])
+def test_equal_scores_that_floats_cannot_hold_have_no_advantage(score, n):
+    scores, uid = torch.full((n,), score), ["a"] * n
+    assert grpo_advantages(scores, uid, norm_by_std=True).abs().max() < 1e-6
+    assert frac_zero_std_groups(scores, uid) == 1.0
+
+
 def test_a_group_of_one_teaches_nothing():
     assert grpo_advantages(torch.tensor([3.0, 1.0]), ["a", "b"], norm_by_std=True).tolist() == [0.0, 0.0]
 

@@ -16,6 +16,7 @@ def test_overrides_change_the_file_and_keep_types(empty):
     assert config.data.train_files == ("a", "b")
     assert config.trainer.name == "it's"
     assert config.rollout.n == 4
+    assert load_config(empty, ["trainer.name=2026-01-05"]).trainer.name == "2026-01-05"
 
 
 def test_a_saved_config_is_the_same_config(tmp_path):
@@ -33,7 +34,13 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("optimizer.lr=fast", r"optimizer\.lr: Input should be a valid number \(got 'fast'\)"),
         ("rollout.n=true", r"rollout\.n: Input should be a valid integer \(got True\)"),
         ("rollout.n='8'", r"rollout\.n: Input should be a valid integer"),
-        ("rollout.n=0", r"n must be at least 1; got 0"),
+        ("rollout.n=1", r"n must be at least 2, GRPO compares the responses to a prompt; got 1"),
+        ("actor.ppo_mini_batch_size=-4", r"ppo_mini_batch_size must be at least 1; got -4"),
+        ("actor.ppo_mini_batch_size=65", r"65 is more than the 64 prompts of data\.train_batch_size"),
+        ("trainer.max_ckpt_to_keep=0", r"max_ckpt_to_keep must be at least 1"),
+        ("trainer.seed=-1", r"seed must be 0 or more; got -1"),
+        ("engine.max_token_len_per_gpu=100", r"is 1024, more than a micro-batch may hold"),
+        ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy needs data\.val_files"),
         ("rollout.device=tpu", r"rollout\.device: Input should be 'auto', 'cpu' or 'cuda' \(got 'tpu'\)"),
         ("optimizer=3", r"optimizer is a section and needs a table, got 3"),
         ("optimizer.lr.x=3", r"unknown config key|Input should be"),

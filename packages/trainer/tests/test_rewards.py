@@ -37,22 +37,26 @@ def _batch(tokenizer, texts, truths):
     )
 
 
+def _scorer(function, tokenizer, on_error="zero"):
+    return RewardScorer(RewardConfig(function=function, on_error=on_error), load_reward(function), tokenizer)
+
+
 def test_exact_match_sees_the_text_without_the_end_token(tokenizer):
-    scores = RewardScorer(RewardConfig(), tokenizer)(_batch(tokenizer, ["12", "13"], ["12", "12"]))
+    scores = _scorer("exact_match", tokenizer)(_batch(tokenizer, ["12", "13"], ["12", "12"]))
     assert scores.score.tolist() == [1.0, 0.0]
     assert scores.acc.tolist() == [1.0, 0.0]
     assert scores.texts == ["12", "13"]
 
 
 def test_a_dict_gives_accuracy_apart_from_score(file, tokenizer):
-    scorer = RewardScorer(RewardConfig(function=f"{file}:by_length"), tokenizer)
+    scorer = _scorer(f"{file}:by_length", tokenizer)
     scores = scorer(_batch(tokenizer, ["12", "123"], ["12", "12"]))
     assert scores.score.tolist() == pytest.approx([0.2, 0.3])
     assert scores.acc.tolist() == [1.0, 0.0]
 
 
 def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
-    scorer = RewardScorer(RewardConfig(function=f"{file}:fails_on_7"), tokenizer)
+    scorer = _scorer(f"{file}:fails_on_7", tokenizer)
     scores = scorer(_batch(tokenizer, ["6", "7", "8"], ["0", "0", "0"]))
     assert scores.score.tolist() == [1.0, 0.0, 0.0]
     assert len(scores.errors) == 2
@@ -61,7 +65,7 @@ def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
 
 
 def test_an_error_stops_if_so_configured(file, tokenizer):
-    scorer = RewardScorer(RewardConfig(function=f"{file}:fails_on_7", on_error="stop"), tokenizer)
+    scorer = _scorer(f"{file}:fails_on_7", tokenizer, on_error="stop")
     with pytest.raises(RewardError, match=r"KeyError: 'seven'; reward\.on_error=\"zero\" would count it"):
         scorer(_batch(tokenizer, ["7"], ["0"]))
 
@@ -82,5 +86,16 @@ def test_a_module_path_and_a_registered_name(tokenizer):
     ],
 )
 def test_a_function_that_is_not_there(name, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RewardError, match=message):
         load_reward(name)
+
+
+def test_a_file_that_cannot_be_imported_and_one_with_a_dataclass(tmp_path):
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    with pytest.raises(RewardError, match=r"bad\.py:f' cannot be imported: SyntaxError"):
+        load_reward(f"{tmp_path / 'bad.py'}:f")
+    (tmp_path / "good.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n    x: int\ndef f(*_): return A(1).x\n"
+    )
+    assert load_reward(f"{tmp_path / 'good.py'}:f")() == 1

@@ -95,11 +95,14 @@ class ActorWorker(Worker):
         """Sends the policy's weights to all engines; returns `weight_update/*` metrics."""
         assert self._updater is not None, "connect_engines() comes first"
         stats = self._updater.update(self._engine.get_per_tensor_param(), weight_version=weight_version)
-        return {
+        metrics = {
             "weight_update/seconds": stats.seconds,
             "weight_update/bytes": float(stats.num_bytes),
             "weight_update/gb_per_s": stats.gb_per_s,
         }
+        if stats.weight_version.isdecimal():  # what every engine reported after the update
+            metrics["weight_update/version"] = float(stats.weight_version)
+        return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

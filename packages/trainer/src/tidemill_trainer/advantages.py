@@ -21,25 +21,25 @@ def grpo_advantages(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray, *, no
         float32 [B]; 0 where all scores of a group are equal.
     """
     group, counts, mean = _groups(scores, uid)
-    centred = scores.float() - mean[group]
+    centred = scores.double() - mean[group]
     if not norm_by_std:
-        return centred
+        return centred.float()
     squares = torch.zeros_like(mean).index_add_(0, group, centred.square())
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return centred / (std[group] + 1e-6)
+    return (centred / (std[group] + 1e-6)).float()
 
 
 def frac_zero_std_groups(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray) -> float:
     """The share of groups in which all scores are equal, so that they teach nothing."""
     group, _, mean = _groups(scores, uid)
-    differs = torch.zeros_like(mean).index_add_(0, group, (scores.float() - mean[group]).abs())
+    differs = torch.zeros_like(mean).index_add_(0, group, (scores.double() - mean[group]).abs())
     return (differs <= 1e-6).float().mean().item()
 
 
 def _groups(scores: torch.Tensor, uid: Sequence[Any] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The group of each row [B], and the size and mean score of each group."""
+    """The group of each row [B], and the size and mean score of each group, float64: equal scores are their mean."""
     names, inverse = np.unique(np.asarray(uid, dtype=str), return_inverse=True)
     group = torch.from_numpy(inverse.astype(np.int64))
-    counts = torch.bincount(group, minlength=len(names)).float()
-    sums = torch.zeros(len(names)).index_add_(0, group, scores.float())
+    counts = torch.bincount(group, minlength=len(names)).double()
+    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, group, scores.double())
     return group, counts, sums / counts

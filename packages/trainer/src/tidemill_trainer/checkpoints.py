@@ -45,7 +45,8 @@ class Checkpoints:
         """
         target = self.path(step)
         partial = self._folder / f".partial-{target.name}"
-        _remove(partial)
+        for left in self._folder.glob(".partial-*"):  # of a run that was stopped while it saved
+            shutil.rmtree(left)
         try:
             partial.mkdir(parents=True)
             write(partial)
@@ -53,13 +54,13 @@ class Checkpoints:
                 json.dump({"format": FORMAT, "step": step}, state)
                 state.flush()
                 os.fsync(state.fileno())
-            _remove(target)
+            self._discard(target)
             partial.rename(target)
         except Exception as error:
-            _remove(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"saving {target} failed: {_first_line(error)}; {self._newest()}") from error
         for old in self.steps()[: -self._max_to_keep]:
-            _remove(self.path(old))
+            self._discard(self.path(old))
         return target
 
     def read_step(self, path: Path) -> int:
@@ -76,14 +77,15 @@ class Checkpoints:
             raise CheckpointError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
         return state["step"]
 
+    def _discard(self, path: Path) -> None:
+        """Removes a checkpoint; it loses its name first, so that half of one never has it."""
+        if path.exists():
+            doomed = path.rename(self._folder / f".partial-old-{path.name}")
+            shutil.rmtree(doomed)
+
     def _newest(self, other_than: Path | None = None) -> str:
         paths = [path for path in map(self.path, self.steps()) if path != other_than]
         return f"the newest whole checkpoint is {paths[-1]}" if paths else "there is no other checkpoint"
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
 
 
 def _first_line(error: Exception) -> str:

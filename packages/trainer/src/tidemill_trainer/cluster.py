@@ -2,6 +2,10 @@
 
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -50,12 +54,13 @@ class Cluster:
 
     def close(self) -> None:
         """Ends all processes of the run. May be called again."""
-        for group in self._groups:
-            group.shutdown()
-        self._groups.clear()
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
+        groups, self._groups = self._groups, []
+        owns_ray, self._owns_ray = self._owns_ray, False
+        with _signals_ignored(), ExitStack() as stack:  # each of them, whatever the others raise
+            if owns_ray:
+                stack.callback(ray.shutdown)
+            for group in groups:
+                stack.callback(group.shutdown)
 
     def _start_ray(self) -> None:
         if ray.is_initialized():
@@ -66,6 +71,7 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers would run at nice 15
         address = config.trainer.ray_address
         self._owns_ray = True
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local" if address is None else address,
             # A laptop's cores are shared: Ray only counts how many processes it may start.
@@ -74,20 +80,27 @@ class Cluster:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own handler in its place
 
     def _start_groups(self) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         on_gpu = {"auto": has_gpus, "cuda": True, "cpu": False}
+        gpus = config.rollout.num_gpus_per_engine
+        gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
+        # SGLang kills its processes, and joblib, which they import, would leave semaphores in /dev/shm.
+        env_vars = {"JOBLIB_MULTIPROCESSING": "0"}
+        if config.rollout.device == "cpu":  # on a machine with GPUs, too
+            env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self.rollout = RayWorkerGroup(
             RayResourcePool(
                 process_on_nodes=[config.rollout.num_engines],
-                num_gpus_per_worker=config.rollout.num_gpus_per_engine if on_gpu[config.rollout.device] else 0,
+                num_gpus_per_worker=gpus_per_engine if on_gpu[config.rollout.device] else 0,
             ),
-            RayClassWithInitArgs(RolloutWorker, config.rollout, config.model.path, logs),
+            RayClassWithInitArgs(RolloutWorker, config.rollout, config.model, logs),
             name_prefix="rollout",
-            # SGLang kills its processes, and joblib, which they import, would leave semaphores in /dev/shm.
-            env_vars={"JOBLIB_MULTIPROCESSING": "0"},
+            env_vars=env_vars,
             timeout_s=config.rollout.timeout_s,
             blocking=False,
         )
@@ -114,7 +127,21 @@ class Cluster:
             serving.get()
         self.actor.connect_engines(
             [
-                RayEngine(worker, tp_size=config.rollout.tensor_parallel_size, timeout_s=config.rollout.timeout_s)
+                RayEngine(worker, tp_size=config.rollout.tensor_parallel_size, timeout_s=config.weight_update.timeout_s)
                 for worker in self.rollout.workers
             ]
         )
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """A second Ctrl-C must not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

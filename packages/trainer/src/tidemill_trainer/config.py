@@ -46,7 +46,8 @@ class RolloutConfig:
         device: "auto" takes CUDA where it is usable.
         dtype: of the engine's weights.
         num_engines: engines that share the prompts, each with `tensor_parallel_size` devices.
-        num_gpus_per_engine: what Ray reserves for an engine on CUDA; fractions share a device with the trainer.
+        num_gpus_per_engine: what Ray reserves for an engine on CUDA; a fraction shares a device with the trainer. None
+            takes tensor_parallel_size.
         max_total_tokens: size of the KV pool in tokens; None lets SGLang choose.
         mem_fraction_static: share of the device memory for weights and KV pool on CUDA.
         deterministic: every response has a seed of its own, so a run can be repeated token by token.
@@ -63,7 +64,7 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     num_engines: int = 1
     tensor_parallel_size: int = 1
-    num_gpus_per_engine: float = 1.0
+    num_gpus_per_engine: float | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.5
     deterministic: bool = True
@@ -71,7 +72,7 @@ class RolloutConfig:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        _require(self.n >= 1, f"n must be at least 1; got {self.n}")
+        _require(self.n >= 2, f"n must be at least 2, GRPO compares the responses to a prompt; got {self.n}")
         _require(self.temperature > 0, f"temperature must be above 0 for training rollouts; got {self.temperature}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1]; got {self.top_p}")
         _require(self.response_length >= 1, f"response_length must be at least 1; got {self.response_length}")
@@ -103,7 +104,6 @@ class AlgorithmConfig:
         shuffle_rewards: a negative control: rewards are permuted within the batch, so nothing can be learnt.
     """
 
-    adv_estimator: Literal["grpo"] = "grpo"
     norm_adv_by_std_in_grpo: bool = True
     shuffle_rewards: bool = False
 
@@ -139,6 +139,8 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         _require(self.num_workers >= 1, f"num_workers must be at least 1; got {self.num_workers}")
+        size = self.ppo_mini_batch_size
+        _require(size is None or size >= 1, f"ppo_mini_batch_size must be at least 1; got {size}")
         _require(self.ppo_epochs >= 1, f"ppo_epochs must be at least 1; got {self.ppo_epochs}")
         _require(self.clip_ratio_c > 1, f"clip_ratio_c must be above 1; got {self.clip_ratio_c}")
 
@@ -161,6 +163,10 @@ class WarmupConfig:
     test_freq: int = 10
     until_accuracy: float = 1.0
 
+    def __post_init__(self) -> None:
+        _require(self.max_steps >= 0, f"max_steps must be 0 or more; got {self.max_steps}")
+        _require(self.batch_size >= 1, f"batch_size must be at least 1; got {self.batch_size}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdateConfig:
@@ -169,10 +175,12 @@ class WeightUpdateConfig:
     Attributes:
         bucket_bytes: weights travel in buckets of this size.
         memory: where the buckets are: "auto" (the trainer's device) or "cpu", which also serves engines on other GPUs.
+        timeout_s: deadline of each call to an engine; below `engine.timeout_s`, after which the other ranks give up.
     """
 
     bucket_bytes: int = 512 << 20
     memory: Literal["auto", "cpu"] = "auto"
+    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +189,9 @@ class TrainerConfig:
 
     Attributes:
         name: of the folder in `run_dir`; None takes the config file's name and the time.
-        total_steps: optimisation steps of the reinforcement learning, each on one batch of prompts.
+        total_steps: steps of the reinforcement learning, each on one batch of prompts; with mini-batches or epochs a
+            step is several optimizer steps, which `optimizer.total_steps` and `lr_warmup_steps` count.
+        val_before_train: validate before the first step (after a warm-up this is always done).
         stop_at_accuracy: ends the run at the first validation that reaches it.
         test_freq, save_freq: every so many steps; 0 means at the end only.
         max_ckpt_to_keep: older checkpoints are removed.
@@ -202,6 +212,11 @@ class TrainerConfig:
     seed: int = 0
     ray_address: str | None = None
 
+    def __post_init__(self) -> None:
+        _require(self.total_steps >= 1, f"total_steps must be at least 1; got {self.total_steps}")
+        _require(self.max_ckpt_to_keep >= 1, f"max_ckpt_to_keep must be at least 1; got {self.max_ckpt_to_keep}")
+        _require(self.seed >= 0, f"seed must be 0 or more; got {self.seed}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -218,3 +233,22 @@ class Config:
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        longest = self.data.max_prompt_length + self.rollout.response_length
+        cap = self.engine.max_token_len_per_gpu
+        _require(
+            longest <= cap,
+            f"data.max_prompt_length + rollout.response_length is {longest}, more than a micro-batch may hold; "
+            f"raise engine.max_token_len_per_gpu={cap}",
+        )
+        size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
+        _require(
+            size is None or size <= prompts,
+            f"actor.ppo_mini_batch_size={size} is more than the {prompts} prompts of data.train_batch_size",
+        )
+        wants_val = self.trainer.stop_at_accuracy is not None
+        _require(
+            not wants_val or len(self.data.val_files) > 0,
+            "trainer.stop_at_accuracy needs data.val_files to validate on",
+        )

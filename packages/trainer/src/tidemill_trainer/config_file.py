@@ -44,7 +44,8 @@ def parse_config(data: dict[str, Any]) -> Config:
     """Checks nested dicts as TOML gives them and makes a `Config` of them; raises `ConfigError`."""
     _check_keys(Config, data, ())
     try:
-        return TypeAdapter(Config).validate_json(json.dumps(data), strict=True)  # in JSON a list may become a tuple
+        # Strict, but in JSON a list may become a tuple. A TOML date can only be meant as text.
+        return TypeAdapter(Config).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors()]
         raise ConfigError("\n".join(problems)) from error

@@ -30,13 +30,14 @@ class Progress:
         """Since this object was made."""
         return time.monotonic() - self._started
 
-    def say(self, text: str) -> None:
-        self.console.print(f"[dim]{self.seconds():5.0f} s[/]  {text}", highlight=False, soft_wrap=True)
+    def say(self, text: str, style: str = "default") -> None:
+        self._line(f"[{style}]{escape(text)}[/]")
 
     def warn(self, text: str) -> None:
-        self.console.print(
-            f"[dim]{self.seconds():5.0f} s[/]  [yellow]{escape(text)}[/]", highlight=False, soft_wrap=True
-        )
+        self._line(f"[yellow]{escape(text)}[/]")
+
+    def _line(self, markup: str) -> None:
+        self.console.print(f"[dim]{self.seconds():5.0f} s[/]  {markup}", highlight=False, soft_wrap=True)
 
     def fail(self, text: str) -> None:
         """Says why the run ends, on standard error."""
@@ -69,7 +70,7 @@ class Progress:
             if f"timing_s/{phase}" in metrics
         )
         seconds = metrics["timing_s/step"]
-        self.say(
+        self._line(
             f"{stage:>6} {int(metrics['step']):>5} {_number(reward, 3):>7} "
             f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
             f"{seconds:>7.2f}   [dim]{phases}[/]"

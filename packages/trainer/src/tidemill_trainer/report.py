@@ -118,7 +118,7 @@ def _rollout_rows(rollouts: Sequence[dict[str, Any]]) -> list[str]:
     by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rollouts:
         by_step[row["step"]].append(row)
-    count = max(1, _NUM_ROLLOUTS // max(1, len(next(iter(by_step.values()), []))))
+    count = max(2, _NUM_ROLLOUTS // max(1, len(next(iter(by_step.values()), []))))
     steps = sorted(by_step)
     shown = sorted({steps[number * (len(steps) - 1) // max(1, count - 1)] for number in range(count)}) if steps else []
     rows = []

@@ -3,10 +3,12 @@
 import importlib
 import importlib.util
 import math
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +22,10 @@ RewardFn = Callable[[str, str, Any, Any], float | dict[str, Any]]
 """`f(data_source, solution_str, ground_truth, extra_info)`: the score, or a dict with "score", optionally "acc"."""
 
 _functions: dict[str, RewardFn] = {}
+
+
+class RewardError(RuntimeError):
+    """The reward function cannot be found, or it raised and `reward.on_error` is "stop"."""
 
 
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
@@ -44,34 +50,38 @@ def load_reward(function: str) -> RewardFn:
     """Finds a reward function by registered name, "pkg.mod:attr" or "path/file.py:attr".
 
     Raises:
-        ValueError: there is none; the text says where it was looked for.
+        RewardError: there is none, or importing it failed; the text says where it was looked for.
     """
     if function in _functions:
         return _functions[function]
     target, colon, attr = function.rpartition(":")
     if not colon:
-        raise ValueError(
+        raise RewardError(
             f"unknown reward function {function!r}; registered: {', '.join(sorted(_functions))}; "
             f'or give "pkg.mod:attr" or "path/file.py:attr"'
         )
-    if target.endswith(".py"):
-        path = Path(target)
-        if not path.is_file():
-            raise ValueError(f"reward function {function!r}: there is no file {path}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(target)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"reward function {function!r}: {error}") from error
+    if target.endswith(".py") and not Path(target).is_file():
+        raise RewardError(f"reward function {function!r}: there is no file {target}")
+    try:
+        module = _import_file(Path(target)) if target.endswith(".py") else importlib.import_module(target)
+    except Exception as error:
+        raise RewardError(
+            f"reward function {function!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     fn: Any = getattr(module, attr, None)
     if not callable(fn):
-        raise ValueError(f"reward function {function!r}: {target} has no function {attr!r}")
+        raise RewardError(f"reward function {function!r}: {target} has no function {attr!r}")
     return cast(RewardFn, fn)
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tidemill_reward_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,16 +100,12 @@ class Scores:
     errors: list[str] = field(default_factory=list)
 
 
-class RewardError(RuntimeError):
-    """The reward function raised and `reward.on_error` is "stop"."""
-
-
 class RewardScorer:
-    """Scores responses with the configured function."""
+    """Scores responses with `fn`, which `load_reward(config.function)` found."""
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardConfig, fn: RewardFn, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
-        self._fn = load_reward(config.function)
+        self._fn = fn
         self._tokenizer = tokenizer
 
     def __call__(self, batch: DataProto) -> Scores:

@@ -1,8 +1,10 @@
 """What a run leaves behind: `runs/<name>/` with config, metrics, rollouts, checkpoints, logs and report."""
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +64,31 @@ def open_run(config: Config, stem: str, *, resume: bool) -> RunDir:
         if run.config.exists():
             raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
         run.path.mkdir(parents=True, exist_ok=True)
-        save_config(config, run.config)
+        _save(config, run)
         return run
-    folders = [parent / name] if name else sorted(parent.glob(f"{stem}-*"), key=lambda path: path.stat().st_mtime)
+    dated = re.compile(re.escape(stem) + r"-\d{8}-\d{6}")
+    folders = [parent / name] if name else sorted(path for path in parent.glob("*") if dated.fullmatch(path.name))
     if not folders or not (run := RunDir(folders[-1])).config.is_file():
         raise ConfigError(f"there is no run to resume at {parent / (name or f'{stem}-*')}")
     _check_same(config, load_config(run.config), run)
+    _save(config, run)
     return run
 
 
-_MAY_CHANGE = ("trainer",)
+# What a resumed run may do otherwise without becoming another experiment; and every deadline.
+_MAY_CHANGE = frozenset(
+    {
+        *(f"trainer.{key}" for key in ("name", "run_dir", "total_steps", "stop_at_accuracy", "test_freq", "save_freq")),
+        *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address")),
+        *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
+        *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
+    }
+)
+
+
+def _save(config: Config, run: RunDir) -> None:
+    """Writes the configuration with the run's name in it, so that the file is enough to resume."""
+    save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
 
 
 def _check_same(new: Config, old: Config, run: RunDir) -> None:
@@ -80,9 +97,10 @@ def _check_same(new: Config, old: Config, run: RunDir) -> None:
     changed = [
         f"{section}.{key}"
         for section in sorted(before.keys() | after.keys())
-        if section not in _MAY_CHANGE
         for key in sorted(before.get(section, {}).keys() | after.get(section, {}).keys())
         if before.get(section, {}).get(key) != after.get(section, {}).get(key)
+        and key != "timeout_s"
+        and f"{section}.{key}" not in _MAY_CHANGE
     ]
     if changed:
         raise ConfigError(f"{run.path} was made with other values of {', '.join(changed)}; see {run.config}")

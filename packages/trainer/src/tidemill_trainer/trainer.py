@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, balance_rows, ragged
-from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.advantages import grpo_advantages
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, with_responses
+from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.metrics import batch_metrics, mean_metrics, validation_metrics
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import RewardScorer, Scores
@@ -47,8 +47,7 @@ class Trainer:
     Args:
         config: of the run.
         cluster: its workers; the trainer calls them and does not own them.
-        tokenizer: of the model.
-        train, val: problems, as `load_prompts` returns them; without `val` nothing is validated.
+        inputs: tokenizer, problems and reward function; without `val` nothing is validated.
         run: where metrics, rollouts and checkpoints go.
         progress: what is shown.
     """
@@ -57,20 +56,18 @@ class Trainer:
         self,
         config: Config,
         cluster: Cluster,
-        tokenizer: PreTrainedTokenizerBase,
-        train: DataProto,
-        val: DataProto | None,
+        inputs: Inputs,
         run: RunDir,
         progress: Progress,
     ) -> None:
         self._config = config
         self._actor = cluster.actor
         self._rollout = cluster.rollout
-        self._tokenizer = tokenizer
-        self._scorer = RewardScorer(config.reward, tokenizer)
-        self._loader = PromptLoader(train, config.data.train_batch_size, config.trainer.seed)
-        self._warmup_loader = PromptLoader(train, config.warmup.batch_size, config.trainer.seed + 1)
-        self._val = val
+        self._tokenizer = inputs.tokenizer
+        self._scorer = RewardScorer(config.reward, inputs.reward_fn, inputs.tokenizer)
+        self._loader = PromptLoader(inputs.train, config.data.train_batch_size, config.trainer.seed)
+        self._warmup_loader = PromptLoader(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
+        self._val = inputs.val
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._progress = progress
@@ -188,7 +185,7 @@ class Trainer:
         config = self._config
         n = config.rollout.n
         num_prompts = len(batch) // n
-        size = config.actor.ppo_mini_batch_size or num_prompts
+        size = num_prompts if config.actor.ppo_mini_batch_size is None else config.actor.ppo_mini_batch_size
         columns = batch.select(_UPDATE_COLUMNS, [])
         for epoch in range(config.actor.ppo_epochs):
             order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
@@ -229,7 +226,6 @@ class Trainer:
             "perf/time_per_step": seconds,
             "perf/throughput": metrics["perf/total_num_tokens"] / seconds / self._config.actor.num_workers,
             "reward/num_errors": float(len(scores.errors)),
-            "weight_update/version": float(step),
         }
         self._report_errors(scores)
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_engines import ModelConfig
 from tidemill_weight_update import BucketHandle
 
 from tidemill_trainer.config import RolloutConfig
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from tidemill_weight_update.sglang import LocalEngine
 
 
-def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, model: ModelConfig) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments: dict[str, Any] = {
-        "model_path": model_path,
+        "model_path": model.path,
+        "trust_remote_code": model.trust_remote_code,
         "device": device,
         "dtype": config.dtype,
         "tp_size": config.tensor_parallel_size,
@@ -52,14 +54,14 @@ class RolloutWorker(Worker):
 
     Args:
         config: how to generate.
-        model_path: Hugging Face folder that the engine starts with.
+        model: that the engine starts with.
         log_dir: this process and the engine's processes write their output to a file there.
     """
 
-    def __init__(self, config: RolloutConfig, model_path: str, log_dir: str) -> None:
+    def __init__(self, config: RolloutConfig, model: ModelConfig, log_dir: str) -> None:
         redirect_output(log_dir, f"rollout_{self.rank}")
         self._config = config
-        self._model_path = model_path
+        self._model = model
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
         self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
@@ -70,7 +72,7 @@ class RolloutWorker(Worker):
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
-        self._engine = Engine(**engine_arguments(self._config, self._model_path))
+        self._engine = Engine(**engine_arguments(self._config, self._model))
         unlink_mapped_files()
         self._engine.freeze_gc()  # else each weight update collects over all the objects that SGLang's imports made
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
@@ -137,13 +139,6 @@ class RolloutWorker(Worker):
 
     def get_weight_version(self) -> str:
         return self._require_client().get_weight_version()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout_s=60)
-    def stop_engine(self) -> None:
-        """Ends the engine's processes."""
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = self._client = None
 
     def _require_client(self) -> "LocalEngine":
         if self._client is None:

@@ -1,0 +1,68 @@
+"""What a configuration refers to: tokenizer, problems and reward function."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemill_dataproto import DataProto
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.data import DataError, load_prompts
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.rewards import RewardFn, load_reward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a configuration refers to, loaded and checked before any process starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: DataProto
+    val: DataProto | None
+    reward_fn: RewardFn
+
+
+def load_inputs(config: Config, progress: Progress) -> Inputs:
+    """Loads tokenizer, problems and reward function.
+
+    Raises:
+        ConfigError, DataError, RewardError: something the user can mend.
+    """
+    reward_fn = load_reward(config.reward.function)
+    tokenizer = _load_tokenizer(config)
+    train_data = _load_problems(config.data.train_files, tokenizer, config, progress)
+    val_data = _load_problems(config.data.val_files, tokenizer, config, progress) if config.data.val_files else None
+    if config.warmup.max_steps > 0 and any(text is None for text in train_data.non_tensor_batch["response"]):
+        raise DataError("the warm-up needs a `response` in every row; set warmup.max_steps=0 to train without it")
+    return Inputs(tokenizer=tokenizer, train=train_data, val=val_data, reward_fn=reward_fn)
+
+
+def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"config key model.path: there is no Hugging Face model in {path} (no config.json)")
+    longest = config.data.max_prompt_length + config.rollout.response_length
+    limit = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.max_prompt_length + rollout.response_length is {longest}; the model has {limit} positions"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config key model.path: no tokenizer could be loaded from {path}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"config key model.path: the tokenizer in {path} has no end token (eos_token)")
+    return tokenizer
+
+
+def _load_problems(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Config, progress: Progress
+) -> DataProto:
+    problems, num_skipped = load_prompts(files, tokenizer, config.data)
+    if num_skipped:
+        progress.warn(f"left out {num_skipped} problems of {', '.join(files)} with too long a prompt")
+    return problems

@@ -1,0 +1,93 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tidemill_trainer.cli import DEMO_CONFIG, main
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.data import DataError
+from tidemill_trainer.demo import write_assets
+from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.progress import Progress
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture
+def shown():
+    return Progress(Console(file=io.StringIO()))
+
+
+def _load(assets, shown, *overrides):
+    return load_inputs(load_config(DEMO_CONFIG, [*assets, *overrides]), shown)
+
+
+def test_the_inputs_of_the_demo(assets, shown):
+    inputs = _load(assets, shown)
+    assert (len(inputs.train), len(inputs.val)) == (8192, 512)
+    assert inputs.reward_fn("addition", "12", "12", None) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=nowhere", r"model\.path: there is no Hugging Face model in nowhere \(no config\.json\)"),
+        ("rollout.response_length=60", r"is 76; the model has 64 positions"),
+    ],
+)
+def test_a_model_that_does_not_fit(assets, shown, override, message):
+    with pytest.raises(ConfigError, match=message):
+        _load(assets, shown, override)
+
+
+def test_a_warm_up_without_responses(assets, shown, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
+    with pytest.raises(DataError, match="the warm-up needs a `response` in every row"):
+        _load(assets, shown, file)
+    assert len(_load(assets, shown, file, "warmup.max_steps=0").train) == 1
+
+
+def test_skipped_prompts_are_counted_aloud(assets, tmp_path):
+    out = io.StringIO()
+    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1" * 30, "response": "2"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [f'data.train_files=["{tmp_path / "t.jsonl"}"]', "data.overlong_prompts=skip"]
+    inputs = _load(assets, Progress(Console(file=out)), *overrides)
+    assert len(inputs.train) == 1
+    assert "left out 1 problems of" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reward.function=exactmatch"], "unknown reward function 'exactmatch'; registered: exact_match"),
+        (["optimizer.learning_rate=1"], "unknown config key optimizer.learning_rate"),
+        (['data.train_files=["none.jsonl"]'], "there is no data file none.jsonl"),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_leaves_nothing(assets, tmp_path, capfd, monkeypatch, arguments, message):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(["train", str(DEMO_CONFIG), *assets, f"trainer.run_dir={tmp_path / 'runs'}", *arguments]) == 1
+    err = capfd.readouterr().err
+    assert f"error: {message}" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_demo_does_not_write_into_an_old_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "old").mkdir()
+    assert main(["demo", f"trainer.run_dir={tmp_path}", "trainer.name=old"]) == 1
+    assert "old exists; choose another trainer.name" in capfd.readouterr().err
+    assert list((tmp_path / "old").iterdir()) == []
+
+
+def test_help_lists_the_options(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    assert "--resume" in capsys.readouterr().out
