@@ -25,12 +25,11 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
     try:
         fn, args = cloudpickle.loads(payload)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        try:
-            results.put((rank, True, cloudpickle.dumps(fn(*args))))
-        finally:
-            dist.destroy_process_group()
+        results.put((rank, None, cloudpickle.dumps(fn(*args))))
     except BaseException:  # noqa: BLE001 - it is sent to the parent, which raises it
-        results.put((rank, False, traceback.format_exc()))
+        results.put((rank, time.monotonic(), traceback.format_exc()))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -77,10 +76,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: float) -> list[Any]:
     world_size = len(processes)
     values: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []
     while len(values) < world_size:
         try:
-            rank, ok, value = results.get(timeout=0.2)
+            rank, failed_at, value = results.get(timeout=0.2)
         except queue.Empty:
+            if failures:  # the ranks that waited for the one that failed have had time to say so
+                _, rank, text = min(failures)
+                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{text}") from None
             missing = sorted(set(range(world_size)) - set(values))
             dead = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
             if dead:
@@ -89,7 +92,8 @@ def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: flo
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {missing} of {world_size} did not finish within {timeout_s} s") from None
             continue
-        if not ok:
-            raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
-        values[rank] = cloudpickle.loads(value)
+        if failed_at is None:
+            values[rank] = cloudpickle.loads(value)
+        else:
+            failures.append((failed_at, rank, value))
     return [values[rank] for rank in range(world_size)]
