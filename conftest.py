@@ -1,6 +1,47 @@
-"""What holds for the tests of all packages."""
+"""What the tests of all packages share: one SGLang engine for the session."""
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Ray would see `uv run pytest` and build the whole environment again for its workers. Read when Ray is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+_LOADERS = Path(__file__).parent / "testing" / "loaders"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny float32 Qwen3 that `engine` starts with."""
+    from tidemill_testing import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path) -> Iterator[Any]:
+    """A stock `sglang.Engine`, small enough that prompts are prefilled in pieces and batches run in waves.
+
+    The only one in this process: the shutdown of an engine kills all children of its process, other engines' too. Tests
+    that need the weights of `checkpoint` load them.
+    """
+    sys.path.insert(0, str(_LOADERS))  # multiprocessing hands it on to the scheduler
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=str(checkpoint),
+        skip_tokenizer_init=True,
+        enable_deterministic_inference=True,
+        chunked_prefill_size=32,
+        max_total_tokens=1024,
+        custom_weight_loader=["reversed_loader.load_reversed", "engine_probe.dump", "engine_probe.scramble"],
+        log_level="warning",
+    )
+    sys.path.remove(str(_LOADERS))
+    yield engine
+    engine.shutdown()

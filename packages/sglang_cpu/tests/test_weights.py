@@ -71,7 +71,7 @@ def test_from_tensor_direct(engine, new_weights, check):
 
 
 def test_from_tensor_with_a_custom_loader(engine, new_weights, check):
-    result = engine.update_weights_from_tensor(named(new_weights), load_format="tidemill_test_loader.load_reversed")
+    result = engine.update_weights_from_tensor(named(new_weights), load_format="reversed_loader.load_reversed")
     assert result[0], result
     check(engine, new_weights)
 

@@ -108,7 +108,8 @@ def test_a_stock_engine_on_a_gpu_gets_every_tensor(send, tmp_path):
 
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     paths = [tiny_model(tmp_path / str(seed), "qwen3", seed=seed, dtype=torch.bfloat16, **shape) for seed in range(3)]
-    sys.path.insert(0, str(Path(__file__).parent))  # for the schedulers to import the probe
+    loaders = Path(__file__).parents[3] / "testing" / "loaders"
+    sys.path.insert(0, str(loaders))  # for the schedulers to import the probe
     engine = sglang.Engine(
         model_path=str(paths[0]),
         dtype="bfloat16",
