@@ -50,9 +50,14 @@ class Command:
 
     def find(self, name: str) -> psutil.Process:
         """The process whose title has `name` in it."""
-        found = [process for process in self.started if name in " ".join(process.cmdline())]
-        assert found, [process.cmdline() for process in self.started]
-        return found[0]
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
+            for process in self.started:
+                if process.is_running() and name in " ".join(process.cmdline()):
+                    return process
+            time.sleep(0.2)
+        raise AssertionError(f"no {name} among {[process.name() for process in self.started]}")
 
     def end(self, timeout_s: float = 120) -> int:
         """Waits for the end; nothing may be left. Returns the exit status."""
