@@ -129,8 +129,8 @@ def test_shuffled_rewards_do_not_learn(tmp_path):
         command.wait_for(r"rl +1 ")
         assert command.end(timeout_s=400) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        tested = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
-        accuracy[name] = tested[-1] - [row["val/accuracy"] for row in rows if row["step"] == 0][-1]
+        tested = [(row["step"], row["val/accuracy"]) for row in rows if "val/accuracy" in row]
+        accuracy[name] = tested[-1][1] - [value for step, value in tested if step == 0][-1]
     assert accuracy["real"] > 0.1
     assert accuracy["shuffled"] < 0.05
 
