@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,12 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout import RayEngine, RolloutWorker
 from tidemill_trainer.run_dir import RunDir
+
+_CONNECT_S = 10.0
 
 
 class Cluster:
@@ -70,6 +74,8 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers would run at nice 15
         address = config.trainer.ray_address
+        if address is not None:
+            _check_reachable(address)
         self._owns_ray = True
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
@@ -131,6 +137,17 @@ class Cluster:
                 for worker in self.rollout.workers
             ]
         )
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would wait for minutes; raises ConfigError where nobody listens at "host:port"."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # "auto", for example
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}") from error
 
 
 @contextmanager
