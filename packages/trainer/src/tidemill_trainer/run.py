@@ -73,7 +73,7 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
 
 
 def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:
-    # Importing Ray and torch takes seconds, which a mistake in the configuration should not cost.
+    # Importing Ray takes a second, which a mistake in the inputs should not cost.
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.trainer import Trainer
 

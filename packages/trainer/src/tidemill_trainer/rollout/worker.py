@@ -68,7 +68,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def start_engine(self) -> None:
-        """Starts SGLang; takes most of a minute on a CPU, nearly all of it imports."""
+        """Starts SGLang; on a CPU nearly all of the time goes into imports."""
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
