@@ -1,0 +1,53 @@
+"""Boxes: rectangular parts of an index space. Pure arithmetic."""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices `start[d] <= i_d < start[d] + shape[d]`. No dims: the one element of a scalar."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise ValueError(f"start and shape must have the same length, got {self.start} and {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Self:
+        """All indices of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The indices in both, None if there are none.
+
+        Raises:
+            ValueError: the boxes have different numbers of dims.
+        """
+        if len(self.shape) != len(other.shape):
+            raise ValueError(f"expected boxes with as many dims, got {self} and {other}")
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low = max(a, b)
+            size = min(a + n, b + m) - low
+            if size <= 0:
+                return None
+            start.append(low)
+            shape.append(size)
+        return Box(tuple(start), tuple(shape))
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours along each dim of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
