@@ -1,0 +1,146 @@
+"""The digest against its definition in Python integers, and that it adds up, whatever the sharding."""
+
+import random
+
+import pytest
+import torch
+from tidemill_weight_update.digest import CHUNK_ELEMENTS, digest, digest_rows, mix32, non_finite
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.int64]
+
+
+def random_tensor(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def mix(value):
+    value ^= value >> 16
+    value = value * 0x7FEB352D % 2**32
+    value ^= value >> 15
+    value = value * 0x846CA68B % 2**32
+    return value ^ value >> 16
+
+
+def defined(tensor):
+    """The definition, element by element, with Python's integers."""
+    data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    itemsize = min(4, tensor.element_size())
+    lanes = 4 // itemsize
+    total = 0
+    for position in range(len(data) // itemsize):
+        bits = int.from_bytes(data[position * itemsize : (position + 1) * itemsize], "little")
+        factor, turn = mix(position // lanes), position % lanes * 8 * itemsize
+        total += bits * ((factor << turn | factor >> 32 - turn) % 2**32 | 1)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_the_sum_that_is_defined(dtype):
+    tensor = random_tensor((3, 5, 7), dtype)
+    assert digest(tensor, (0, 0, 0), (3, 5, 7)).item() == defined(tensor)
+
+
+def test_one_dim_none_and_no_elements():
+    assert digest(torch.tensor(1.5), (), ()).item() == defined(torch.tensor(1.5))
+    assert digest(torch.arange(9), (0,), (9,)).item() == defined(torch.arange(9))
+    assert digest(torch.empty(0, 4), (0, 0), (3, 4)).item() == 0
+
+
+def test_mix32_is_a_bijection_on_what_it_reads():
+    sample = torch.arange(0, 2**32, 2**12 + 1)
+    assert mix32(sample).unique().numel() == sample.numel()
+    assert torch.equal(mix32(sample + 2**32), mix32(sample))
+    assert [mix(value) for value in sample[:99].tolist()] == mix32(sample[:99]).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_digests_of_the_parts_add_up_whatever_the_cuts(dtype):
+    shape = (6, 11, 9)
+    tensor = random_tensor(shape, dtype, seed=1)
+    whole = digest(tensor, (0, 0, 0), shape)
+    rng = random.Random(0)
+    for _ in range(5):
+        boxes = [((0, 0, 0), tensor)]
+        for _ in range(12):
+            start, part = boxes.pop(rng.randrange(len(boxes)))
+            dim = rng.randrange(3)
+            cut = rng.randint(0, part.shape[dim])
+            moved = tuple(first + cut * (d == dim) for d, first in enumerate(start))
+            boxes += [(start, part.narrow(dim, 0, cut)), (moved, part.narrow(dim, cut, part.shape[dim] - cut))]
+        assert sum(digest(part, start, shape) for start, part in boxes) == whole
+
+
+def test_strides_do_not_matter():
+    tensor = random_tensor((40, 30), torch.bfloat16)
+    assert digest(tensor.t().contiguous().t(), (0, 0), (40, 30)) == digest(tensor, (0, 0), (40, 30))
+
+
+def test_rows_are_the_box_they_tile():
+    tensor = random_tensor((8, 12, 5), torch.bfloat16)
+    part = tensor[2:7, 3:9]
+    expected = digest(part, (2, 3, 0), tensor.shape)
+    assert digest_rows(part.flatten(1), (2 * 12 + 3) * 5, 12 * 5) == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [(CHUNK_ELEMENTS * 2 + 5,), (3, CHUNK_ELEMENTS // 2 + 3), (5, 3, CHUNK_ELEMENTS // 7)]
+)
+def test_large_tensors_are_worked_on_in_chunks(shape):
+    tensor = random_tensor(shape, torch.bfloat16)
+    flat, middle = tensor.flatten(), tensor.numel() // 2 + 1
+    halves = [digest_rows(flat[:middle].view(1, -1), 0, 0), digest_rows(flat[middle:].view(1, -1), middle, 0)]
+    assert digest(tensor, (0,) * len(shape), shape) == sum(halves)
+    tensor.view(torch.int16).flatten()[-1] += 1
+    assert digest(tensor, (0,) * len(shape), shape) != sum(halves)
+
+
+def test_one_changed_moved_or_lost_element_is_seen():
+    tensor = random_tensor((64, 33), torch.bfloat16, seed=3)
+    whole = digest(tensor, (0, 0), tensor.shape).item()
+    changed = []
+    for at in range(0, tensor.numel(), 7):
+        for edit in ("flip", "swap", "zero"):
+            bits = tensor.clone().view(torch.int16).flatten()
+            if edit == "flip":
+                bits[at] ^= 1 << at % 16
+            elif edit == "swap":
+                bits[[at, at - 1]] = bits[[at - 1, at]]
+            else:
+                bits[at] = 0
+            same = torch.equal(bits, tensor.view(torch.int16).flatten())
+            changed.append(same or digest(bits.view(64, 33), (0, 0), (64, 33)).item() != whole)
+    assert all(changed)
+
+
+def test_positions_beyond_32_bits_and_offsets_of_a_huge_tensor():
+    row = random_tensor((1, 50), torch.bfloat16)
+    far = digest_rows(row, 2**33 + 6, 0)
+    assert far == digest_rows(row, 6, 0)  # the factors repeat after 16 GiB
+    assert far != digest_rows(row, 2**32 + 6, 0)
+    assert digest_rows(row, 2**40 + 7, 0) == digest_rows(row[:, :13], 2**40 + 7, 0) + digest_rows(row[:, 13:], 20, 0)
+
+
+def test_elements_of_another_size_and_boxes_outside_are_refused():
+    with pytest.raises(TypeError, match="1, 2, 4 or 8 bytes, got torch.complex128"):
+        digest(torch.zeros(2, dtype=torch.complex128), (0,), (2,))
+    for start, shape in [((1, 0), (2, 3)), ((0,), (2, 3)), ((-1, 0), (4, 3)), ((0, 0), (2, 3, 1))]:
+        with pytest.raises(ValueError, match=r"no part of shape"):
+            digest(torch.zeros(2, 3), start, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_non_finite_elements_are_counted(dtype):
+    tensor = torch.randn(3, CHUNK_ELEMENTS // 2).to(dtype)
+    assert non_finite(tensor) == 0
+    tensor[0, 0], tensor[1, 5], tensor[2, -1] = float("nan"), float("inf"), float("-inf")
+    assert non_finite(tensor) == 3
+    assert non_finite(tensor.t()[5:6]) == 1
+
+
+def test_non_finite_elements_of_small_floats_and_of_integers():
+    assert non_finite(torch.tensor([1.0, float("nan"), 448.0]).to(torch.float8_e4m3fn)) == 1
+    assert non_finite(torch.tensor([float("inf"), float("nan"), 4.0]).to(torch.float8_e5m2)) == 2
+    assert non_finite(torch.full((4,), -1)) == 0
