@@ -1,5 +1,6 @@
 """Serves an engine of this process to senders in other processes."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,3 +60,15 @@ def send() -> Callable[..., list[dict[str, Any]]]:
     `spec`: device, bucket_bytes, dtype and rounds of `sender.py`. Returns the statistics of each update.
     """
     return _send
+
+
+@pytest.fixture(scope="session")
+def copies() -> ModuleType:
+    """The module `copies.py` beside this file: random copy tables and what they must do."""
+    spec = importlib.util.spec_from_file_location("copies", Path(__file__).with_name("copies.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tidemill_weight_update.box import contiguous_strides
+
 CHUNK_ELEMENTS = 1 << 16
 """Elements that are worked on at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
 
@@ -69,9 +71,7 @@ def digest(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor
     )
     if not inside:
         raise ValueError(f"a box of shape {tuple(tensor.shape)} at {tuple(start)} is no part of shape {tuple(shape)}")
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
+    strides = contiguous_strides(tuple(shape))
     position = sum(first * stride for first, stride in zip(start, strides, strict=True))
     return _digest(_bits(tensor), position, strides)
 

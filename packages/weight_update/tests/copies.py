@@ -1,0 +1,97 @@
+"""Random copy tables and what they must do, for the tests of the copiers."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tidemill_weight_update.digest import digest_rows, non_finite
+from tidemill_weight_update.table import COLUMNS, CopyTable
+from torch import Tensor
+
+NUM_TENSORS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A table, the sizes in bytes of the blocks that it reads and writes, and its rows as tuples of `COLUMNS`."""
+
+    table: CopyTable
+    memory_bytes: tuple[int, ...]
+    target_bytes: tuple[int, ...]
+    rows: tuple[dict[str, int], ...]
+
+    def memories(self, seed: int) -> list[Tensor]:
+        """Random content, uint8; finite values where the table casts, for what a cast does to NaN is nobody's."""
+        generator = torch.Generator().manual_seed(seed)
+        dtype = self.table.src_dtype
+        if dtype == self.table.dst_dtype:
+            return [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in self.memory_bytes]
+        numbers = [torch.randn(n // dtype.itemsize, generator=generator) for n in self.memory_bytes]
+        for number in numbers:  # ties, numbers too large and too small for 16 bits, infinities
+            bits = number.view(torch.int32)
+            bits[::5] = bits[::5] & -(1 << 16) | 1 << 15
+            number[1::11] *= 3e38
+            number[2::11] *= 1e-39
+            number[3::97] = float("inf")
+        return [number.to(dtype).view(torch.uint8) for number in numbers]
+
+    def targets(self) -> list[Tensor]:
+        """Poisoned blocks, uint8."""
+        return [torch.full((n,), 0xA5, dtype=torch.uint8) for n in self.target_bytes]
+
+    def expected(self, memories: list[Tensor], digest_of: str) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Targets, digests and non-finite counts after one run, row by row."""
+        table, targets = self.table, self.targets()
+        digests, counts = torch.zeros(NUM_TENSORS, dtype=torch.int64), torch.zeros(NUM_TENSORS, dtype=torch.int32)
+        for row in self.rows:
+            source = memories[row["memory"]].view(table.src_dtype)
+            target = targets[row["target"]].view(table.dst_dtype)
+            for r in range(row["rows"]):
+                read = source[row["src"] + r * row["src_pitch"] :][: row["cols"]]
+                sent = read if digest_of == "source" else read.to(table.dst_dtype)
+                target[row["dst"] + r * row["dst_pitch"] :][: row["cols"]] = read.to(table.dst_dtype)
+                digests[row["tensor"]] += digest_rows(sent[None], row["pos"] + r * row["pos_pitch"], 0)
+                counts[row["tensor"]] += non_finite(sent)
+        return targets, digests, counts
+
+
+def random_copies(
+    seed: int,
+    src_dtype: torch.dtype,
+    dst_dtype: torch.dtype,
+    align: int = 1,
+    num_copies: int = 40,
+    max_rows: int = 30,
+    max_cols: int = 600,
+) -> Copies:
+    """Copies between random places, none of which is written twice.
+
+    Args:
+        align: all offsets, lengths and pitches are multiples of this many elements.
+    """
+    rng = random.Random(seed)
+    rows = []
+    filled, needed = [0, 0], [0, 0, 0]
+    for _ in range(num_copies):
+        num_rows = rng.choice([1, 1, 2, rng.randint(1, max_rows)])
+        cols = align * rng.randint(1, max(1, rng.choice([max_cols, 40]) // align))
+        pitches = [cols + align * rng.choice([0, 0, rng.randint(0, 20)]) for _ in range(3)]
+        memory, target = rng.randrange(3), rng.randrange(2)
+        src = align * rng.randrange(200)
+        dst = filled[target] + align * rng.randrange(3)
+        filled[target] = dst + num_rows * pitches[1]
+        needed[memory] = max(needed[memory], src + num_rows * pitches[0])
+        rows.append(
+            {"tensor": rng.randrange(NUM_TENSORS), "memory": memory, "target": target, "rows": num_rows, "cols": cols}
+            | {"src": src, "src_pitch": pitches[0], "dst": dst, "dst_pitch": pitches[1]}
+            | {"pos": align * rng.choice([rng.randrange(10**4), rng.randrange(2**34)]), "pos_pitch": pitches[2]}
+        )
+    types = {name: np.int32 if name in ("tensor", "memory", "target") else np.int64 for name in COLUMNS}
+    columns = {name: np.array([row[name] for row in rows], dtype=types[name]) for name in COLUMNS}
+    return Copies(
+        table=CopyTable(src_dtype=src_dtype, dst_dtype=dst_dtype, **columns),
+        memory_bytes=tuple(n * src_dtype.itemsize for n in needed),
+        target_bytes=tuple(n * dst_dtype.itemsize for n in filled),
+        rows=tuple(rows),
+    )
