@@ -1,0 +1,204 @@
+"""Coverage: which elements of the parameters are written, how often, and by whom last. Pure, numpy only."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill_weight_update.box import Box
+from tidemill_weight_update.origin import Origin, UntraceableError, trace
+
+MAX_ELEMENTWISE = 1 << 27
+"""Parameters that are not written in boxes are looked at element by element up to this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter's shape and strides (elements)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Loading writes elements `offset + sum(i_d * strides[d])` of `parameter`, for all `i` below `shape`.
+
+    Attributes:
+        kind: "copy" of a source and "fill" with a constant can be replayed; "loader" means that only `load_weights`
+            can do it.
+        names: the sources that the values come from; none for a fill, and for what depends on no source.
+    """
+
+    kind: Literal["copy", "fill", "loader"]
+    parameter: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What a sequence of writes does to the parameters.
+
+    Attributes:
+        uncovered: parameter -> elements that no source and no constant is written to.
+        overwritten: parameter -> elements that more than one write from sources hits.
+        hidden: indices of writes that later ones hide completely.
+        overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is left out where
+            writes between the two hide all that they share.
+        unknown: parameters too large and written in too scattered a way to tell.
+    """
+
+    uncovered: dict[str, int] = field(default_factory=dict)
+    overwritten: dict[str, int] = field(default_factory=dict)
+    hidden: set[int] = field(default_factory=set)
+    overlaps: set[tuple[int, int]] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+
+
+def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
+    """Looks at `writes`, in their order. None may write an element twice by itself; exact for each element."""
+    of_parameter: dict[str, list[int]] = {name: [] for name in places}
+    for index, write in enumerate(writes):
+        of_parameter[write.parameter].append(index)
+    coverage = Coverage()
+    for name, indices in of_parameter.items():
+        place = places[name]
+        numel = Box.whole(place.shape).numel
+        if len(indices) == 1 and writes[indices[0]].names and Box.whole(writes[indices[0]].shape).numel == numel:
+            continue
+        if numel:
+            _survey_parameter(coverage, name, place, {index: writes[index] for index in indices})
+    return coverage
+
+
+class _Canvas:
+    """Cells of a parameter, and the cells that each write hits, as views into arrays of the canvas' shape."""
+
+    def __init__(self, place: Place, writes: Mapping[int, Write]) -> None:
+        """Raises UntraceableError: no reasonable number of cells."""
+        order = sorted(range(len(place.shape)), key=lambda dim: -place.strides[dim])
+        shape = tuple(place.shape[dim] for dim in order)
+        strides = tuple(place.strides[dim] for dim in order)
+        self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        self._boxes: dict[int, list[Box]] | None = None
+        self._writes = writes
+        if self._span == Box.whole(shape).numel:
+            self._boxes = _boxes(shape, writes)
+        if self._boxes is not None:
+            cuts = [{0, size} for size in shape]
+            for box in (box for boxes in self._boxes.values() for box in boxes):
+                for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
+                    cuts[dim] |= {start, start + size}
+            self._cuts = [np.array(sorted(cut)) for cut in cuts]
+            self.shape = tuple(len(cut) - 1 for cut in self._cuts)
+        else:
+            self._cuts = []
+            self.shape = (self._span,)
+        if Box.whole(self.shape).numel > MAX_ELEMENTWISE:
+            raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
+        self.numel = np.ones(self.shape, np.int64)  # elements in each cell
+        for dim, cut in enumerate(self._cuts):
+            self.numel *= np.diff(cut).reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
+        if self._boxes is None:
+            self.numel[:] = 0
+            np.lib.stride_tricks.as_strided(self.numel, shape, [stride * 8 for stride in strides])[...] = 1
+
+    def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
+        """The cells that the write hits, of an array in the shape of the canvas."""
+        if self._boxes is None:
+            write = self._writes[index]
+            strides = [stride * cells.itemsize for stride in write.strides]
+            yield np.lib.stride_tricks.as_strided(cells[write.offset :], write.shape, strides)
+            return
+        for box in self._boxes[index]:
+            ranges = zip(self._cuts, box.start, box.shape, strict=True)
+            yield cells[tuple(slice(*np.searchsorted(cut, (start, start + size))) for cut, start, size in ranges)]
+
+
+def _boxes(shape: tuple[int, ...], writes: Mapping[int, Write]) -> dict[int, list[Box]] | None:
+    """Each write as boxes of a contiguous parameter, None if one is not made of boxes."""
+    whole = Origin.source("", shape)
+    boxes = {}
+    for index, write in writes.items():
+        try:
+            parts = trace(whole, write.offset, write.shape, write.strides)[0].parts
+        except UntraceableError:
+            return None
+        boxes[index] = [_place(part.start, part.box.shape, part.dims) for part in parts]
+    return boxes
+
+
+def _place(start: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | None, ...]) -> Box:
+    shape = [1] * len(start)
+    for size, dim in zip(sizes, dims, strict=True):
+        if dim is not None:
+            shape[dim] = size
+    return Box(start, tuple(shape))
+
+
+def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mapping[int, Write]) -> None:
+    try:
+        canvas = _Canvas(place, writes)
+    except UntraceableError:
+        coverage.unknown.add(name)
+        return
+    last = np.full(canvas.shape, -1, np.int64)
+    sources = np.zeros(canvas.shape, np.int8)  # how many writes from sources, at most 2
+    covered = np.zeros(canvas.shape, bool)
+    for index, write in writes.items():
+        for view in canvas.hit(index, last):
+            coverage.overlaps.update((int(before), index) for before in np.unique(view) if before not in (-1, index))
+            view[...] = index
+        if write.names:
+            for view in canvas.hit(index, sources):
+                np.minimum(view + 1, 2, out=view)
+        if write.names or write.kind == "fill":
+            for view in canvas.hit(index, covered):
+                view[...] = True
+    remaining = set(np.unique(last[canvas.numel > 0]).tolist())
+    coverage.hidden.update(set(writes) - remaining)
+    if uncovered := int(canvas.numel[~covered].sum()):
+        coverage.uncovered[name] = uncovered
+    if overwritten := int(canvas.numel[sources > 1].sum()):
+        coverage.overwritten[name] = overwritten
+
+
+def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
+    """Names whose copies would not give what `load_weights` gives, because of the order of the writes -> why.
+
+    A replay fills, then copies, then calls `load_weights` with the names that are left to it. Copies that are hidden
+    completely are not replayed.
+
+    Args:
+        names: those that are left to it already.
+    """
+    left = dict(names)
+    added = True
+    while added:
+        added = False
+        for before, after in coverage.overlaps:
+            first, second = writes[before], writes[after]
+            first_left = first.kind == "loader" or not left.keys().isdisjoint(first.names)
+            second_left = second.kind == "loader" or not left.keys().isdisjoint(second.names)
+            reason = f"several writes share elements of {first.parameter!r}"
+            moved: tuple[str, ...] = ()
+            if first.kind == "copy" and not first_left:
+                if second.kind == "loader" and not second.names:
+                    moved, reason = first.names, f"{first.parameter!r} is changed after it was copied"
+                elif before not in coverage.hidden and not second_left:
+                    moved = first.names + second.names
+            elif first_left and first.names and second.kind == "copy" and not second_left:
+                moved = second.names
+            for name in moved:
+                added |= name not in left
+                left.setdefault(name, reason)
+    for write in writes:
+        if write.parameter in coverage.unknown:
+            for name in write.names:
+                left.setdefault(name, f"{write.parameter!r} is too large for the scattered way in which it is written")
+    return left
