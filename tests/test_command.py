@@ -1,11 +1,14 @@
 """The command as a user runs it: it learns, it is stopped, it is continued, its parts die."""
 
+import getpass
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,6 +26,8 @@ _SMALL = (
     "trainer.test_freq=0",
     "trainer.val_before_train=false",
 )
+# Made once for all runs of a user, by libraries that SGLang imports.
+_CACHES = {f"torchinductor_{getpass.getuser()}", getpass.getuser()}
 
 
 class Command:
@@ -30,12 +35,26 @@ class Command:
 
     def __init__(self, *args: str) -> None:
         self.shared_before = set(os.listdir("/dev/shm"))
-        command = [sys.executable, "-m", "tidemill_trainer", *args]
+        self.temporary = tempfile.TemporaryDirectory()
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [sys.executable, "-m", "tidemill_trainer", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # Ray would put its sockets there as well, with paths that are too long.
+            env=os.environ | {"TMPDIR": self.temporary.name, "RAY_TMPDIR": tempfile.gettempdir()},
         )
         self.output = ""
         self.started: set[psutil.Process] = set()
+
+    def kill(self) -> None:
+        """For a test that failed: nothing of it may go on."""
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
+            self.process.wait()
+        self.temporary.cleanup()
 
     def wait_for(self, pattern: str, timeout_s: float = 240) -> None:
         assert self.process.stdout is not None
@@ -48,16 +67,16 @@ class Command:
             assert time.monotonic() < deadline, self.output
         raise AssertionError(f"the command ended before {pattern!r}:\n{self.output}")
 
-    def find(self, name: str) -> psutil.Process:
+    def find(self, name: str, timeout_s: float = 10) -> psutil.Process:
         """The process whose title has `name` in it."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
             for process in self.started:
-                if process.is_running() and name in " ".join(process.cmdline()):
+                if name in _title(process):
                     return process
             time.sleep(0.2)
-        raise AssertionError(f"no {name} among {[process.name() for process in self.started]}")
+        raise AssertionError(f"no {name} among {sorted(map(_title, self.started))}")
 
     def end(self, timeout_s: float = 120) -> int:
         """Waits for the end; nothing may be left. Returns the exit status."""
@@ -65,9 +84,32 @@ class Command:
         self.output += rest
         _, alive = psutil.wait_procs(self.started, timeout=15)
         assert not alive, [process.cmdline() for process in alive]
-        left = set(os.listdir("/dev/shm")) - self.shared_before
-        assert not left
+        assert set(os.listdir("/dev/shm")) <= self.shared_before
+        files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
+        folders = {path.name for path in Path(self.temporary.name).iterdir()}
+        assert files == []
+        assert folders <= _CACHES
         return self.process.returncode
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "(ended)"
+
+
+@pytest.fixture
+def start():
+    commands: list[Command] = []
+
+    def start(*args: str) -> Command:
+        commands.append(Command(*args))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +131,9 @@ def _run_dir(recipe) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_and_resume_continues(recipe, number):
+def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
     args = [*recipe, f"trainer.name=stopped-{number}", "trainer.save_freq=2", "trainer.total_steps=500"]
-    command = Command(*args)
+    command = start(*args)
     command.wait_for(r"rl +5 ")
     if number == signal.SIGINT:  # a terminal sends it to the whole process group
         os.killpg(command.process.pid, number)
@@ -100,7 +142,7 @@ def test_a_signal_ends_everything_and_resume_continues(recipe, number):
     assert command.end() == 130
     run = _run_dir(recipe) / f"stopped-{number}"
     done = max(_steps(run))
-    resumed = Command("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
+    resumed = start("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
     resumed.wait_for(r"continuing after step \d+")
     assert resumed.end() == 0
     assert sorted(_steps(run)) == list(range(1, done + 3))
@@ -110,22 +152,54 @@ def test_a_signal_ends_everything_and_resume_continues(recipe, number):
     ("victim", "message"),
     [("sglang::scheduler", "rollout"), ("ray::ActorWorker", "rank 0 of group 'actor'|rank 1 of group 'actor'")],
 )
-def test_a_killed_process_ends_the_run_with_one_message(recipe, victim, message):
-    command = Command(*recipe, f"trainer.name={victim.replace(':', '')}", "trainer.total_steps=500")
+def test_a_killed_process_ends_the_run_with_one_message(start, recipe, victim, message):
+    command = start(*recipe, f"trainer.name={victim.replace(':', '')}", "trainer.total_steps=500")
     command.wait_for(r"rl +2 ")
     command.find(victim).kill()
     assert command.end() == 1
+    _check_one_error(command, message)
+
+
+def test_a_port_that_is_taken_ends_the_start_with_one_message(start, recipe):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = start(*recipe, "trainer.name=port", f"rollout.engine_args.nccl_port={port}")
+        command.wait_for("starting Ray")
+        command.find("sglang::scheduler", timeout_s=240)  # and all others with it, for end() to look for
+        assert command.end() == 1
+    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
+    assert re.search(rf"port: {port}.*EADDRINUSE", command.output)
+
+
+def test_an_engine_that_is_killed_while_it_starts_leaves_nothing(start, recipe):
+    command = start(*recipe, "trainer.name=killed-start")
+    command.wait_for("starting Ray")
+    actor = command.find("ray::RolloutWorker")
+    deadline = time.monotonic() + 240
+    while not (made := set(os.listdir("/dev/shm")) - command.shared_before):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    command.find("sglang::scheduler")
+    actor.kill()
+    assert any(name.startswith("sglang_loads_tidemill-") for name in made)
+    assert command.end() == 1
+    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
+
+
+def _check_one_error(command: Command, message: str) -> None:
     errors = [line for line in command.output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert re.search(message, command.output)
     assert "Traceback" not in command.output
 
 
-def test_shuffled_rewards_do_not_learn(tmp_path):
+def test_shuffled_rewards_do_not_learn(start, tmp_path):
     common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=30", "trainer.test_freq=30"]
     accuracy = {}
     for name, flags in (("real", []), ("shuffled", ["--shuffle-rewards"])):
-        command = Command(*common, f"trainer.name={name}", *flags)
+        command = start(*common, f"trainer.name={name}", *flags)
         command.wait_for(r"rl +1 ")
         assert command.end(timeout_s=400) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -135,8 +209,8 @@ def test_shuffled_rewards_do_not_learn(tmp_path):
     assert accuracy["shuffled"] < 0.05
 
 
-def test_the_demo_reaches_its_goal(tmp_path):
-    command = Command("demo", f"trainer.run_dir={tmp_path}", "trainer.name=demo")
+def test_the_demo_reaches_its_goal(start, tmp_path):
+    command = start("demo", f"trainer.run_dir={tmp_path}", "trainer.name=demo")
     command.wait_for(r"rl +1 ")
     assert command.end(timeout_s=600) == 0
     before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])

@@ -17,7 +17,7 @@ from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rollout import RayEngine, RolloutWorker
+from tidemill_trainer.rollout import EngineFiles, RayEngine, RolloutWorker
 from tidemill_trainer.run_dir import RunDir
 
 _CONNECT_S = 10.0
@@ -39,6 +39,7 @@ class Cluster:
         self._run = run
         self._progress = progress
         self._groups: list[RayWorkerGroup] = []
+        self._files: EngineFiles | None = None
         self._owns_ray = False
 
     def __enter__(self) -> Self:
@@ -59,10 +60,13 @@ class Cluster:
     def close(self) -> None:
         """Ends all processes of the run. May be called again."""
         groups, self._groups = self._groups, []
+        files, self._files = self._files, None
         owns_ray, self._owns_ray = self._owns_ray, False
-        with _signals_ignored(), ExitStack() as stack:  # each of them, whatever the others raise
+        with _signals_ignored(), ExitStack() as stack:  # each of them, whatever the others raise; the last one first
             if owns_ray:
                 stack.callback(ray.shutdown)
+            if files is not None:
+                stack.callback(files.remove)
             for group in groups:
                 stack.callback(group.shutdown)
 
@@ -95,8 +99,10 @@ class Cluster:
         on_gpu = {"auto": has_gpus, "cuda": True, "cpu": False}
         gpus = config.rollout.num_gpus_per_engine
         gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
-        # SGLang kills its processes, and joblib, which they import, would leave semaphores in /dev/shm.
-        env_vars = {"JOBLIB_MULTIPROCESSING": "0"}
+        self._files = EngineFiles.create()
+        # SGLang kills its processes, and what they import would leave semaphores in /dev/shm (joblib) and empty folders
+        # among the temporary files (cuda.tile).
+        env_vars = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
         if config.rollout.device == "cpu":  # on a machine with GPUs, too
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self.rollout = RayWorkerGroup(
@@ -104,7 +110,7 @@ class Cluster:
                 process_on_nodes=[config.rollout.num_engines],
                 num_gpus_per_worker=gpus_per_engine if on_gpu[config.rollout.device] else 0,
             ),
-            RayClassWithInitArgs(RolloutWorker, config.rollout, config.model, logs),
+            RayClassWithInitArgs(RolloutWorker, config.rollout, config.model, self._files, logs),
             name_prefix="rollout",
             env_vars=env_vars,
             timeout_s=config.rollout.timeout_s,

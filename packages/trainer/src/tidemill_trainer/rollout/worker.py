@@ -12,7 +12,7 @@ from tidemill_weight_update import BucketHandle
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
-from tidemill_trainer.rollout.shared_files import unlink_mapped_files
+from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -55,13 +55,15 @@ class RolloutWorker(Worker):
     Args:
         config: how to generate.
         model: that the engine starts with.
+        files: where the engine's sockets and shared memory are, for the driver to remove.
         log_dir: this process and the engine's processes write their output to a file there.
     """
 
-    def __init__(self, config: RolloutConfig, model: ModelConfig, log_dir: str) -> None:
+    def __init__(self, config: RolloutConfig, model: ModelConfig, files: EngineFiles, log_dir: str) -> None:
         redirect_output(log_dir, f"rollout_{self.rank}")
         self._config = config
         self._model = model
+        self._files = files
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
         self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
@@ -72,7 +74,14 @@ class RolloutWorker(Worker):
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
+        instance_id = self._files.claim(self.rank)
         self._engine = Engine(**engine_arguments(self._config, self._model))
+        given = self._engine.port_args.instance_id
+        if given != instance_id:  # SGLang only logs it when it could not apply a hook
+            raise RuntimeError(
+                f"SGLang named its shared memory {given!r} instead of {instance_id!r}, so its files would stay behind; "
+                "install a version that calls hooks on PortArgs.init_new, as 0.5.17 does"
+            )
         unlink_mapped_files()
         self._engine.freeze_gc()  # else each weight update collects over all the objects that SGLang's imports made
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
