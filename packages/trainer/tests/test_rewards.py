@@ -1,3 +1,7 @@
+import re
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -99,3 +103,42 @@ def test_a_file_that_cannot_be_imported_and_one_with_a_dataclass(tmp_path):
         "@dataclass\nclass A:\n    x: int\ndef f(*_): return A(1).x\n"
     )
     assert load_reward(f"{tmp_path / 'good.py'}:f")() == 1
+
+
+_SLOW = """
+import re, time
+
+def sleeps(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        time.sleep(60)
+    return 1.0
+
+def loops(data_source, solution_str, ground_truth, extra_info):
+    while solution_str == "7":
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+    return 1.0
+
+def backtracks(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("function", ["sleeps", "loops", "backtracks"])
+def test_a_function_that_takes_too_long_counts_as_failed(function, tmp_path, tokenizer):
+    (tmp_path / "slow.py").write_text(_SLOW)
+    config = RewardConfig(function=f"{tmp_path / 'slow.py'}:{function}", timeout_s=0.2)
+    threads, started = threading.active_count(), time.monotonic()
+    scores = RewardScorer(config, load_reward(config.function), tokenizer)(
+        _batch(tokenizer, ["6", "7", "8"], ["0", "0", "0"])
+    )
+    assert time.monotonic() - started < 10
+    assert scores.score.tolist() == [1.0, 0.0, 1.0]
+    assert re.search(
+        r"failed for response '7' .* at \w+\.py:\d+: DeadlineError: no result within 0\.2 s", scores.errors[0]
+    )
+    assert threading.active_count() == threads

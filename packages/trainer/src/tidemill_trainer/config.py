@@ -84,15 +84,21 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
-    """The reward function and what happens when it raises.
+    """The reward function and what happens when it fails.
 
     Attributes:
         function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr".
-        on_error: "zero" gives that sample a reward of 0, counts and reports it; "stop" ends the run.
+        on_error: "zero" gives a sample whose function raises a reward of 0, counts and reports it; "stop" ends the run.
+        timeout_s: deadline of one call, which then counts as one that raised; inf for none. See
+            `tidemill_trainer.deadline` for what it can interrupt.
     """
 
     function: str = "exact_match"
     on_error: Literal["zero", "stop"] = "zero"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

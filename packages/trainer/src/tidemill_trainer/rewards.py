@@ -17,6 +17,7 @@ from tidemill_dataproto import DataProto
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import RewardConfig
+from tidemill_trainer.deadline import DeadlineError, deadline
 
 RewardFn = Callable[[str, str, Any, Any], float | dict[str, Any]]
 """`f(data_source, solution_str, ground_truth, extra_info)`: the score, or a dict with "score", optionally "acc"."""
@@ -91,7 +92,7 @@ class Scores:
     Attributes:
         score, acc: float32 [B]; `acc` is the score where the function gives none of its own.
         texts: the responses as text.
-        errors: one line for each sample whose reward function raised (score and acc are 0 there).
+        errors: one line for each sample whose reward function raised or took too long (score and acc are 0 there).
     """
 
     score: torch.Tensor
@@ -112,7 +113,8 @@ class RewardScorer:
         """Scores each row of `batch` (ragged `responses`; `data_source`, `ground_truth`, `extra_info`).
 
         Raises:
-            RewardError: the function raised or returned no finite number, and the configuration says to stop.
+            RewardError: the function raised, took too long or returned no finite number, and the configuration says to
+                stop.
         """
         texts = self._tokenizer.batch_decode(
             [row.tolist() for row in batch["responses"].unbind()], skip_special_tokens=True
@@ -122,17 +124,25 @@ class RewardScorer:
         for row, text in enumerate(texts):
             args = [batch.non_tensor_batch[name][row] for name in ("data_source", "ground_truth", "extra_info")]
             try:
-                score[row], acc[row] = _parse(self._fn(args[0], text, args[1], args[2]))
-            except Exception as error:
-                last = traceback.extract_tb(error.__traceback__)[-1]
+                with deadline(self._config.timeout_s):
+                    result = self._fn(args[0], text, args[1], args[2])
+                score[row], acc[row] = _parse(result)
+            except (Exception, DeadlineError) as error:
                 line = (
                     f"reward function {self._config.function} failed for response {text[:80]!r} (ground truth "
-                    f"{args[1]!r}) at {Path(last.filename).name}:{last.lineno}: {type(error).__name__}: {error}"
+                    f"{args[1]!r}) at {_place(error)}: {type(error).__name__}: {error}"
                 )
                 if self._config.on_error == "stop":
                     raise RewardError(f'{line}; reward.on_error="zero" would count it and go on') from error
                 errors.append(line)
         return Scores(score=torch.from_numpy(score), acc=torch.from_numpy(acc), texts=texts, errors=errors)
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the reward function's code that raised, or that the deadline interrupted."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-2] if isinstance(error, DeadlineError) else frames[-1]  # the last is the signal's handler
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def _parse(result: Any) -> tuple[float, float]:
