@@ -25,6 +25,16 @@ def test_save_keep_and_find(tmp_path):
     assert (checkpoints.path(12) / "weights").read_text() == "again"
 
 
+def test_a_prepared_checkpoint_does_not_count(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    checkpoints.save(1, _fill("old"))
+    checkpoints.prepare(2, _fill("new"))
+    assert checkpoints.steps() == [1]
+    assert checkpoints.commit(2) == checkpoints.path(2)
+    assert checkpoints.steps() == [2]
+    assert (checkpoints.path(2) / "weights").read_text() == "new"
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, _fill("old"))

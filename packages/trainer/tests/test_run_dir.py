@@ -1,6 +1,10 @@
+import os
+import subprocess
+import sys
+
 import pytest
 from tidemill_trainer.cli import DEMO_CONFIG
-from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.config_file import ConfigError, load_config, with_absolute_paths
 from tidemill_trainer.run_dir import RunDir, open_run
 
 
@@ -8,35 +12,92 @@ def _config(tmp_path, *overrides):
     return load_config(DEMO_CONFIG, [f"trainer.run_dir={tmp_path}", *overrides])
 
 
+def _open(config, stem, *, resume):
+    with open_run(config, stem, resume=resume) as run:
+        return run
+
+
 def test_a_run_folder_is_not_used_twice(tmp_path):
     config = _config(tmp_path, "trainer.name=a")
-    run = open_run(config, "x", resume=False)
-    assert load_config(run.config) == config
+    run = _open(config, "x", resume=False)
+    assert load_config(run.config) == with_absolute_paths(config)
     # The saved file is enough to resume.
-    assert open_run(load_config(run.config), "config", resume=True).path == run.path
+    assert _open(load_config(run.config), "config", resume=True).path == run.path
     with pytest.raises(ConfigError, match=r"a exists; continue it with --resume, or choose another trainer\.name"):
-        open_run(config, "x", resume=False)
-    assert open_run(config, "x", resume=True).path == run.path
+        _open(config, "x", resume=False)
+    assert _open(config, "x", resume=True).path == run.path
+
+
+def test_the_saved_configuration_means_the_same_in_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    paths = ["model.path=m", "data.train_files=['t.jsonl']", "data.val_files=['v.jsonl']", "reward.function=r.py:score"]
+    run = _open(load_config(DEMO_CONFIG, [*paths, "trainer.name=a"]), "x", resume=False)
+    monkeypatch.chdir(tmp_path / "there")
+    config = load_config(run.config)
+    here = str(tmp_path / "here")
+    assert config.model.path == f"{here}/m"
+    assert config.data.train_files == (f"{here}/t.jsonl",)
+    assert config.data.val_files == (f"{here}/v.jsonl",)
+    assert config.reward.function == f"{here}/r.py:score"
+    assert _open(config, "config", resume=True).path == tmp_path / "here" / "runs" / "a"
+
+
+@pytest.mark.parametrize("function", ["exact_match", "pkg.mod:score"])
+def test_a_reward_function_that_is_no_file_keeps_its_name(tmp_path, function):
+    assert with_absolute_paths(_config(tmp_path, f"reward.function={function}")).reward.function == function
 
 
 def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
-    open_run(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
     with pytest.raises(ConfigError, match=r"made with other values of optimizer\.lr, rollout\.n"):
-        open_run(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
+        _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
     with pytest.raises(ConfigError, match=r"made with other values of trainer\.seed"):
-        open_run(_config(tmp_path, "trainer.name=a", "trainer.seed=7"), "x", resume=True)
-    run = open_run(
-        _config(tmp_path, "trainer.name=a", "trainer.total_steps=999", "actor.timeout_s=7"), "x", resume=True
-    )
+        _open(_config(tmp_path, "trainer.name=a", "trainer.seed=7"), "x", resume=True)
+    run = _open(_config(tmp_path, "trainer.name=a", "trainer.total_steps=999", "actor.timeout_s=7"), "x", resume=True)
     assert load_config(run.config).trainer.total_steps == 999
 
 
 def test_resume_without_a_name_takes_the_newest_of_the_stem(tmp_path):
     with pytest.raises(ConfigError, match="there is no run to resume at"):
-        open_run(_config(tmp_path), "mine", resume=True)
-    run = open_run(_config(tmp_path), "mine", resume=False)
-    open_run(_config(tmp_path), "mine-too", resume=False)
-    assert open_run(_config(tmp_path), "mine", resume=True).path == run.path
+        _open(_config(tmp_path), "mine", resume=True)
+    run = _open(_config(tmp_path), "mine", resume=False)
+    _open(_config(tmp_path), "mine-too", resume=False)
+    assert _open(_config(tmp_path), "mine", resume=True).path == run.path
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
+    config = _config(tmp_path, "trainer.name=a")
+    with open_run(config, "x", resume=False) as run:
+        before = run.config.read_bytes()
+        with pytest.raises(ConfigError, match=rf"a is in use by process {os.getpid()} on .*; wait for its end"):
+            _open(_config(tmp_path, "trainer.name=a", "trainer.total_steps=7"), "x", resume=resume)
+        assert run.config.read_bytes() == before
+    _open(config, "x", resume=True)
+
+
+_HOLDS = """
+import sys, time
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.run_dir import open_run
+with open_run(load_config(sys.argv[1]), "x", resume=True):
+    print("open", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_holds_no_run(tmp_path):
+    run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    process = subprocess.Popen([sys.executable, "-c", _HOLDS, str(run.config)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid} "):
+        _open(load_config(run.config), "x", resume=True)
+    process.kill()
+    process.communicate()
+    assert _open(load_config(run.config), "x", resume=True).path == run.path
 
 
 def test_forget_after_drops_later_steps_and_half_a_line(tmp_path):

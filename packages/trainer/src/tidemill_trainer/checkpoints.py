@@ -38,13 +38,17 @@ class Checkpoints:
         return self._folder / f"step_{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of `step`: `write(folder)` fills it. Older ones beyond `max_to_keep` are removed after.
+        """Makes the checkpoint of `step` at once: `prepare`, then `commit`."""
+        self.prepare(step, write)
+        return self.commit(step)
+
+    def prepare(self, step: int, write: Callable[[Path], None]) -> None:
+        """Writes the checkpoint of `step`, which does not count before `commit(step)`: `write(folder)` fills it.
 
         Raises:
             CheckpointError: writing failed; nothing of it is left, and earlier checkpoints are as they were.
         """
-        target = self.path(step)
-        partial = self._folder / f".partial-{target.name}"
+        partial = self._partial(step)
         for left in self._folder.glob(".partial-*"):  # of a run that was stopped while it saved
             shutil.rmtree(left)
         try:
@@ -54,10 +58,21 @@ class Checkpoints:
                 json.dump({"format": FORMAT, "step": step}, state)
                 state.flush()
                 os.fsync(state.fileno())
-            self._discard(target)
-            partial.rename(target)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"saving {self.path(step)} failed: {_first_line(error)}; {self._newest()}") from error
+
+    def commit(self, step: int) -> Path:
+        """Gives the prepared checkpoint its name and removes older ones beyond `max_to_keep`; returns its folder.
+
+        Raises:
+            CheckpointError: the folder cannot be renamed; earlier checkpoints are as they were.
+        """
+        target = self.path(step)
+        try:
+            self._discard(target)
+            self._partial(step).rename(target)
+        except OSError as error:
             raise CheckpointError(f"saving {target} failed: {_first_line(error)}; {self._newest()}") from error
         for old in self.steps()[: -self._max_to_keep]:
             self._discard(self.path(old))
@@ -76,6 +91,9 @@ class Checkpoints:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
         return state["step"]
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".partial-{self.path(step).name}"
 
     def _discard(self, path: Path) -> None:
         """Removes a checkpoint; it loses its name first, so that half of one never has it."""

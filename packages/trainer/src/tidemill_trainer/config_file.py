@@ -5,6 +5,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -49,6 +50,27 @@ def parse_config(data: dict[str, Any]) -> Config:
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors()]
         raise ConfigError("\n".join(problems)) from error
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same configuration for any working directory: relative paths are those of the current one."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute())
+
+    data, function = config.data, config.reward.function
+    file, colon, attr = function.rpartition(":")
+    return replace(
+        config,
+        model=replace(config.model, path=absolute(config.model.path)),
+        data=replace(
+            data,
+            train_files=tuple(absolute(path) for path in data.train_files),
+            val_files=tuple(absolute(path) for path in data.val_files),
+        ),
+        reward=replace(config.reward, function=f"{absolute(file)}{colon}{attr}" if file.endswith(".py") else function),
+        trainer=replace(config.trainer, run_dir=absolute(config.trainer.run_dir)),
+    )
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -33,8 +33,10 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
         config = load_config(config_path, overrides)
         name = config.trainer.name or f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(config.trainer.run_dir) / name
-        if folder.exists():
-            raise ConfigError(f"{folder} exists; choose another trainer.name")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(f"{folder} exists; choose another trainer.name") from None
         with progress.waiting("making a tiny Qwen3 and its problems"):
             assets = write_assets(folder / "assets", config.trainer.seed)
         config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
@@ -61,8 +63,8 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
     run: RunDir | None = None
     try:
         inputs = load_inputs(config, progress)
-        run = open_run(config, stem, resume=resume)
-        _fit(config, inputs, run, progress)
+        with open_run(config, stem, resume=resume) as run:
+            _fit(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1

@@ -1,15 +1,19 @@
 """What a run leaves behind: `runs/<name>/` with config, metrics, rollouts, checkpoints, logs and report."""
 
+import fcntl
 import json
+import os
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, config_to_dict, load_config, save_config
+from tidemill_trainer.config_file import ConfigError, config_to_dict, load_config, save_config, with_absolute_paths
 
 
 class RunDir:
@@ -23,6 +27,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.report = path / "report.html"
+        self.lock = path / "lock"
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         _append(self.metrics, [metrics])
@@ -46,8 +51,9 @@ class RunDir:
             partial.replace(file)
 
 
-def open_run(config: Config, stem: str, *, resume: bool) -> RunDir:
-    """Makes the folder of a new run, or finds the one to resume.
+@contextmanager
+def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
+    """Makes the folder of a new run, or finds the one to resume, and keeps other processes out of it.
 
     Args:
         stem: the run's name starts with it where the configuration gives no name.
@@ -55,24 +61,50 @@ def open_run(config: Config, stem: str, *, resume: bool) -> RunDir:
 
     Raises:
         ConfigError: the folder of a new run exists already, or there is none to resume, or it was made with another
-            configuration (the keys are named).
+            configuration (the keys are named), or another process has it open.
     """
-    parent = Path(config.trainer.run_dir)
-    name = config.trainer.name
-    if not resume:
-        run = RunDir(parent / (name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        if run.config.exists():
+    config = with_absolute_paths(config)
+    run = _find(config, stem) if resume else _make(config, stem)
+    with _locked(run):
+        if resume:
+            _check_same(config, load_config(run.config), run)
+        elif run.config.exists():
             raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
-        run.path.mkdir(parents=True, exist_ok=True)
-        _save(config, run)
-        return run
+        # With the run's name in it the file is enough to resume.
+        save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
+        yield run
+
+
+def _make(config: Config, stem: str) -> RunDir:
+    run = RunDir(Path(config.trainer.run_dir) / (config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    run.path.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _find(config: Config, stem: str) -> RunDir:
+    parent, name = Path(config.trainer.run_dir), config.trainer.name
     dated = re.compile(re.escape(stem) + r"-\d{8}-\d{6}")
     folders = [parent / name] if name else sorted(path for path in parent.glob("*") if dated.fullmatch(path.name))
     if not folders or not (run := RunDir(folders[-1])).config.is_file():
         raise ConfigError(f"there is no run to resume at {parent / (name or f'{stem}-*')}")
-    _check_same(config, load_config(run.config), run)
-    _save(config, run)
     return run
+
+
+@contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Holds the run's lock, which the kernel takes back from a process that ends, however it ends."""
+    with run.lock.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"{run.path} is in use by {lock.read()}; wait for its end, or stop it with Ctrl-C or SIGTERM"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield
 
 
 # What a resumed run may do otherwise without becoming another experiment; and every deadline.
@@ -84,11 +116,6 @@ _MAY_CHANGE = frozenset(
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
     }
 )
-
-
-def _save(config: Config, run: RunDir) -> None:
-    """Writes the configuration with the run's name in it, so that the file is enough to resume."""
-    save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
 
 
 def _check_same(new: Config, old: Config, run: RunDir) -> None:

@@ -100,10 +100,13 @@ class Trainer:
                 if is_last or _is_due(step, config.test_freq):
                     with timing("testing"):
                         metrics |= self._validate()
-                if is_last or _is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy):
+                is_saved = is_last or _is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy)
+                if is_saved:
                     with timing("save_checkpoint"):
-                        self._save(step)
+                        self._checkpoints.prepare(step, self._write_checkpoint)
             self._log(step, metrics, batch, scores, timing)
+            if is_saved:  # only now, so that a checkpoint never has a step of which metrics.jsonl knows nothing
+                self._checkpoints.commit(step)
         return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
 
     def _restore_or_begin(self) -> int:
@@ -121,7 +124,7 @@ class Trainer:
         self._run.forget_after(-1)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
-            self._save(0)
+            self._checkpoints.save(0, self._write_checkpoint)
         else:
             self._actor.update_weights(0)
             if self._config.trainer.val_before_train:
@@ -210,12 +213,9 @@ class Trainer:
             self._val.non_tensor_batch["data_source"], scores.acc
         )
 
-    def _save(self, step: int) -> None:
-        def write(folder: Path) -> None:
-            self._actor.save_checkpoint(str(folder.resolve() / "engine"))
-            self._actor.save_hf(str(folder.resolve() / "huggingface"))
-
-        self._checkpoints.save(step, write)
+    def _write_checkpoint(self, folder: Path) -> None:
+        self._actor.save_checkpoint(str(folder.resolve() / "engine"))
+        self._actor.save_hf(str(folder.resolve() / "huggingface"))
 
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy
