@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tidemill_dispatch import Batch, ListBatch
-from tidemill_dispatch.batch import join_results, split_call, split_rows
+from tidemill_dispatch.batch import join_results, split_rows
+from tidemill_dispatch.sharding import split_call
 
 
 class StrictBatch:

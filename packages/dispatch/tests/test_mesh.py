@@ -141,3 +141,20 @@ def test_a_mesh_may_be_registered_again_only_with_the_same_values():
         worker.register_dispatch_collect_info("actor", 0, True)
     with pytest.raises(ValueError, match="dp_rank must be 0 or more, got -1"):
         worker.register_dispatch_collect_info("critic", -1, True)
+
+
+def test_the_ranks_must_agree_on_dp_size():
+    told = [MeshEntry(dp_rank=0, is_collect=True, dp_size=2), MeshEntry(dp_rank=1, is_collect=True, dp_size=2)]
+    assert MeshLayout.from_entries("m", told).dp_size == 2
+    odd = [told[0], MeshEntry(dp_rank=1, is_collect=True, dp_size=3)]
+    with pytest.raises(ValueError, match=r"mesh 'm': the ranks do not agree on dp_size; by rank it is {0: 2, 1: 3}"):
+        MeshLayout.from_entries("m", odd)
+    with pytest.raises(ValueError, match=r"dp_rank 1 is registered by no rank \(dp_size is 2\)"):
+        MeshLayout.from_entries("m", told[:1])  # without dp_size nobody would miss the last one
+
+
+def test_a_dp_rank_outside_dp_size_and_a_string_of_axes_are_refused():
+    with pytest.raises(ValueError, match="dp_rank must be 0 or more and below dp_size 2, got 2 on rank 0"):
+        Worker().register_dispatch_collect_info("m", 2, True, dp_size=2)
+    with pytest.raises(TypeError, match=r"data_axes must be a list of axis names, got 'dp'"):
+        place(("dp", "tp"), (2, 2), (0, 0), "dp")

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 pytest.importorskip("ray")
-from tidemill_dispatch.ray.host import HostInfo, rank_environment, reserve_port
+from tidemill_dispatch.ray.rendezvous import HostInfo, rank_environment, reserve_port
 
 
 def test_a_reserved_port_is_given_to_nobody_who_asks_for_any_port():

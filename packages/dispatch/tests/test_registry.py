@@ -7,6 +7,8 @@ from tidemill_dispatch import (
     Execute,
     ListBatch,
     MeshLayout,
+    Replicate,
+    Shard,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
@@ -95,11 +97,23 @@ def test_all_to_all_gives_each_rank_its_item(name):
     result = Group(2).run(get_dispatch_mode(name), lambda rank, x, y: (rank, x, y), [1, 2], y=("a", "b"))
     assert result == [(0, 1, "a"), (1, 2, "b")]
     with pytest.raises(
-        ValueError, match="argument 'y' must be a list with one item for each of 2 ranks, got list of 3"
+        ValueError,
+        match=r"argument 'y' must be a list with one item for each of 2 ranks, or Replicate\(x\); got list of 3",
     ):
         Group(2).run(get_dispatch_mode(name), lambda rank, y: y, y=[1, 2, 3])
-    with pytest.raises(ValueError, match="argument 0 must be a list with one item for each of 2 ranks, got int"):
+    with pytest.raises(
+        ValueError, match=r"argument 0 must be a list with one item for each of 2 ranks, or Replicate\(x\); got int"
+    ):
         Group(2).run(get_dispatch_mode(name), lambda rank, x: x, 5)
+
+
+def test_replicate_and_shard_in_modes_that_split_nothing():
+    batch = ListBatch([1, 2])
+    whole = [(0, batch), (1, batch)]
+    for name in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
+        assert Group(2).run(get_dispatch_mode(name), lambda rank, x: (rank, x), Replicate(batch)) == whole
+    with pytest.raises(TypeError, match="needs a mode that splits batches"):
+        Group(2).run(get_dispatch_mode(Dispatch.ONE_TO_ALL), lambda rank, x: x, x=Shard([1, 2]))
 
 
 def test_custom_modes_are_registered_once():
@@ -164,14 +178,15 @@ def test_rank_zero_execution_goes_only_with_modes_that_lose_nothing():
         register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
 
 
-def test_async_and_generator_methods_are_refused():
-    async def later(self): ...
-
+def test_generator_methods_are_refused():
     def several(self):
         yield 1
 
-    for fn in (later, several):
-        with pytest.raises(TypeError, match="is an async or generator function"):
+    async def several_later(self):
+        yield 1
+
+    for fn in (several, several_later):
+        with pytest.raises(TypeError, match="is a generator function"):
             register(Dispatch.ONE_TO_ALL)(fn)
 
 

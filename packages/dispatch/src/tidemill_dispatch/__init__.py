@@ -10,10 +10,12 @@ from tidemill_dispatch.registry import (
     Dispatch,
     DispatchMode,
     Execute,
+    make_dp_compute_dataproto_dispatch_fn,
     make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
 )
+from tidemill_dispatch.sharding import Padding, Replicate, Shard
 from tidemill_dispatch.worker import Worker
 
 __all__ = [
@@ -24,9 +26,13 @@ __all__ = [
     "Execute",
     "ListBatch",
     "MeshLayout",
+    "Padding",
+    "Replicate",
+    "Shard",
     "Worker",
     "WorkerDiedError",
     "WorkerError",
+    "make_dp_compute_dataproto_dispatch_fn",
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",

@@ -1,11 +1,14 @@
 """What counts as a batch, and how its rows are split and put together again."""
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, overload, runtime_checkable
+
+from tidemill_dispatch.rows import balanced_lengths
 
 
 @runtime_checkable
@@ -24,6 +27,11 @@ class Batch(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
+class _Sliceable(Protocol):
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ListBatch:
     """A list whose items are rows, for calls that carry plain Python objects.
@@ -38,9 +46,8 @@ class ListBatch:
         """Splits into n parts in order, whose lengths differ by at most one (the longer ones first)."""
         if n < 1:
             raise ValueError(f"a ListBatch is split into at least 1 part, not {n}")
-        share, extra = divmod(len(self.items), n)
-        starts = [rank * share + min(rank, extra) for rank in range(n + 1)]
-        return [ListBatch(self.items[start:stop]) for start, stop in pairwise(starts)]
+        ends = accumulate(balanced_lengths(len(self.items), n), initial=0)
+        return [ListBatch(self.items[start:stop]) for start, stop in pairwise(ends)]
 
     @staticmethod
     def concat(parts: list["ListBatch"]) -> "ListBatch":
@@ -49,6 +56,15 @@ class ListBatch:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @overload
+    def __getitem__(self, rows: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, rows: slice) -> "ListBatch": ...
+
+    def __getitem__(self, rows: int | slice) -> Any:
+        return ListBatch(self.items[rows]) if isinstance(rows, slice) else self.items[rows]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
@@ -76,32 +92,17 @@ def split_rows(batch: Batch, n: int) -> list[Any]:
     return parts
 
 
-def split_call(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Splits the batches among the arguments of a call into n parts; every part gets all other arguments as they are.
-
-    Raises:
-        ValueError: two batches of the call have different numbers of rows.
-    """
-    named = {
-        **{f"argument {i}": arg for i, arg in enumerate(args)},
-        **{f"argument {k!r}": v for k, v in kwargs.items()},
-    }
-    batches = {name: value for name, value in named.items() if isinstance(value, Batch)}
-    if len({len(batch) for batch in batches.values()}) > 1:
-        rows = ", ".join(f"{name}: {len(batch)}" for name, batch in batches.items())
-        raise ValueError(f"the batches of one call must have the same number of rows; got {rows}")
-    parts = {name: split_rows(batch, n) for name, batch in batches.items()}
-
-    def pick(name: str, value: Any, index: int) -> Any:
-        return parts[name][index] if name in parts else value
-
-    return [
-        (
-            tuple(pick(f"argument {i}", arg, index) for i, arg in enumerate(args)),
-            {key: pick(f"argument {key!r}", value, index) for key, value in kwargs.items()},
-        )
-        for index in range(n)
-    ]
+def take_rows(batch: Batch, start: int, stop: int) -> Any:
+    """Rows `start` to `stop`: by a slice if the batch has slices, else by `chunk` and `concat`."""
+    if (start, stop) == (0, len(batch)):
+        return batch
+    if isinstance(batch, _Sliceable):
+        return batch[start:stop]
+    if start == stop:
+        return split_rows(batch, len(batch) + 1)[-1]
+    step = math.gcd(len(batch), start, stop)
+    parts = split_rows(batch, len(batch) // step)[start // step : stop // step]
+    return parts[0] if len(parts) == 1 else type(batch).concat(parts)  # pyright: ignore[reportCallIssue]
 
 
 def join_results(results: list[Any]) -> Any:
@@ -109,6 +110,7 @@ def join_results(results: list[Any]) -> Any:
 
     Raises:
         TypeError: some results are batches and some are not, or they are batches of different types.
+        ValueError: the batches' own `concat` refused them.
     """
     is_batch = [isinstance(result, Batch) for result in results]
     if not any(is_batch):
@@ -117,4 +119,10 @@ def join_results(results: list[Any]) -> Any:
     if not all(is_batch) or len(set(types)) > 1:
         names = [kind.__name__ for kind in types]
         raise TypeError(f"results to concatenate must be batches of one type on every dp rank; got {names} in dp order")
-    return types[0].concat(results)
+    try:
+        return types[0].concat(results)
+    except Exception as error:
+        raise ValueError(
+            f"{types[0].__name__}s of {[len(part) for part in results]} rows, in dp order, cannot be concatenated: "
+            f"{error}; return the same columns on every dp rank"
+        ) from error

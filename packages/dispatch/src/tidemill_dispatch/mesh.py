@@ -8,10 +8,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshEntry:
-    """One rank's place: which shard of a batch it gets, and whether its result is the one that is collected."""
+    """One rank's place: which shard of a batch it gets, and whether its result is the one that is collected.
+
+    `dp_size` is the number of shards as this rank knows it, None if it was not told.
+    """
 
     dp_rank: int
     is_collect: bool
+    dp_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +36,18 @@ class MeshLayout:
         return len(self.collect_ranks)
 
     @classmethod
+    def of_all_ranks(cls, world_size: int) -> "MeshLayout":
+        """The mesh of a group in which every rank has a shard of its own."""
+        ranks = tuple(range(world_size))
+        return cls(name="all ranks", dp_ranks=ranks, collect_ranks=ranks)
+
+    @classmethod
     def from_entries(cls, name: str, entries: Sequence[MeshEntry | None]) -> "MeshLayout":
         """Checks what the ranks registered; `entries[rank]` is None for a rank that did not register this mesh.
 
         Raises:
-            ValueError: a rank registered nothing, a dp_rank is missing, or a dp_rank does not have exactly one
-                collect rank; the text names the mesh and the ranks at fault.
+            ValueError: a rank registered nothing, the ranks do not agree on dp_size, a dp_rank is missing, or a dp_rank
+                does not have exactly one collect rank; the text names the mesh and the ranks at fault.
         """
         absent = [rank for rank, entry in enumerate(entries) if entry is None]
         present = [entry for entry in entries if entry is not None]
@@ -46,7 +56,10 @@ class MeshLayout:
                 f"mesh {name!r}: ranks {absent} of {len(entries)} did not register it; "
                 "call register_mesh or register_dispatch_collect_info on every rank"
             )
-        dp_size = 1 + max(entry.dp_rank for entry in present)
+        told = {rank: entry.dp_size for rank, entry in enumerate(present) if entry.dp_size is not None}
+        if len(set(told.values())) > 1:
+            raise ValueError(f"mesh {name!r}: the ranks do not agree on dp_size; by rank it is {told}")
+        dp_size = next(iter(told.values()), 1 + max(entry.dp_rank for entry in present))
         problems = []
         collect_ranks = []
         for dp_rank in range(dp_size):
@@ -88,7 +101,10 @@ def entry_of_device_mesh(
     Raises:
         ValueError: an axis that the mesh does not have, an axis both data and collect, a coordinate out of range, or a
             rank outside the mesh.
+        TypeError: `data_axes` is one string.
     """
+    if isinstance(data_axes, str):
+        raise TypeError(f"mesh {mesh_name!r}: data_axes must be a list of axis names, got {data_axes!r}; write [...]")
     names = tuple(device_mesh.mesh_dim_names or ())
     unknown = [axis for axis in (*data_axes, *collect_at) if axis not in names]
     if unknown:
@@ -111,7 +127,7 @@ def entry_of_device_mesh(
     dp_rank = 0
     for axis in data_axes:
         dp_rank = dp_rank * sizes[axis] + at[axis]
-    assert dp_rank < math.prod(sizes[axis] for axis in data_axes)
+    dp_size = math.prod(sizes[axis] for axis in data_axes)
     others = [axis for axis in names if axis not in data_axes]
     is_collect = all(at[axis] == collect_at.get(axis, 0) % sizes[axis] for axis in others)
-    return MeshEntry(dp_rank=dp_rank, is_collect=is_collect)
+    return MeshEntry(dp_rank=dp_rank, is_collect=is_collect, dp_size=dp_size)

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
-from tidemill_dispatch.batch import join_results, split_call
+from tidemill_dispatch.batch import join_results
 from tidemill_dispatch.mesh import MeshLayout
+from tidemill_dispatch.sharding import Padding, RankCall, Replicate, sent_whole, split_call
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ATTRIBUTE = "__tidemill_method__"
-
-RankCall = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one rank's call. The same object in several ranks' calls is sent once."""
 
 
 class Dispatch(StrEnum):
@@ -57,12 +55,17 @@ class DispatchMode:
         dispatch_fn: (group, args, kwargs) -> one `RankCall` per rank, in rank order.
         collect_fn: (group, results of `result_ranks_fn(group)` in that order) -> what the caller gets.
         result_ranks_fn: the ranks that send their result; the others send a receipt.
+        chains: the results, in the order of `result_ranks_fn`, are parts of one batch, so that a future of the call can
+            be an argument of another call.
+        padding: how the shards are padded to equal length; None splits unequally.
     """
 
     name: str
     dispatch_fn: Callable[[GroupInfo, tuple[Any, ...], dict[str, Any]], list[RankCall]]
     collect_fn: Callable[[GroupInfo, list[Any]], Any]
     result_ranks_fn: Callable[[GroupInfo], Sequence[int]]
+    chains: bool = False
+    padding: Padding | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,25 +84,30 @@ def _all_ranks(group: GroupInfo) -> Sequence[int]:
 
 
 def _one_to_all(group: GroupInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankCall]:
-    return [(args, kwargs)] * group.world_size
+    call = tuple(sent_whole(arg) for arg in args), {key: sent_whole(value) for key, value in kwargs.items()}
+    return [call] * group.world_size
 
 
 def _all_to_all(group: GroupInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankCall]:
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
-            raise ValueError(
-                f"argument {name!r} must be a list with one item for each of {group.world_size} ranks, "
-                f"got {type(value).__name__}{size}"
-            )
+    world_size = group.world_size
+
+    def items(name: int | str, value: Any) -> Sequence[Any]:
+        if isinstance(value, Replicate):
+            return [value.value] * world_size
+        if isinstance(value, list | tuple) and len(value) == world_size:
+            return value
+        size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+        raise ValueError(
+            f"argument {name!r} must be a list with one item for each of {world_size} ranks, or Replicate(x); "
+            f"got {type(value).__name__}{size}"
+        )
+
+    by_position = [items(index, value) for index, value in enumerate(args)]
+    by_key = {key: items(key, value) for key, value in kwargs.items()}
     return [
-        (tuple(value[rank] for value in args), {key: value[rank] for key, value in kwargs.items()})
-        for rank in range(group.world_size)
+        (tuple(values[rank] for values in by_position), {key: values[rank] for key, values in by_key.items()})
+        for rank in range(world_size)
     ]
-
-
-def _split_over_ranks(group: GroupInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankCall]:
-    return split_call(args, kwargs, group.world_size)
 
 
 def _as_list(_group: GroupInfo, results: list[Any]) -> list[Any]:
@@ -110,24 +118,37 @@ def _join(_group: GroupInfo, results: list[Any]) -> Any:
     return join_results(results)
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """The mode of a call over a named mesh that the workers registered.
-
-    Batches among the arguments, positional or keyword, are split by dp_rank, and every rank of a dp_rank gets the same
-    shard; everything else goes to each rank as it is. One result per dp_rank comes back, in dp order: concatenated if
-    the results are batches, else as a list.
-    """
-
+def _splitting_mode(name: str, layout_of: Callable[[GroupInfo], MeshLayout], padding: Padding | None) -> DispatchMode:
     def dispatch(group: GroupInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankCall]:
-        layout = group.mesh(mesh_name)
-        shards = split_call(args, kwargs, layout.dp_size)
+        layout = layout_of(group)
+        shards = split_call(args, kwargs, layout.dp_size, padding)
         return [shards[dp_rank] for dp_rank in layout.dp_ranks]
 
     return DispatchMode(
-        name=f"nd_compute({mesh_name})",
+        name=name,
         dispatch_fn=dispatch,
         collect_fn=_join,
-        result_ranks_fn=lambda group: group.mesh(mesh_name).collect_ranks,
+        result_ranks_fn=lambda group: layout_of(group).collect_ranks,
+        chains=True,
+        padding=padding,
+    )
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, padding: Padding | None = None) -> DispatchMode:
+    """The mode of a call over a named mesh that the workers registered.
+
+    Batches among the arguments, positional or keyword, are split by dp_rank, and every rank of a dp_rank gets the same
+    shard; everything else goes to each rank as it is. `Shard(x)` and `Replicate(x)` override that. Rows that do not
+    divide are split unequally, or padded by the workers, as `padding` says. One result per dp_rank comes back, in dp
+    order: concatenated if the results are batches, else as a list.
+    """
+    return _splitting_mode(f"nd_compute({mesh_name})", lambda group: group.mesh(mesh_name), padding)
+
+
+def make_dp_compute_dataproto_dispatch_fn(*, padding: Padding | None = None) -> DispatchMode:
+    """`Dispatch.DP_COMPUTE_PROTO`, with padding: like a mesh in which every rank has a shard of its own."""
+    return _splitting_mode(
+        Dispatch.DP_COMPUTE_PROTO.value, lambda group: MeshLayout.of_all_ranks(group.world_size), padding
     )
 
 
@@ -145,18 +166,30 @@ def register_dispatch_mode(
     Raises:
         ValueError: the name is taken.
     """
-    if name in _MODES:
-        raise ValueError(f"dispatch mode {name!r} is registered already; known modes: {sorted(_MODES)}")
     mode = DispatchMode(name=name, dispatch_fn=dispatch_fn, collect_fn=collect_fn, result_ranks_fn=result_ranks_fn)
-    _MODES[name] = mode
+    return _add_mode(mode)
+
+
+def _add_mode(mode: DispatchMode) -> DispatchMode:
+    if mode.name in _MODES:
+        raise ValueError(f"dispatch mode {mode.name!r} is registered already; known modes: {sorted(_MODES)}")
+    _MODES[mode.name] = mode
     return mode
 
 
-register_dispatch_mode(Dispatch.RANK_ZERO.value, _one_to_all, lambda _group, results: results[0], lambda _group: (0,))
+_add_mode(
+    DispatchMode(
+        name=Dispatch.RANK_ZERO.value,
+        dispatch_fn=_one_to_all,
+        collect_fn=lambda _group, results: results[0],
+        result_ranks_fn=lambda _group: (0,),
+        chains=True,
+    )
+)
 register_dispatch_mode(Dispatch.ONE_TO_ALL.value, _one_to_all, _as_list)
 register_dispatch_mode(Dispatch.ALL_TO_ALL.value, _all_to_all, _as_list)
 register_dispatch_mode(Dispatch.DP_COMPUTE.value, _all_to_all, _as_list)
-register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO.value, _split_over_ranks, _join)
+_add_mode(make_dp_compute_dataproto_dispatch_fn())
 
 
 def get_dispatch_mode(mode: DispatchMode | str) -> DispatchMode:
@@ -187,11 +220,12 @@ def register(
         blocking: whether the group's method waits and returns the result, or returns a future.
         timeout_s: deadline of each call in seconds; None takes the group's.
 
-    The function itself is returned unchanged. A subclass that overrides the method keeps its registration.
+    The function itself is returned unchanged. A subclass that overrides the method keeps its registration. An async
+    method runs to its end on an event loop of its process before the next call is begun.
 
     Raises:
         ValueError: an unknown mode, or `Execute.RANK_ZERO` with a mode that spreads data over ranks.
-        TypeError: an async or generator function.
+        TypeError: a generator function.
     """
     mode = get_dispatch_mode(dispatch_mode)
     if execute_mode is Execute.RANK_ZERO:
@@ -205,8 +239,8 @@ def register(
         execute_mode = Execute.RANK_ZERO
 
     def decorate(fn: _F) -> _F:
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            raise TypeError(f"{fn.__qualname__} is an async or generator function; register an ordinary method")
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(f"{fn.__qualname__} is a generator function; register a method that returns its result")
         spec = MethodSpec(
             name=fn.__name__,
             mode=mode,

@@ -29,18 +29,23 @@ class Worker:
         self._mesh_entries = {}
         return self
 
-    def register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+    def register_dispatch_collect_info(
+        self, mesh_name: str, dp_rank: int, is_collect: bool, *, dp_size: int | None = None
+    ) -> None:
         """Says which shard of a batch this rank gets in calls over `mesh_name`, and whether its result is collected.
 
-        Every rank of the group must register the mesh, every dp_rank from 0 must be there, and exactly one rank of
-        each dp_rank must collect; the group checks that at the first call over the mesh.
+        Every rank of the group must register the mesh, every dp_rank from 0 must be there, exactly one rank of each
+        dp_rank must collect, and the ranks that say `dp_size` must agree; the group checks that at the first call over
+        the mesh. Without `dp_size` it is one more than the highest dp_rank.
 
         Raises:
-            ValueError: a negative dp_rank, or the mesh is registered already with other values.
+            ValueError: a dp_rank that is negative or not below dp_size, or the mesh is registered already with other
+                values.
         """
-        if dp_rank < 0:
-            raise ValueError(f"mesh {mesh_name!r}: dp_rank must be 0 or more, got {dp_rank} on rank {self.rank}")
-        entry = MeshEntry(dp_rank=dp_rank, is_collect=is_collect)
+        if dp_rank < 0 or (dp_size is not None and dp_rank >= dp_size):
+            below = "" if dp_size is None else f" and below dp_size {dp_size}"
+            raise ValueError(f"mesh {mesh_name!r}: dp_rank must be 0 or more{below}, got {dp_rank} on rank {self.rank}")
+        entry = MeshEntry(dp_rank=dp_rank, is_collect=is_collect, dp_size=dp_size)
         known = self._mesh_entries.setdefault(mesh_name, entry)
         if known != entry:
             raise ValueError(
@@ -63,9 +68,10 @@ class Worker:
 
         Raises:
             ValueError: an unknown axis, a rank outside the mesh, or what `register_dispatch_collect_info` raises.
+            TypeError: `data_axes` is one string.
         """
         entry = entry_of_device_mesh(mesh_name, device_mesh, data_axes, {} if collect_at is None else collect_at)
-        self.register_dispatch_collect_info(mesh_name, entry.dp_rank, entry.is_collect)
+        self.register_dispatch_collect_info(mesh_name, entry.dp_rank, entry.is_collect, dp_size=entry.dp_size)
 
     def registered_meshes(self) -> dict[str, MeshEntry]:
         """This rank's entry of every mesh registered so far (a copy)."""

@@ -1,7 +1,20 @@
 """Worker groups of Ray actors. Needs the extra: `pip install tidemill-dispatch[ray]`."""
 
 from tidemill_dispatch.ray.future import CallFuture
-from tidemill_dispatch.ray.group import RayClassWithInitArgs, RayWorkerGroup
-from tidemill_dispatch.ray.pool import RayResourcePool
+from tidemill_dispatch.ray.group import RayWorkerGroup
+from tidemill_dispatch.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
+from tidemill_dispatch.ray.roles import RayClassWithInitArgs, create_colocated_worker_cls
 
-__all__ = ["CallFuture", "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"]
+DataProtoFuture = CallFuture
+"""The name that users of verl know."""
+
+__all__ = [
+    "CallFuture",
+    "DataProtoFuture",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "create_colocated_worker_cls",
+    "merge_resource_pool",
+    "split_resource_pool",
+]

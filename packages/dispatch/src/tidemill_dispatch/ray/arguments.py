@@ -1,16 +1,14 @@
-"""How arguments travel to the ranks: pickled once on the driver, before any rank is called."""
+"""How values travel: pickled once on the driver, before any rank is called."""
 
 import io
 import pickle
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
-
-from tidemill_dispatch.registry import RankCall
 
 _AS_THEY_ARE = (type(None), bool, int, float, ray.ObjectRef)
 # Ray carries arguments up to 100 KB inside the call. Measured on two cores: a small object through the store costs
@@ -42,7 +40,24 @@ class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImport
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ray.ObjectRef | ActorHandle):
             raise _HoldsRayReferenceError
+        if (torch := sys.modules.get("torch")) is not None and type(obj) is torch.Tensor and _is_plain(obj):
+            # torch would write the whole storage that the tensor is a slice of, and copy it three times.
+            array = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor_of, (pickle.PickleBuffer(array), obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
+
+
+def _is_plain(tensor: Any) -> bool:
+    simple = not (tensor.is_sparse or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+    return tensor.device.type == "cpu" and not tensor.requires_grad and simple and tensor.numel() > 0
+
+
+def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor of its own: torch knows no read-only tensors, and writing to shared bytes would change other ranks'."""
+    import torch
+
+    copy = bytearray(buffer)
+    return torch.frombuffer(copy, dtype=dtype).reshape(shape)
 
 
 def pack(what: str, value: Any) -> Any:
@@ -68,24 +83,5 @@ def pack(what: str, value: Any) -> Any:
     return Packed(file.getvalue(), tuple(bytearray(buffer) for buffer in buffers))
 
 
-def pack_calls(call: str, calls: Sequence[RankCall]) -> list[list[Any]]:
-    """Packs each rank's arguments, positional then keyword values, flat.
-
-    Every distinct object is pickled, and stored, once, however many ranks get it. All are packed before any rank is
-    called: an argument that cannot be pickled leaves no rank waiting for the others.
-
-    Raises:
-        TypeError: an argument cannot be pickled; the text names it.
-    """
-    packed: dict[int, Any] = {}
-
-    def once(name: str, value: Any) -> Any:
-        if id(value) not in packed:
-            packed[id(value)] = pack(f"{name} of {call}", value)
-        return packed[id(value)]
-
-    return [
-        [once(f"argument {i}", value) for i, value in enumerate(args)]
-        + [once(f"argument {key!r}", value) for key, value in kwargs.items()]
-        for args, kwargs in calls
-    ]
+def unpacked(value: Any) -> Any:
+    return value.unpack() if isinstance(value, Packed) else value

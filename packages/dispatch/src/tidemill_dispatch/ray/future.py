@@ -1,14 +1,18 @@
 """A call that is under way on some ranks of a group."""
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from tidemill_dispatch.errors import CallTimeoutError, WorkerDiedError, WorkerError
-from tidemill_dispatch.ray.host import Failure
+from tidemill_dispatch.ray.failure import Failure
+from tidemill_dispatch.sharding import DeferredRows, DeferredShard
 
 # After a rank raised, how long to look at the other ranks before its error is raised on the driver. A rank that was
 # killed makes its peers' collectives fail at once, often before Ray reports the death: the death is the cause.
@@ -19,41 +23,63 @@ _WATCH_S = 2.0
 _FETCH_S = 60.0
 
 
-class CallFuture:
-    """The result of a call of a method that is registered with `blocking=False`. Made by a group.
+class Processes(Protocol):
+    """What a call has to know of the processes that it runs in."""
 
-    `get` may be called again: it returns the same result, or raises the same error.
+    workers: list[Any]
+    death: WorkerDiedError | None
+
+    def note_death(self, error: WorkerDiedError) -> None: ...
+
+    def host(self, rank: int) -> str: ...
+
+    def node(self, rank: int) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingCall:
+    """A call as it was sent.
+
+    Attributes:
+        group: name of the group (with the role, if it has several).
+        receipts, values: what each rank returns: a receipt from every rank that was called, a value from those whose
+            result is sent, in the order in which the mode collects them.
+        collect: makes the caller's result of the values.
+        chains: the values are parts of one batch.
+        timeout_s: deadline in seconds after the call was made, or after the calls that it takes rows from ended.
+        upstreams: the calls that it takes rows from.
     """
 
-    def __init__(
-        self,
-        *,
-        group: str,
-        method: str,
-        receipts: Mapping[int, ray.ObjectRef],
-        values: Mapping[int, ray.ObjectRef],
-        pings: Mapping[int, Callable[[], ray.ObjectRef]],
-        collect: Callable[[list[Any]], Any],
-        timeout_s: float,
-        host_of: Callable[[int], str],
-        on_death: Callable[[WorkerDiedError], None],
-    ):
-        self._group = group
-        self._method = method
-        self._pending = {ref: rank for rank, ref in receipts.items()}
-        self._values = dict(values)
-        self._pings = dict(pings)  # of the ranks that were not called: they may be what the others wait for
+    processes: Processes
+    group: str
+    method: str
+    receipts: Mapping[int, ray.ObjectRef]
+    values: Mapping[int, ray.ObjectRef]
+    collect: Callable[[list[Any]], Any]
+    chains: bool
+    timeout_s: float
+    upstreams: Sequence["CallFuture"] = ()
+
+
+class CallFuture(DeferredRows):
+    """The result of a call of a method that is registered with `blocking=False`. Made by a group.
+
+    `get` may be called again: it returns the same result, or raises the same error. `await future` is `get` without
+    blocking the event loop. Given to another call as an argument, the rows go from worker to worker; that works before
+    and after `get`, and as long as the future is kept the store keeps the rows.
+    """
+
+    def __init__(self, call: PendingCall):
+        self.call = call
+        self._pending = {ref: rank for rank, ref in call.receipts.items()}
         self._watched: dict[int, ray.ObjectRef] = {}
         self._next_watch = time.monotonic() + _WATCH_S
-        self._collect = collect
-        self._timeout_s = timeout_s
-        self._host_of = host_of
-        self._on_death = on_death
         self._started = time.monotonic()
         self._failures: dict[int, Failure] = {}
         self._first_failure = 0.0
         self._error: Exception | None = None
         self._result: list[Any] = []
+        self._lock = threading.RLock()
 
     @property
     def still_running(self) -> tuple[int, ...]:
@@ -62,118 +88,187 @@ class CallFuture:
 
     def done(self) -> bool:
         """Whether every rank has answered, or one has failed: `get` then returns or raises without a long wait."""
-        if self._error is None and not self._result:
-            self._poll(0.0)
+        self._poll(0.0)
         return self._error is not None or bool(self._failures) or not self._pending
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Waits for the ranks and returns what the mode's `collect_fn` makes of their results.
 
         Args:
-            timeout_s: seconds to wait from now; None takes what is left of the call's own deadline, which counts from
-                the moment the call was made.
+            timeout_s: seconds to wait from now; None takes what is left of the call's own deadline.
 
         Raises:
-            WorkerError: a rank raised. The other ranks are not waited for beyond a second.
+            WorkerError: a rank raised, of this call or of one that it takes rows from. The other ranks are not waited
+                for beyond a second.
             WorkerDiedError: a rank's process ended.
             CallTimeoutError: ranks were still running at the deadline; `get` may be called again.
         """
-        if self._error is None and not self._result:
-            now = time.monotonic()
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
-            self._finish(limit_s, self._started + limit_s if timeout_s is None else now + limit_s)
+        if not self._result and self._error is None:
+            self._finish(timeout_s, None if timeout_s is None else time.monotonic() + timeout_s)
         if self._error is not None:
             raise self._error
         return self._result[0]
 
-    def _finish(self, limit_s: float, deadline: float) -> None:
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.get).__await__()
+
+    def chunk(self, n: int) -> list[DeferredShard]:
+        """n shards in row order for another call, which takes the rows from the workers that made them.
+
+        Raises:
+            TypeError: the method's mode does not make one batch of its results.
+        """
+        if not self.call.chains:
+            raise TypeError(
+                f"the results of {self.call.method!r} of group {self.call.group!r} are not parts of one batch, so its "
+                "future cannot be an argument; call get() and pass what it returns"
+            )
+        return [DeferredShard(self, index, n) for index in range(n)]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"it holds the future of {self.call.method!r}: pass a future as an argument by itself, or call get()"
+        )
+
+    def _finish(self, limit_s: float | None, deadline: float | None) -> None:
         while self._pending and self._error is None:
-            until = self._first_failure + GRACE_S if self._failures else deadline
+            until = self._first_failure + GRACE_S if self._failures else self._deadline(deadline)
             remaining = until - time.monotonic()
             self._poll(max(0.0, min(remaining, _WAIT_SLICE_S)))
             if remaining > 0 or not self._pending or self._error is not None:
                 continue
             if self._failures:
                 break
-            raise self._timeout(limit_s)
-        if self._error is None and not self._failures:
-            self._fetch(limit_s, max(deadline - time.monotonic(), _FETCH_S))
-        if self._error is None and self._failures:
-            self._error = self._worker_error()
+            if self._deadline(deadline) <= time.monotonic():  # an upstream that just ended moves it
+                raise self._timeout(limit_s)
+        with self._lock:
+            if self._error is None and not self._failures:
+                self._fetch(limit_s, max(self._deadline(deadline) - time.monotonic(), _FETCH_S))
+            if self._error is None and self._failures:
+                self._error = self._upstream_error() or self._worker_error()
 
-    def _fetch(self, limit_s: float, wait_s: float) -> None:
+    def _deadline(self, explicit: float | None) -> float:
+        if explicit is not None:
+            return explicit
+        running = [upstream._deadline(None) for upstream in self.call.upstreams if upstream._pending]
+        return min(running, default=self._started + self.call.timeout_s)
+
+    def _fetch(self, limit_s: float | None, wait_s: float) -> None:
+        if self._result:
+            return
         try:
-            values = ray.get(list(self._values.values()), timeout=wait_s)
+            values = ray.get(list(self.call.values.values()), timeout=wait_s)
         except GetTimeoutError:
             raise self._timeout(limit_s) from None
         except RayError:  # a result that cannot be pickled, or that is lost with its node: find whose
-            for rank, ref in self._values.items():
+            for rank, ref in self.call.values.items():
                 try:
                     ray.get(ref, timeout=wait_s)
                 except RayError as error:
-                    self._failures[rank] = Failure.of_ray(self._host_of(rank), error)
+                    self._failures[rank] = Failure.of_ray(self._host(rank), error)
             return
-        self._result.append(self._collect(values))
-        self._values.clear()
+        self._result.append(self.call.collect(values))
 
     def _poll(self, wait_s: float) -> None:
         """Waits up to `wait_s` for all ranks, then takes in every rank that has answered."""
-        if not self._pending or self._error is not None:
+        with self._lock:
+            if not self._pending or self._error is not None:
+                return
+            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=wait_s)
+            if ready:
+                self._take(ready)
+            if self._pending and self._error is None:
+                self._error = self.call.processes.death
+            for upstream in self.call.upstreams if self._pending else ():
+                self._poll_upstream(upstream)
+            if self._pending and time.monotonic() >= self._next_watch:
+                self._watch()
+
+    def _poll_upstream(self, upstream: "CallFuture") -> None:
+        if not upstream._pending:
             return
-        ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=wait_s)
-        if ready:
-            self._take(ready)
-        if self._pings and self._pending and time.monotonic() >= self._next_watch:
-            self._watch()
+        upstream._poll(0.0)
+        self._started = time.monotonic()  # this call's time counts from the end of those before it
+        if self._error is None:
+            self._error = upstream._settled_error()
 
     def _take(self, ready: list[ray.ObjectRef]) -> None:
         ranks = [self._pending.pop(ref) for ref in ready]
         try:
-            failures = ray.get(ready)  # in one call where nothing went wrong
+            receipts = ray.get(ready)  # in one call where nothing went wrong
         except RayError:
-            failures = []
+            receipts = []
             for rank, ref in zip(ranks, ready, strict=True):
-                failures.append(self._receipt(rank, ref))
+                receipts.append(self._receipt(rank, ref))
                 if self._error is not None:
                     return
-        failed = {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure is not None}
+        failed = {rank: r for rank, r in zip(ranks, receipts, strict=True) if isinstance(r, Failure)}
         if failed and not self._failures:
             self._first_failure = time.monotonic()
         self._failures.update(failed)
 
-    def _receipt(self, rank: int, ref: ray.ObjectRef) -> Failure | None:
+    def _receipt(self, rank: int, ref: ray.ObjectRef) -> Failure | int | None:
         try:
             return ray.get(ref)
+        except RayTaskError as error:  # Ray could not bring an argument: what it came from was lost, or cannot be read
+            return Failure.of_ray(self._host(rank), error)
         except RayActorError as error:
             self._error = self._died(rank, error)
-            self._on_death(self._error)
-        except RayError as error:  # outside the worker's method, for example while Ray unpickled an argument
-            return Failure.of_ray(self._host_of(rank), error)
+            self.call.processes.note_death(self._error)
+        except RayError as error:
+            return Failure.of_ray(self._host(rank), error)
+        return None
 
     def _watch(self) -> None:
-        """Looks whether the ranks that were not called are alive."""
+        """Looks whether the ranks that were not called are alive: they may be what the others wait for."""
         self._next_watch = time.monotonic() + _WATCH_S
-        for rank, ping in self._pings.items():
-            if rank not in self._watched:
-                self._watched[rank] = ping()
+        for rank, worker in enumerate(self.call.processes.workers):
+            if rank not in self.call.receipts and rank not in self._watched:
+                self._watched[rank] = worker.tidemill_ping.remote()
+        if not self._watched:
+            return
         answered, _ = ray.wait(list(self._watched.values()), num_returns=len(self._watched), timeout=0)
         for rank in [rank for rank, ref in self._watched.items() if ref in answered]:
             self._receipt(rank, self._watched.pop(rank))
 
-    def _timeout(self, limit_s: float) -> CallTimeoutError:
+    def _settled_error(self) -> Exception | None:
+        """The error of a call that has failed for certain."""
+        over = not self._pending or time.monotonic() > self._first_failure + GRACE_S
+        if self._error is None and self._failures and over:
+            self._error = self._upstream_error() or self._worker_error()
+        return self._error
+
+    def _upstream_error(self) -> Exception | None:
+        """What made the calls fail that this one takes rows from; its own failures follow from that."""
+        for upstream in self.call.upstreams:
+            upstream._poll(0.0)
+            if (error := upstream._settled_error()) is not None:
+                return error
+        return None
+
+    def _timeout(self, limit_s: float | None) -> CallTimeoutError:
+        for upstream in self.call.upstreams:
+            if upstream._pending:
+                return upstream._timeout(limit_s)
         return CallTimeoutError(
-            group=self._group, method=self._method, timeout_s=limit_s, still_running=self.still_running
+            group=self.call.group,
+            method=self.call.method,
+            timeout_s=self.call.timeout_s if limit_s is None else limit_s,
+            still_running=self.still_running,
         )
+
+    def _host(self, rank: int) -> str:
+        return self.call.processes.host(rank)
 
     def _lines(self, ranks: Sequence[int]) -> tuple[str, ...]:
         return tuple(f"rank {r}: {self._failures[r].error_type}: {self._failures[r].error_message}" for r in ranks)
 
     def _died(self, rank: int, error: RayActorError) -> WorkerDiedError:
         return WorkerDiedError(
-            group=self._group,
+            group=self.call.group,
             rank=rank,
-            host=self._host_of(rank),
-            method=self._method,
+            host=self._host(rank),
+            method=self.call.method,
             reason=" ".join(str(error).split()).split(" Some common causes include")[0],
             other_errors=self._lines(sorted(self._failures)),
         )
@@ -182,10 +277,10 @@ class CallFuture:
         first, *others = sorted(self._failures, key=lambda rank: self._failures[rank].time_s)
         failure = self._failures[first]
         return WorkerError(
-            group=self._group,
+            group=self.call.group,
             rank=first,
             host=failure.host,
-            method=self._method,
+            method=self.call.method,
             error_type=failure.error_type,
             error_message=failure.error_message,
             remote_traceback=failure.remote_traceback,

@@ -1,48 +1,24 @@
-"""A group of Ray actors that run one worker class, called as one."""
+"""A group of workers, called as one."""
 
 import inspect
-import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-import ray
-from ray.exceptions import RayActorError
-
-from tidemill_dispatch.errors import WorkerDiedError
+from tidemill_dispatch.errors import CallTimeoutError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
-from tidemill_dispatch.ray.arguments import pack, pack_calls
-from tidemill_dispatch.ray.future import CallFuture
-from tidemill_dispatch.ray.host import HostInfo, WorkerHost, host_class
+from tidemill_dispatch.ray.future import CallFuture, PendingCall
+from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
-from tidemill_dispatch.registry import Execute, MethodSpec, RankCall, registered_methods
+from tidemill_dispatch.ray.processes import WorkerProcesses, find_processes, start_processes
+from tidemill_dispatch.ray.roles import ONLY_ROLE, ColocatedClasses, RayClassWithInitArgs, public_methods, roles_of
+from tidemill_dispatch.registry import Execute, MethodSpec, registered_methods
+from tidemill_dispatch.sharding import RankCall
 from tidemill_dispatch.worker import Worker
 
-_GONE_S = 10.0
-_logger = logging.getLogger(__name__)
-_RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-_START_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
-
-
-class RayClassWithInitArgs:
-    """A worker class and the arguments of its constructor, for every rank alike.
-
-    `cls` is the plain class, not the result of `ray.remote(cls)`. The arguments are pickled once per group.
-    """
-
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any):
-        if not isinstance(cls, type) or not issubclass(cls, Worker):
-            raise TypeError(
-                f"expected a subclass of tidemill_dispatch.Worker (the plain class, without ray.remote), got {cls!r}"
-            )
-        inspect.signature(cls).bind(*args, **kwargs)
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
+_Methods = Mapping[str, tuple[MethodSpec, inspect.Signature]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,99 +37,173 @@ class GroupMethod:
 
 
 class RayWorkerGroup:
-    """Starts one actor per rank of `resource_pool` and offers the worker's registered methods as its own.
+    """Starts one actor per process of `resource_pool` and offers the worker's registered methods as its own.
 
     Args:
         resource_pool: how many processes, where, with what resources.
-        ray_cls_with_init: the worker class and its constructor's arguments.
-        name_prefix: the group's name in errors.
+        ray_cls_with_init: the worker class and its constructor's arguments, or several by role, as
+            `create_colocated_worker_cls` makes them: then `spawn` gives a group for each role.
+        name_prefix: the group's name in errors, and the name by which it is found.
         env_vars: environment of the workers, set before the worker's class (and torch) is imported.
         timeout_s: deadline of each call in seconds, the start included, unless `@register` says otherwise.
         blocking: wait until every worker is constructed. With False the constructors run while the caller starts
             other groups; `wait_ready`, or the first call, waits and raises what they raised.
+        lifetime: None; "named": others find the group by `from_detached` while this driver runs; "detached": also
+            after it, until somebody calls `shutdown`.
 
     Every method runs in the main thread of its process, one at a time, in the order in which the driver called.
 
     Raises:
         WorkerError: a worker's constructor raised (method "__init__"); nothing of the group is left.
-        RuntimeError: the resources were not free, see `RayResourcePool.placement_timeout_s`.
-        ValueError: a registered method has the name of an attribute of this class, or `env_vars` holds a variable that
-            the group sets itself or that is read only when a process starts.
+        RuntimeError: the resources were not free, see `RayResourcePool`.
+        ValueError: a registered method has the name of an attribute of this class; a group of this name exists; or
+            `env_vars` holds a variable that the group sets itself or that is read only when a process starts.
     """
 
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedClasses,
         *,
         name_prefix: str,
         env_vars: Mapping[str, str] | None = None,
         timeout_s: float = 1800.0,
         blocking: bool = True,
+        lifetime: Literal["named", "detached"] | None = None,
     ):
-        cls = ray_cls_with_init.cls
-        self.name = name_prefix
-        self.world_size = resource_pool.world_size
-        self.workers: list[Any] = []
-        self._cls = cls
-        self._timeout_s = timeout_s
-        self._methods = _bind_methods(cls, type(self))
-        self._layouts: dict[str, MeshLayout] = {}
-        self._infos: list[ray.ObjectRef] = []
-        self._hosts: list[HostInfo] = []
-        self._death: WorkerDiedError | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-        payload = pack(f"{cls.__name__} or its arguments", (cls, ray_cls_with_init.args, ray_cls_with_init.kwargs))
-        env = _checked_env({} if env_vars is None else env_vars)
-        self._placement = resource_pool.place(name_prefix)
-        try:
-            self._start(resource_pool, payload, env)
-            if blocking:
+        if lifetime not in (None, "named", "detached"):
+            raise ValueError(f"lifetime must be None, 'named' or 'detached', got {lifetime!r}")
+        roles = roles_of(ray_cls_with_init)
+        methods = {role: _bind_methods(init.cls, type(self)) for role, init in roles.items()}
+        processes = start_processes(
+            resource_pool,
+            roles,
+            name=name_prefix,
+            env_vars={} if env_vars is None else env_vars,
+            timeout_s=timeout_s,
+            lifetime=lifetime,
+        )
+        self._set(processes, {role: init.cls for role, init in roles.items()}, methods, ONLY_ROLE)
+        if blocking:
+            try:
                 self.wait_ready()
-        except BaseException:
-            self.shutdown()
-            raise
+            except BaseException:
+                self.shutdown()
+                raise
 
-    def _start(self, pool: RayResourcePool, payload: Any, env: dict[str, str]) -> None:
-        actor_class = ray.remote(host_class(self._cls, _public_methods(self._cls)))
-        for rank in range(self.world_size):
-            options = {
-                "num_cpus": pool.num_cpus_per_worker,
-                "num_gpus": pool.num_gpus_per_worker,
-                "scheduling_strategy": self._placement.strategy(rank),
-            }
-            self.workers.append(actor_class.options(**options).remote())
-        # The ranks learn of each other through Ray, without the driver: the constructors start as soon as all are up.
-        self._infos = [worker.tidemill_describe.remote() for worker in self.workers]
-        pairs = {
-            rank: worker.tidemill_construct.remote(payload, env, rank, *self._infos)
-            for rank, worker in enumerate(self.workers)
-        }
-        self._ready = self._future("__init__", pairs, [], lambda _: None, self._timeout_s)
+    def _set(
+        self,
+        processes: WorkerProcesses,
+        classes: Mapping[str, type[Worker]],
+        methods: Mapping[str, _Methods],
+        role: str,
+    ) -> None:
+        self.name = processes.record.name if role == ONLY_ROLE else f"{processes.record.name}/{role}"
+        self.world_size = processes.record.world_size
+        self.workers = processes.workers
+        self._processes = processes
+        self._classes = classes
+        self._all_methods = methods
+        self._role = role
+        self._methods: _Methods = methods.get(role, {})
+        self._tables: list[dict[str, MeshEntry]] = []
+        self._layouts: dict[str, MeshLayout] = {}
+
+    @classmethod
+    def from_detached(cls, name_prefix: str, *, timeout_s: float = 60.0) -> Self:
+        """Finds a group that was started with `lifetime="named"` or `"detached"`, from any process of the cluster.
+
+        Its methods are called and it is shut down as by its maker; only one of those who hold it may call at a time,
+        or the ranks get the calls in different orders. Leaving it alone lets it live.
+
+        Args:
+            timeout_s: how long to wait for its first rank, which answers after the call that it is in.
+
+        Raises:
+            ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+        """
+        processes, classes = find_processes(name_prefix, timeout_s)
+        group = cls.__new__(cls)
+        group._set(processes, classes, {role: _bind_methods(c, cls) for role, c in classes.items()}, ONLY_ROLE)
+        group.wait_ready()
+        return group
+
+    def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, Self]:
+        """A group for each role of colocated workers, or for those in `prefix_set`; they share the processes.
+
+        Shutting one down ends the processes of all.
+
+        Raises:
+            ValueError: a role that the group does not have, or the group has no roles.
+        """
+        known = [role for role in self._classes if role != ONLY_ROLE]
+        roles = known if prefix_set is None else list(prefix_set)
+        if not known:
+            raise ValueError(f"group {self.name!r} has one worker class; create_colocated_worker_cls makes roles")
+        if unknown := [role for role in roles if role not in known]:
+            raise ValueError(f"group {self.name!r} has no roles {unknown}; its roles are {known}")
+        groups = {}
+        for role in roles:
+            groups[role] = type(self).__new__(type(self))
+            groups[role]._set(self._processes, self._classes, self._all_methods, role)
+        return groups
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Waits until every worker's constructor has returned; raises as `CallFuture.get` does."""
-        if not self._hosts:
-            self._ready.get(timeout_s)
-            self._hosts = ray.get(self._infos)
+        self._processes.wait_ready(timeout_s)
+
+    def check_alive(self, timeout_s: float = 1.0) -> None:
+        """Looks whether every worker is alive, for at most `timeout_s`; one that is busy for longer counts as alive.
+
+        A call notices a death by itself; this is for a group that is not called for a while.
+
+        Raises:
+            WorkerDiedError: one is not; the text names it.
+        """
+        self._processes.check_usable()
+        self.wait_ready()
+        pings = {rank: worker.tidemill_ping.remote() for rank, worker in enumerate(self.workers)}
+        call = PendingCall(
+            processes=self._processes,
+            group=self.name,
+            method="check_alive",
+            receipts=pings,
+            values={},
+            collect=lambda _: None,
+            chains=False,
+            timeout_s=timeout_s,
+        )
+        with suppress(CallTimeoutError):  # a busy worker answers later
+            CallFuture(call).get()
 
     def mesh(self, name: str) -> MeshLayout:
-        """The checked layout of a mesh that the workers registered; asked of them once.
+        """The checked layout of a mesh that the workers registered.
+
+        The workers are asked for all their meshes at the first call over one, and again for one that was not there.
 
         Raises:
             ValueError: no rank registered it (the text lists the known ones), or it does not hold together.
         """
         if name not in self._layouts:
-            ranks = range(self.world_size)
-            query = self._submit("registered_meshes", [((), {})] * self.world_size, ranks, ranks, list, self._timeout_s)
-            tables: list[dict[str, MeshEntry]] = query.get()
-            known = sorted({mesh for table in tables for mesh in table})
+            if not self._tables or not all(name in table for table in self._tables):
+                self._tables = self._ask_meshes()
+            known = sorted({mesh for table in self._tables for mesh in table})
             if name not in known:
                 raise ValueError(f"group {self.name!r} has no mesh {name!r}; its workers registered {known}")
-            entries = [table.get(name) for table in tables]
-            self._layouts[name] = MeshLayout.from_entries(name, entries)
+            self._layouts[name] = MeshLayout.from_entries(name, [table.get(name) for table in self._tables])
         return self._layouts[name]
+
+    def _ask_meshes(self) -> list[dict[str, MeshEntry]]:
+        ranks = range(self.world_size)
+        return self._submit(
+            "registered_meshes",
+            [((), {})] * self.world_size,
+            ranks=ranks,
+            result_ranks=ranks,
+            collect=list,
+            chains=False,
+            timeout_s=self._processes.record.timeout_s,
+        ).get()
 
     def dp_size(self, mesh: str) -> int:
         """Number of shards into which calls over `mesh` split a batch."""
@@ -170,101 +220,57 @@ class RayWorkerGroup:
         return self._submit(
             spec.name,
             calls,
-            range(1 if spec.execute_mode is Execute.RANK_ZERO else self.world_size),
-            spec.mode.result_ranks_fn(self),
-            lambda results: spec.mode.collect_fn(self, results),
-            self._timeout_s if spec.timeout_s is None else spec.timeout_s,
+            ranks=range(1 if spec.execute_mode is Execute.RANK_ZERO else self.world_size),
+            result_ranks=spec.mode.result_ranks_fn(self),
+            collect=lambda results: spec.mode.collect_fn(self, results),
+            chains=spec.mode.chains,
+            timeout_s=self._processes.record.timeout_s if spec.timeout_s is None else spec.timeout_s,
         )
 
     def _submit(
         self,
         method: str,
         calls: Sequence[RankCall],
+        *,
         ranks: Sequence[int],
         result_ranks: Sequence[int],
         collect: Callable[[list[Any]], Any],
+        chains: bool,
         timeout_s: float,
     ) -> CallFuture:
-        self._check_usable()
+        self._processes.check_usable()
         self.wait_ready()
-        flat_calls = pack_calls(f"{self._cls.__name__}.{method}", [calls[rank] for rank in ranks])
-        # Under the lock, so that calls of several driver threads reach every rank in the same order.
-        with self._lock:
+        name = f"{self._classes[self._role].__name__}.{method}"
+        flat_calls, links = pack_calls(name, [calls[rank] for rank in ranks], ranks, self._processes.node)
+        with self._processes.lock:
             pairs = {
                 rank: self.workers[rank].tidemill_call.remote(
-                    (method, rank in result_ranks, len(calls[rank][0]), tuple(calls[rank][1])), *flat
+                    (self._role, method, rank in result_ranks, len(calls[rank][0]), tuple(calls[rank][1])),
+                    *flat,
+                    *links.receipts,
                 )
                 for rank, flat in zip(ranks, flat_calls, strict=True)
             }
-        return self._future(method, pairs, result_ranks, collect, timeout_s)
-
-    def _future(
-        self,
-        method: str,
-        pairs: Mapping[int, tuple[ray.ObjectRef, ray.ObjectRef]],
-        result_ranks: Sequence[int],
-        collect: Callable[[list[Any]], Any],
-        timeout_s: float,
-    ) -> CallFuture:
         return CallFuture(
-            group=self.name,
-            method=method,
-            receipts={rank: pair[0] for rank, pair in pairs.items()},
-            values={rank: pairs[rank][1] for rank in result_ranks},
-            pings={rank: worker.tidemill_ping.remote for rank, worker in enumerate(self.workers) if rank not in pairs},
-            collect=collect,
-            timeout_s=timeout_s,
-            host_of=lambda rank: (
-                f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
-            ),
-            on_death=self._note_death,
+            PendingCall(
+                processes=self._processes,
+                group=self.name,
+                method=method,
+                receipts={rank: pair[0] for rank, pair in pairs.items()},
+                values={rank: pairs[rank][1] for rank in result_ranks},
+                collect=collect,
+                chains=chains,
+                timeout_s=timeout_s,
+                upstreams=tuple(links.futures),
+            )
         )
-
-    def _note_death(self, error: WorkerDiedError) -> None:
-        self._death = error
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"group {self.name!r} was shut down; start a new one")
-        if self._death is not None:
-            raise self._death
 
     def shutdown(self) -> None:
         """Kills the workers and what they started, gives the resources back, and waits until the processes are gone.
 
         It does not wait for calls that are under way. It may be called again, and after `ray.shutdown()`.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if not ray.is_initialized():
-            return
-        groups = self._local_process_groups()
-        for worker in self.workers:
-            ray.kill(worker, no_restart=True)
-        self._placement.remove()
-        deadline = time.monotonic() + _GONE_S
-        while left := [group for group in groups if _exists(group)]:
-            if time.monotonic() > deadline:
-                _logger.warning(
-                    "processes of group %r are still there %g s after they were killed: %s", self.name, _GONE_S, left
-                )
-                return
-            time.sleep(0.02)
-
-    def _local_process_groups(self) -> list[int]:
-        """Process groups of the workers on this machine. Ray starts every worker as the leader of its own."""
-        ready, _ = ray.wait(self._infos, num_returns=len(self._infos), timeout=0) if self._infos else ([], [])
-        here = ray.get_runtime_context().get_node_id()
-        groups = []
-        for ref in ready:
-            try:
-                info: HostInfo = ray.get(ref)
-            except RayActorError:  # died before it could tell: gone already
-                continue
-            if info.node_id == here and info.process_group == info.pid:
-                groups.append(info.process_group)
-        return groups
+        self._processes.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -280,49 +286,22 @@ class RayWorkerGroup:
         if name in self._methods:
             spec, signature = self._methods[name]
             return GroupMethod(self, spec, signature)
-        advice = "it exists but lacks @register" if name in dict(_public_methods(self._cls)) else "no such method"
+        if self._role not in self._classes:
+            raise AttributeError(
+                f"group {self.name!r} has roles {list(self._classes)}: call {name!r} on one of the groups that "
+                "spawn() returns"
+            )
+        cls = self._classes[self._role]
+        advice = "it exists but lacks @register" if name in public_methods(cls) else "no such method"
         raise AttributeError(
-            f"{self._cls.__name__}.{name} cannot be called on group {self.name!r}: {advice}; "
+            f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {advice}; "
             f"registered methods: {sorted(self._methods)}"
         )
 
 
-def _exists(process_group: int) -> bool:
-    try:
-        os.killpg(process_group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _bind_methods(cls: type[Worker], group_cls: type) -> dict[str, tuple[MethodSpec, inspect.Signature]]:
+def _bind_methods(cls: type[Worker], group_cls: type) -> _Methods:
     methods = {name: (spec, inspect.signature(getattr(cls, name))) for name, spec in registered_methods(cls).items()}
     taken = sorted(set(methods) & (set(dir(group_cls)) | {"name", "world_size", "workers"}))
     if taken:
         raise ValueError(f"{cls.__name__} registers {taken}, which a worker group has itself; rename the methods")
     return methods
-
-
-def _public_methods(cls: type[Worker]) -> dict[str, Any]:
-    """Functions of the user's classes (not of Worker) by name, for calls through a bare actor handle."""
-    bases = [base for base in cls.__mro__ if base not in Worker.__mro__]
-    found = {name: value for base in reversed(bases) for name, value in vars(base).items()}
-    return {
-        name: value
-        for name, value in found.items()
-        if inspect.isfunction(value) and not name.startswith("_") and name not in vars(WorkerHost)
-    }
-
-
-def _checked_env(env_vars: Mapping[str, str]) -> dict[str, str]:
-    wrong_type = {key: value for key, value in env_vars.items() if not isinstance(value, str)}
-    if wrong_type:
-        raise TypeError(f"env_vars must map str to str, got {wrong_type}; write the values as strings")
-    if taken := sorted(_RANK_VARIABLES & set(env_vars)):
-        raise ValueError(f"env_vars may not hold {taken}: the group sets them for each rank")
-    if late := sorted(_START_VARIABLES & set(env_vars)):
-        raise ValueError(
-            f"env_vars may not hold {late}: they are read when a process starts, before the group can set them; "
-            "set them in ray.init(runtime_env={'env_vars': ...}) or in the shell"
-        )
-    return dict(env_vars)

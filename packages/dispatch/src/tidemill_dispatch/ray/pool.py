@@ -1,89 +1,156 @@
-"""Where a group's processes go: a description of the resources, and the placement groups that hold them."""
+"""How many processes groups get, on how many nodes, with what resources."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tidemill_dispatch.ray.reservation import Placement, Reservation
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Reserved resources. `slots[rank]` is the placement group and the bundle of that rank."""
-
-    slots: tuple[tuple[PlacementGroup, int], ...]
-
-    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        group, index = self.slots[rank]
-        return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-
-    def remove(self) -> None:
-        """Gives the resources back. What still runs on them is killed by Ray."""
-        for group in {group.id: group for group, _ in self.slots}.values():
-            remove_placement_group(group)
+_Slot = tuple[Reservation, int, int]
+"""A reservation, the node among its nodes, and the process among its processes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RayResourcePool:
-    """How many processes a group has, on how many nodes, and what each of them gets.
+    """A number of processes on a number of nodes, for one group or for several.
 
-    Attributes:
+    The resources are reserved when the first group starts and given back when the last one ends.
+
+    Args:
         process_on_nodes: processes per node; the processes of one entry share a node. Ranks count through the entries.
-        num_cpus_per_worker, num_gpus_per_worker: what Ray reserves for each process; fractions share a device.
+        num_cpus_per_worker, num_gpus_per_worker: what is reserved for each process; fractions share a device.
+        max_colocate_count: how many groups may use the pool at a time. Each of their workers gets this part of a
+            process's resources, so that rank r of every group is on the same device.
         placement_timeout_s: how long to wait for the resources to be free.
+
+    Raises:
+        ValueError: no nodes, a count below 1, negative or no resources, or a share of several GPUs that is no whole
+            number of them.
     """
 
-    process_on_nodes: Sequence[int]
-    num_cpus_per_worker: float = 1
-    num_gpus_per_worker: float = 0
-    placement_timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not self.process_on_nodes or any(count < 1 for count in self.process_on_nodes):
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        *,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        max_colocate_count: int = 1,
+        placement_timeout_s: float = 30.0,
+    ):
+        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(
-                f"process_on_nodes must hold a count of at least 1 for each node, got {list(self.process_on_nodes)}"
+                f"process_on_nodes must hold a count of at least 1 for each node, got {list(process_on_nodes)}"
             )
-        if self.num_cpus_per_worker < 0 or self.num_gpus_per_worker < 0:
+        if num_cpus_per_worker < 0 or num_gpus_per_worker < 0:
             raise ValueError(
-                f"a worker's resources must be 0 or more, got num_cpus_per_worker={self.num_cpus_per_worker}, "
-                f"num_gpus_per_worker={self.num_gpus_per_worker}"
+                f"a worker's resources must be 0 or more, got num_cpus_per_worker={num_cpus_per_worker}, "
+                f"num_gpus_per_worker={num_gpus_per_worker}"
             )
-        if self.num_cpus_per_worker == 0 and self.num_gpus_per_worker == 0:
+        if num_cpus_per_worker == 0 and num_gpus_per_worker == 0:
             raise ValueError("a worker needs some num_cpus_per_worker or num_gpus_per_worker, got 0 of both")
+        if max_colocate_count < 1:
+            raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
+        share = num_gpus_per_worker / max_colocate_count
+        if share > 1 and not share.is_integer():
+            raise ValueError(
+                f"{num_gpus_per_worker:g} GPUs for {max_colocate_count} groups are {share:g} for each worker, and Ray "
+                "shares one GPU or gives whole ones; use a multiple of max_colocate_count, or less"
+            )
+        bundle = {"CPU": float(num_cpus_per_worker), "GPU": float(num_gpus_per_worker)}
+        bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
+        reservation = Reservation(process_on_nodes, bundle, max_colocate_count, placement_timeout_s)
+        nodes = [node for node, count in enumerate(process_on_nodes) for _ in range(count)]
+        self._slots: tuple[_Slot, ...] = tuple((reservation, node, i) for i, node in enumerate(nodes))
+        self.num_cpus_per_worker = num_cpus_per_worker
+        self.num_gpus_per_worker = num_gpus_per_worker
+        self.max_colocate_count = max_colocate_count
 
     @property
     def world_size(self) -> int:
-        return sum(self.process_on_nodes)
+        return len(self._slots)
 
-    def place(self, name: str) -> Placement:
-        """Reserves the resources for group `name`: one placement group per node.
+    @property
+    def process_on_nodes(self) -> list[int]:
+        """Processes per node, in rank order."""
+        counts: list[int] = []
+        before = None
+        for reservation, node, _ in self._slots:
+            if (reservation, node) != before:
+                counts.append(0)
+            counts[-1] += 1
+            before = (reservation, node)
+        return counts
+
+    def place(self, name: str, *, detached: bool = False) -> Placement:
+        """Reserves the resources, unless they are already, for group `name`. For `RayWorkerGroup`.
 
         Raises:
-            RuntimeError: they were not free within `placement_timeout_s`; the text says what the cluster has.
+            RuntimeError: they were not free in time (the text says what the cluster has), or are used by others.
         """
-        bundle = {"CPU": float(self.num_cpus_per_worker), "GPU": float(self.num_gpus_per_worker)}
-        bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
-        groups: list[PlacementGroup] = []
+        slots = {}
+        acquired: list[Reservation] = []
         try:
-            for count in self.process_on_nodes:
-                groups.append(placement_group([bundle] * count, strategy="STRICT_PACK"))
-            for group in groups:
-                if not group.wait(self.placement_timeout_s):
-                    raise RuntimeError(self._no_room(name, bundle))
+            for reservation, indices in self._by_reservation().items():
+                given = reservation.acquire(name, indices, detached=detached)
+                acquired.append(reservation)
+                slots.update(zip([(reservation, index) for index in indices], given, strict=True))
         except BaseException:
-            for group in groups:
-                remove_placement_group(group)
+            for reservation in acquired:
+                reservation.release(name, self._by_reservation()[reservation])
             raise
-        slots = [(group, index) for group, n in zip(groups, self.process_on_nodes, strict=True) for index in range(n)]
-        return Placement(slots=tuple(slots))
-
-    def _no_room(self, name: str, bundle: dict[str, float]) -> str:
-        have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
-        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-        counts = " + ".join(str(count) for count in self.process_on_nodes)
-        return (
-            f"group {name!r} needs {counts} processes (by node) of {bundle} each; they were not free within "
-            f"{self.placement_timeout_s:g} s. The cluster has {have}, free are {free}. "
-            "Ask for less, end other groups, or start Ray with more."
+        return Placement(
+            slots=tuple(slots[reservation, index] for reservation, _, index in self._slots),
+            num_cpus=self.num_cpus_per_worker / self.max_colocate_count,
+            num_gpus=self.num_gpus_per_worker / self.max_colocate_count,
         )
+
+    def release(self, name: str) -> None:
+        """Gives back what `place` reserved for group `name`."""
+        for reservation, indices in self._by_reservation().items():
+            reservation.release(name, indices)
+
+    def _by_reservation(self) -> dict[Reservation, list[int]]:
+        found: dict[Reservation, list[int]] = {}
+        for reservation, _, index in self._slots:
+            found.setdefault(reservation, []).append(index)
+        return found
+
+    def _with_slots(self, slots: tuple[_Slot, ...]) -> "RayResourcePool":
+        pool = object.__new__(RayResourcePool)
+        pool.__dict__.update(self.__dict__)
+        pool._slots = slots
+        return pool
+
+
+def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
+    """Splits a pool by processes, in rank order: into parts of one size, or of the sizes given.
+
+    The parts share the pool's reservation: it is held as long as a group uses any of them.
+
+    Raises:
+        ValueError: the sizes do not add up to the pool's.
+    """
+    if isinstance(split_size, int):
+        sizes = [split_size] * (pool.world_size // split_size) if split_size > 0 else []
+    else:
+        sizes = list(split_size)
+    if any(size < 1 for size in sizes) or sum(sizes) != pool.world_size:
+        raise ValueError(
+            f"a pool of {pool.world_size} processes cannot be split by {split_size!r}: the sizes must be 1 or more "
+            f"and add up to {pool.world_size}"
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [pool._with_slots(pool._slots[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
+    """One pool with the processes of both, those of `first` first.
+
+    Raises:
+        ValueError: their processes have different resources, or they share processes.
+    """
+    for attribute in ("num_cpus_per_worker", "num_gpus_per_worker", "max_colocate_count"):
+        ours, theirs = getattr(first, attribute), getattr(second, attribute)
+        if ours != theirs:
+            raise ValueError(f"pools to be merged must have the same {attribute}, got {ours:g} and {theirs:g}")
+    shared = set(first._slots) & set(second._slots)
+    if shared:
+        raise ValueError(f"the pools have {len(shared)} processes in common; merge pools that have none")
+    return first._with_slots((*first._slots, *second._slots))

@@ -1,0 +1,46 @@
+"""An exception of a worker on its way to the driver."""
+
+import os
+import re
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+
+from ray.exceptions import RayError, RayTaskError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An exception of a worker, as plain text: exceptions of user code need not survive pickling."""
+
+    host: str
+    error_type: str
+    error_message: str
+    remote_traceback: str
+    time_s: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the host's own frame
+        return cls(
+            host=f"{socket.gethostname()}:{os.getpid()}",
+            error_type=name,
+            error_message=str(error),
+            remote_traceback="".join(traceback.format_exception(kind, error, inner)),
+            time_s=time.time(),
+        )
+
+    @classmethod
+    def of_ray(cls, host: str, error: RayError) -> "Failure":
+        """What Ray raised around a worker's method, for example for a result that cannot be pickled."""
+        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+        return cls(
+            host=host,
+            error_type=type(cause).__qualname__,
+            error_message=str(cause),
+            remote_traceback=re.sub(r"\x1b\[\d*m", "", str(error)),  # Ray colours its tracebacks
+            time_s=time.time(),
+        )

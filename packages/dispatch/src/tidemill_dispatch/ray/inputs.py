@@ -1,0 +1,56 @@
+"""The arguments of one call as they arrive in a worker's process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tidemill_dispatch.ray.arguments import Packed
+from tidemill_dispatch.ray.chain import ChainedShard
+from tidemill_dispatch.sharding import PaddedShard, Padding
+
+
+class CallInputs:
+    """Turns what was sent into the method's arguments, and takes the padding from its result.
+
+    Args:
+        receipts: of the calls that rows come from.
+        padding: of the method.
+    """
+
+    def __init__(self, receipts: Sequence[Any], padding: Padding | None):
+        self._receipts = receipts
+        self._padding = padding
+        self._shard: PaddedShard | None = None
+        self._chained: dict[str, int] = {}
+
+    def take(self, value: Any) -> Any:
+        """The argument itself.
+
+        Raises:
+            ValueError: a shard has other rows than the other batches of the call.
+            What `ChainedShard.fetch` and `PaddedShard.pad` raise.
+        """
+        if isinstance(value, Packed):
+            value = value.unpack()
+        elif isinstance(value, ChainedShard):
+            where = f"{value.upstream.method!r} of group {value.upstream.group!r}"
+            is_shard = value.shard[1] > 1 or value.padded
+            value = value.fetch(self._receipts)
+            if is_shard:
+                self._check_rows(where, value.num_real)
+        if not isinstance(value, PaddedShard):
+            return value
+        self._shard = value
+        return value.rows if self._padding is None else value.pad(self._padding)
+
+    def _check_rows(self, where: str, num_rows: int) -> None:
+        self._chained[where] = num_rows
+        if len(set(self._chained.values())) > 1:
+            raise ValueError(
+                f"the batches of one call must have the same number of rows; this rank's shards have {self._chained}"
+            )
+
+    def finish(self, result: Any) -> Any:
+        """The method's result without padding; raises as `PaddedShard.unpad` does."""
+        if self._shard is None or self._padding is None:
+            return result
+        return self._shard.unpad(result, self._padding)

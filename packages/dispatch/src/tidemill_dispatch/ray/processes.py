@@ -1,0 +1,247 @@
+"""The processes of a group: their start, their death, and their end."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from tidemill_dispatch.errors import WorkerDiedError
+from tidemill_dispatch.ray.arguments import pack, unpacked
+from tidemill_dispatch.ray.future import CallFuture, PendingCall
+from tidemill_dispatch.ray.host import host_class
+from tidemill_dispatch.ray.pool import RayResourcePool
+from tidemill_dispatch.ray.rendezvous import HostInfo
+from tidemill_dispatch.ray.reservation import Placement
+from tidemill_dispatch.ray.roles import RayClassWithInitArgs
+from tidemill_dispatch.worker import Worker
+
+_GONE_S = 10.0
+_logger = logging.getLogger(__name__)
+_RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_START_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRecord:
+    """What a group's workers know of it, for those who find it by name."""
+
+    name: str
+    world_size: int
+    timeout_s: float
+    placement: Placement
+    detached: bool
+
+
+class WorkerProcesses:
+    """One actor per rank, shared by the groups of all roles in them. Made by `start_processes` or `find_processes`.
+
+    Attributes:
+        workers: the actor handles by rank.
+        death: what the first call that noticed the death of a worker raised.
+        lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
+    """
+
+    def __init__(self, record: GroupRecord, workers: list[Any], give_back: Callable[[], None]):
+        self.record = record
+        self.workers = workers
+        self.death: WorkerDiedError | None = None
+        self.lock = threading.Lock()
+        self._give_back = give_back
+        self._infos: list[ray.ObjectRef] = []
+        self._hosts: list[HostInfo] = []
+        self._ready: CallFuture | None = None
+        self._closed = False
+
+    def construct(self, payload: Any, env: dict[str, str]) -> None:
+        """Has every rank make its workers; `wait_ready` waits for it."""
+        # The ranks learn of each other through Ray, without the driver: the constructors start as soon as all are up.
+        self.describe()
+        pairs = {
+            rank: worker.tidemill_construct.remote(payload, env, rank, self.record, *self._infos)
+            for rank, worker in enumerate(self.workers)
+        }
+        self._ready = CallFuture(
+            PendingCall(
+                processes=self,
+                group=self.record.name,
+                method="__init__",
+                receipts={rank: pair[0] for rank, pair in pairs.items()},
+                values={},
+                collect=lambda _: None,
+                chains=False,
+                timeout_s=self.record.timeout_s,
+            )
+        )
+
+    def describe(self) -> None:
+        """Asks every rank where it runs."""
+        self._infos = [worker.tidemill_describe.remote() for worker in self.workers]
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Waits until every worker's constructor has returned; raises as `CallFuture.get` does."""
+        if self._hosts:
+            return
+        if self._ready is not None:
+            self._ready.get(timeout_s)
+        self._hosts = ray.get(self._infos)
+
+    def host(self, rank: int) -> str:
+        return f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
+
+    def node(self, rank: int) -> str:
+        return self._hosts[rank].node_id
+
+    def note_death(self, error: WorkerDiedError) -> None:
+        if self.death is None:
+            self.death = error
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError after `shutdown`, and the WorkerDiedError of a group that has lost a worker."""
+        if self._closed:
+            raise RuntimeError(f"group {self.record.name!r} was shut down; start a new one")
+        if self.death is not None:
+            raise self.death
+
+    def shutdown(self) -> None:
+        """Kills the workers and what they started, gives the resources back, and waits until the processes are gone."""
+        if self._closed:
+            return
+        self._closed = True
+        if not ray.is_initialized():
+            self._give_back()
+            return
+        groups = self._local_process_groups()
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+        self._give_back()
+        deadline = time.monotonic() + _GONE_S
+        while left := [group for group in groups if _exists(group)]:
+            if time.monotonic() > deadline:
+                _logger.warning(
+                    "processes of group %r are still there %g s after they were killed: %s",
+                    self.record.name,
+                    _GONE_S,
+                    left,
+                )
+                return
+            time.sleep(0.02)
+
+    def _local_process_groups(self) -> list[int]:
+        """Process groups of the workers on this machine. Ray starts every worker as the leader of its own."""
+        ready, _ = ray.wait(self._infos, num_returns=len(self._infos), timeout=0) if self._infos else ([], [])
+        here = ray.get_runtime_context().get_node_id()
+        groups = []
+        for ref in ready:
+            try:
+                info: HostInfo = ray.get(ref)
+            except RayActorError:  # died before it could tell: gone already
+                continue
+            if info.node_id == here and info.process_group == info.pid:
+                groups.append(info.process_group)
+        return groups
+
+
+def start_processes(
+    pool: RayResourcePool,
+    roles: Mapping[str, RayClassWithInitArgs],
+    *,
+    name: str,
+    env_vars: Mapping[str, str],
+    timeout_s: float,
+    lifetime: str | None,
+) -> WorkerProcesses:
+    """Starts one actor for each process of the pool.
+
+    Args:
+        lifetime: None, "named" (the ranks' actors have names, and end with the driver) or "detached" (they do not).
+
+    Raises:
+        RuntimeError: the resources were not free in time.
+        ValueError: `env_vars` are not allowed, or a group of this name exists (if it is to have a name).
+        TypeError: a class or its arguments cannot be pickled, or `env_vars` are not strings.
+    """
+    names = ", ".join(init.cls.__name__ for init in roles.values())
+    payload = pack(f"{names} or their arguments", {k: (v.cls, v.args, v.kwargs) for k, v in roles.items()})
+    env = _checked_env(env_vars)
+    if lifetime is not None and actor_name(name, 0) in ray.util.list_named_actors():
+        raise ValueError(f"a group named {name!r} exists; find it with from_detached, end it, or take another name")
+    placement = pool.place(name, detached=lifetime == "detached")
+    record = GroupRecord(
+        name=name,
+        world_size=pool.world_size,
+        timeout_s=timeout_s,
+        placement=placement,
+        detached=lifetime == "detached",
+    )
+    processes = WorkerProcesses(record, [], lambda: pool.release(name))
+    try:
+        actor_class = ray.remote(host_class(roles))
+        for rank in range(pool.world_size):
+            options = placement.actor_options(rank)
+            if lifetime is not None:
+                options["name"] = actor_name(name, rank)
+            if lifetime == "detached":
+                options["lifetime"] = "detached"
+            processes.workers.append(actor_class.options(**options).remote())
+        processes.construct(payload, env)
+    except BaseException:
+        processes.shutdown()
+        raise
+    return processes
+
+
+def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[str, type[Worker]]]:
+    """The processes of a named or detached group, and its worker classes by role.
+
+    Raises:
+        ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+        TimeoutError: its first rank did not answer.
+    """
+    actors = ray.util.list_named_actors()
+    if actor_name(name, 0) not in actors:
+        suffix = actor_name("", 0)
+        known = sorted(actor.removesuffix(suffix) for actor in actors if actor.endswith(suffix))
+        namespace = ray.get_runtime_context().namespace
+        raise ValueError(
+            f"there is no group {name!r} in Ray namespace {namespace!r}; it has {known}. Groups are found if they were "
+            "started with lifetime='named' or 'detached' by a driver of the same namespace: ray.init(namespace=...)"
+        )
+    record, classes = ray.get(ray.get_actor(actor_name(name, 0)).tidemill_identity.remote(), timeout=timeout_s)
+    if isinstance(classes, ray.ObjectRef):
+        classes = ray.get(classes, timeout=timeout_s)
+    workers = [ray.get_actor(actor_name(name, rank)) for rank in range(record.world_size)]
+    processes = WorkerProcesses(record, workers, record.placement.remove if record.detached else lambda: None)
+    processes.describe()
+    return processes, unpacked(classes)
+
+
+def actor_name(group: str, rank: int) -> str:
+    return f"{group}:{rank}"
+
+
+def _exists(process_group: int) -> bool:
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _checked_env(env_vars: Mapping[str, str]) -> dict[str, str]:
+    wrong_type = {key: value for key, value in env_vars.items() if not isinstance(value, str)}
+    if wrong_type:
+        raise TypeError(f"env_vars must map str to str, got {wrong_type}; write the values as strings")
+    if taken := sorted(_RANK_VARIABLES & set(env_vars)):
+        raise ValueError(f"env_vars may not hold {taken}: the group sets them for each rank")
+    if late := sorted(_START_VARIABLES & set(env_vars)):
+        raise ValueError(
+            f"env_vars may not hold {late}: they are read when a process starts, before the group can set them; "
+            "set them in ray.init(runtime_env={'env_vars': ...}) or in the shell"
+        )
+    return dict(env_vars)

@@ -1,0 +1,47 @@
+"""How the ranks of a group find each other."""
+
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostInfo:
+    """Where a rank runs, and the port that it holds for the process group."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    pid: int
+    process_group: int
+    port: int
+
+
+def reserve_port() -> socket.socket:
+    """Binds a free TCP port on all interfaces without listening.
+
+    As long as the socket is open the kernel gives the port to nobody who asks for any free port. A server that asks
+    for this very port with SO_REUSEADDR, as torch's TCPStore does, gets it: so there is no moment at which the port is
+    free for others, unlike "bind, close, and hope".
+    """
+    if socket.has_dualstack_ipv6():
+        held = socket.socket(socket.AF_INET6)
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    else:
+        held = socket.socket(socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def rank_environment(rank: int, infos: tuple[HostInfo, ...]) -> dict[str, str]:
+    """The variables that torch's `env://` rendezvous reads; a group on one node meets on the loopback address."""
+    nodes = [info.node_id for info in infos]
+    one_node = len(set(nodes)) == 1
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(infos)),
+        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+        "MASTER_ADDR": "127.0.0.1" if one_node else infos[0].node_ip,
+        "MASTER_PORT": str(infos[0].port),
+    }

@@ -1,0 +1,129 @@
+"""Resources of the cluster that are held in Ray's placement groups, one for each node."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where the ranks of a group go. `slots[rank]` is the placement group and the bundle of that rank."""
+
+    slots: tuple[tuple[PlacementGroup, int], ...]
+    num_cpus: float
+    num_gpus: float
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        group, index = self.slots[rank]
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": strategy}
+
+    def remove(self) -> None:
+        """Gives the resources back. What still runs on them is killed by Ray."""
+        for group in {group.id: group for group, _ in self.slots}.values():
+            remove_placement_group(group)
+
+
+class Reservation:
+    """The resources of one pool: held from the first group that uses them until the last one ends.
+
+    Args:
+        process_on_nodes: bundles per node.
+        bundle: what each process gets, for example {"CPU": 1.0}.
+        max_users: how many groups may use a bundle at a time.
+        timeout_s: how long to wait for the resources to be free.
+    """
+
+    def __init__(self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_users: int, timeout_s: float):
+        self._process_on_nodes = tuple(process_on_nodes)
+        self._bundle = bundle
+        self._max_users = max_users
+        self._timeout_s = timeout_s
+        self._users: list[tuple[str, frozenset[int]]] = []
+        self._slots: list[tuple[PlacementGroup, int]] = []
+        self._detached = False
+
+    def acquire(self, user: str, indices: Sequence[int], *, detached: bool) -> list[tuple[PlacementGroup, int]]:
+        """The slots `indices` for a group named `user`.
+
+        Raises:
+            RuntimeError: the resources were not free in time, or other groups of this driver use the slots.
+        """
+        wanted = frozenset(indices)
+        others = [name for name, taken in self._users if taken & wanted]
+        if len(others) >= self._max_users:
+            raise RuntimeError(
+                f"the pool of group {user!r} is used by {others}, and max_colocate_count is {self._max_users}: shut "
+                "them down first, allow more groups, or make another pool"
+            )
+        part_only = len(wanted) < sum(self._process_on_nodes)
+        if (detached and part_only) or ((detached or self._detached) and self._users):
+            raise RuntimeError(
+                "who ends a detached group gives its pool back, so it needs a whole pool of its own; group "
+                f"{user!r} would share one, used by {[name for name, _ in self._users]}"
+            )
+        self._detached = detached
+        if not self._slots:
+            self._slots = self._reserve(user, "detached" if detached else None)
+        self._users.append((user, wanted))
+        return [self._slots[index] for index in indices]
+
+    def release(self, user: str, indices: Sequence[int]) -> None:
+        """Takes back what `acquire` gave; the last user's release frees the resources."""
+        self._users.remove((user, frozenset(indices)))
+        if self._users:
+            return
+        slots, self._slots = self._slots, []
+        if ray.is_initialized():
+            Placement(slots=tuple(slots), num_cpus=0, num_gpus=0).remove()
+
+    def _reserve(self, user: str, lifetime: str | None) -> list[tuple[PlacementGroup, int]]:
+        # The largest first: a small one must not take the only node that the large one fits on.
+        order = sorted(range(len(self._process_on_nodes)), key=lambda entry: -self._process_on_nodes[entry])
+        groups: dict[int, PlacementGroup] = {}
+        deadline = monotonic() + self._timeout_s
+        try:
+            for entry in order:
+                bundles = [self._bundle] * self._process_on_nodes[entry]
+                groups[entry] = placement_group(bundles, strategy="STRICT_PACK", lifetime=lifetime)
+            for group in groups.values():
+                if not group.wait(max(0.0, deadline - monotonic())):
+                    raise RuntimeError(self._no_room(user))
+            in_order = self._sorted_by_address(groups)
+        except BaseException:
+            for group in groups.values():
+                remove_placement_group(group)
+            raise
+        return [(group, i) for group, count in zip(in_order, self._process_on_nodes, strict=True) for i in range(count)]
+
+    def _sorted_by_address(self, groups: dict[int, PlacementGroup]) -> list[PlacementGroup]:
+        """The placement groups by entry; those of one size by their nodes' addresses.
+
+        So that ranks meet the files they left on a node's own disk when a run is started again.
+        """
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+        def address(entry: int) -> tuple[Any, ...]:
+            node = next(iter(placement_group_table(groups[entry])["bundles_to_node_id"].values()))
+            return tuple(int(p) if p.isdecimal() else p for p in addresses[node].split(".")), node, entry
+
+        in_order: dict[int, PlacementGroup] = {}
+        for size in set(self._process_on_nodes):
+            entries = [entry for entry, count in enumerate(self._process_on_nodes) if count == size]
+            in_order.update(zip(entries, (groups[e] for e in sorted(entries, key=address)), strict=True))
+        return [in_order[entry] for entry in sorted(in_order)]
+
+    def _no_room(self, user: str) -> str:
+        have = {k: v for k, v in ray.cluster_resources().items() if k in self._bundle}
+        free = {k: v for k, v in ray.available_resources().items() if k in self._bundle}
+        counts = " + ".join(str(count) for count in self._process_on_nodes)
+        return (
+            f"group {user!r} needs {counts} processes (by node) of {self._bundle} each; they were not free within "
+            f"{self._timeout_s:g} s. The cluster has {have}, free are {free}. "
+            "Ask for less, end other groups, or start Ray with more."
+        )

@@ -1,0 +1,225 @@
+"""How the arguments of one call become the arguments of each shard's call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, runtime_checkable
+
+from tidemill_dispatch.batch import Batch, split_rows, take_rows
+from tidemill_dispatch.rows import balanced_lengths
+
+RankCall = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one rank's call. The same object in several ranks' calls is sent once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An argument to be split over the shards although it is not a batch: a list, an array, a tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """An argument to be sent whole to every rank although it is a batch."""
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """How a method wants shards of equal length: `pad_dataproto_to_divisor` and `unpad_dataproto` are such a pair.
+
+    The workers pad their own shards before the method runs and take the padding from what it returns, so padding rows
+    never travel.
+
+    Attributes:
+        pad: (batch, divisor) -> (batch with padding rows at its end, their number).
+        unpad: (batch, number of padding rows at its end) -> batch without them.
+    """
+
+    pad: Callable[[Any, int], tuple[Any, int]]
+    unpad: Callable[[Any, int], Any]
+
+
+class DeferredRows(ABC):
+    """Rows that other workers are still making; they are split without being looked at."""
+
+    @abstractmethod
+    def chunk(self, n: int) -> list["DeferredShard"]:
+        """n shards in row order, of lengths that differ by at most one, the longer ones first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeferredShard:
+    """Shard `index` of n of rows that are not there yet.
+
+    Attributes:
+        num_real: its number of rows, where other batches of the call tell.
+        padded: it is to be padded to the length of the longest.
+    """
+
+    source: DeferredRows
+    index: int
+    n: int
+    num_real: int | None = None
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedShard:
+    """A shard that its worker pads to `num_rows` rows. `rows` has `num_real` rows, or one to make padding from if 0."""
+
+    rows: Any
+    num_real: int
+    num_rows: int
+
+    def pad(self, padding: Padding) -> Any:
+        """The shard with its padding.
+
+        Raises:
+            ValueError: `padding.pad` made another number of rows.
+        """
+        if self.num_real == self.num_rows:
+            return self.rows
+        if self.num_real > 0:
+            padded, _ = padding.pad(self.rows, self.num_rows)
+        else:  # one real row and the padding after it
+            more, _ = padding.pad(self.rows, self.num_rows + 1)
+            padded = take_rows(more, 1, self.num_rows + 1)
+        if len(padded) != self.num_rows:
+            raise ValueError(
+                f"padding {max(self.num_real, 1)} rows to a multiple of {self.num_rows} gave {len(padded)} rows; "
+                "`pad` must add the fewest rows that make the number of rows a multiple"
+            )
+        return padded
+
+    def unpad(self, result: Any, padding: Padding) -> Any:
+        """What the method returned, without the padding.
+
+        Raises:
+            ValueError: a batch with another number of rows than the shard had, so that its padding cannot be told.
+        """
+        if self.num_real == self.num_rows or not isinstance(result, Batch) or len(result) == 0:
+            return result
+        if len(result) != self.num_rows:
+            raise ValueError(
+                f"a method that is registered with padding got {self.num_rows} rows and returned {len(result)}; it "
+                "must return as many as it gets, none, or something that is not a batch"
+            )
+        return padding.unpad(result, self.num_rows - self.num_real)
+
+
+@runtime_checkable
+class _Rows(Protocol):
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The n parts of one argument; `lengths` is None for rows that are not there yet."""
+
+    parts: Sequence[Any]
+    lengths: tuple[int, ...] | None
+
+
+def split_call(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, padding: Padding | None = None) -> list[RankCall]:
+    """Splits the batches among the arguments of a call into n parts; every part gets all other arguments as they are.
+
+    `Shard` and `Replicate` override which arguments are split. Rows that do not divide by n are split unequally, or,
+    with `padding`, the shards are to be padded to equal length.
+
+    Raises:
+        ValueError: two batches of the call have different numbers of rows, or split differently.
+        TypeError: a `Shard` of something without rows.
+    """
+    named = {
+        **{f"argument {i}": arg for i, arg in enumerate(args)},
+        **{f"argument {k!r}": v for k, v in kwargs.items()},
+    }
+    splits = {name: split for name, value in named.items() if (split := _split(name, value, n)) is not None}
+    lengths = _agreed_lengths(splits)
+    parts = {name: _finished(name, named[name], split, lengths, padding) for name, split in splits.items()}
+
+    def pick(name: str, value: Any, index: int) -> Any:
+        if name in parts:
+            return parts[name][index]
+        return value.value if isinstance(value, Replicate) else value
+
+    return [
+        (
+            tuple(pick(f"argument {i}", arg, index) for i, arg in enumerate(args)),
+            {key: pick(f"argument {key!r}", value, index) for key, value in kwargs.items()},
+        )
+        for index in range(n)
+    ]
+
+
+def _split(name: str, value: Any, n: int) -> _Split | None:
+    rows = value.value if isinstance(value, Shard) else value
+    if isinstance(rows, DeferredRows):
+        return _Split(rows.chunk(n), None)
+    if isinstance(rows, Batch):
+        parts = split_rows(rows, n)
+        return _Split(parts, tuple(len(part) for part in parts))
+    if not isinstance(value, Shard):
+        return None
+    if not isinstance(rows, _Rows) or isinstance(rows, str | bytes | dict):
+        raise TypeError(
+            f"{name} is Shard({type(rows).__name__}), which has no rows; expected a batch, a future of one, or what "
+            "has a length and slices (list, array, tensor)"
+        )
+    lengths = balanced_lengths(len(rows), n)
+    ends = accumulate(lengths, initial=0)
+    return _Split([rows[start:stop] for start, stop in pairwise(ends)], tuple(lengths))
+
+
+def _agreed_lengths(splits: dict[str, _Split]) -> tuple[int, ...] | None:
+    known = {name: split.lengths for name, split in splits.items() if split.lengths is not None}
+    if len({sum(lengths) for lengths in known.values()}) > 1:
+        rows = ", ".join(f"{name}: {sum(lengths)}" for name, lengths in known.items())
+        raise ValueError(f"the batches of one call must have the same number of rows; got {rows}")
+    if len(set(known.values())) > 1:
+        rows = ", ".join(f"{name}: {list(lengths)}" for name, lengths in known.items())
+        raise ValueError(f"the batches of one call must split into parts of the same lengths; got {rows}")
+    return next(iter(known.values()), None)
+
+
+def _finished(
+    name: str, value: Any, split: _Split, lengths: tuple[int, ...] | None, padding: Padding | None
+) -> Sequence[Any]:
+    """The parts as they are sent: padded shards are marked as such, deferred ones know what is known of them."""
+    if split.lengths is None:
+        known = [None] * len(split.parts) if lengths is None else lengths
+        return [
+            replace(part, num_real=num_real, padded=padding is not None)
+            for part, num_real in zip(split.parts, known, strict=True)
+        ]
+    if padding is None or len(set(split.lengths)) == 1:
+        return split.parts
+    rows = value.value if isinstance(value, Shard) else value
+    if not isinstance(rows, Batch):
+        raise ValueError(
+            f"{name} has {sum(split.lengths)} rows, which do not divide into {len(split.parts)} shards of equal "
+            "length, and only batches can be padded; pad it before the call, or put it into the batch"
+        )
+    num_rows = max(split.lengths)
+    last_row = take_rows(rows, len(rows) - 1, len(rows)) if 0 in split.lengths else None
+    return [
+        PaddedShard(part if num_real > 0 else last_row, num_real, num_rows)
+        for part, num_real in zip(split.parts, split.lengths, strict=True)
+    ]
+
+
+def sent_whole(value: Any) -> Any:
+    """An argument of a mode that splits nothing.
+
+    Raises:
+        TypeError: it is a `Shard`.
+    """
+    if isinstance(value, Shard):
+        raise TypeError("Shard(x) needs a mode that splits batches: DP_COMPUTE_PROTO or nd compute over a mesh")
+    return value.value if isinstance(value, Replicate) else value

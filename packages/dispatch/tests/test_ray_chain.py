@@ -1,0 +1,344 @@
+"""Futures as arguments of another group's calls: the rows go from worker to worker."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tidemill_dispatch import (
+    CallTimeoutError,
+    Dispatch,
+    ListBatch,
+    Padding,
+    Replicate,
+    Shard,
+    Worker,
+    WorkerDiedError,
+    WorkerError,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
+from tidemill_dispatch.ray import (  # noqa: E402
+    CallFuture,
+    DataProtoFuture,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+)
+
+pytestmark = pytest.mark.ray
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+DP_SIZES = (1, 2, 4)
+
+
+def pad(batch, divisor):
+    count = -len(batch) % divisor
+    return ListBatch([*batch.items, *["padding"] * count]), count
+
+
+def unpad(batch, count):
+    return ListBatch(batch.items[: len(batch) - count])
+
+
+PADDING = Padding(pad=pad, unpad=unpad)
+
+
+def over(dp_size, **kwargs):
+    padding = kwargs.pop("padding", None)
+    mode = make_nd_compute_dataproto_dispatch_fn(f"dp{dp_size}", padding=padding)
+    return register(dispatch_mode=mode, blocking=False, **kwargs)
+
+
+class StageWorker(Worker):
+    """Four ranks in meshes of 1, 2 and 4 shards, whose dp ranks count backwards and whose last member collects."""
+
+    def __init__(self):
+        for dp_size in DP_SIZES:
+            member, dp_rank = divmod(self.rank, dp_size)
+            self.register_dispatch_collect_info(
+                f"dp{dp_size}", dp_size - 1 - dp_rank, is_collect=member == 4 // dp_size - 1, dp_size=dp_size
+            )
+
+    @over(1)
+    def pass1(self, batch):
+        return self.keep(batch)
+
+    @over(2)
+    def pass2(self, batch):
+        return self.keep(batch)
+
+    @over(4)
+    def pass4(self, batch):
+        return self.keep(batch)
+
+    @over(1, padding=PADDING)
+    def pad1(self, batch):
+        return self.keep(batch)
+
+    @over(2, padding=PADDING)
+    def pad2(self, batch):
+        return self.keep(batch)
+
+    @over(4, padding=PADDING)
+    def pad4(self, batch):
+        return self.keep(batch)
+
+    def keep(self, batch):
+        self.rows = list(batch.items)
+        return ListBatch(list(batch.items))
+
+    @over(2)
+    def repeat(self, batch, counts):
+        return ListBatch([row for row, count in zip(batch, counts, strict=True) for _ in range(count)])
+
+    @over(2)
+    def two(self, first, second, *, third=None):
+        return ListBatch(list(zip(first, second, first if third is None else third, strict=True)))
+
+    @over(2)
+    def count(self, batch):
+        return len(batch)
+
+    @over(2)
+    def make_large(self, batch):
+        return ListBatch([os.urandom(row) for row in batch])
+
+    @over(4)
+    def sizes(self, batch):
+        return ListBatch([len(row) for row in batch])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def everything(self, batch, future=None):
+        return batch.items if future is None else future.items
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def as_list(self):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def load(self, rows):
+        return ListBatch(list(range(rows)))
+
+    @over(2)
+    def slow(self, batch, seconds=1.0):
+        time.sleep(seconds)
+        return batch
+
+    @over(2, timeout_s=0.7)
+    def hurried(self, batch):
+        return batch
+
+    @over(2)
+    def one_rank_raises(self, batch, rank, wait=0.0):
+        if self.rank == rank:
+            raise KeyError(f"rank {rank}")
+        time.sleep(wait)
+        return batch
+
+    @over(2)
+    def exit_soon(self, batch):
+        if self.rank == 3:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kept(self):
+        return self.rows
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def forget(self):
+        self.rows = None
+
+
+def start(name, **kwargs):
+    pool = RayResourcePool([4], num_cpus_per_worker=0.25)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(StageWorker), name_prefix=name, timeout_s=60, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def groups(cluster):
+    with start("first", blocking=False) as first, start("second", blocking=False) as second:
+        first.wait_ready()
+        second.wait_ready()
+        yield first, second
+
+
+def shard_of(rank, rows, dp_size):
+    return ListBatch(rows).chunk(dp_size)[dp_size - 1 - rank % dp_size].items
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(DP_SIZES, DP_SIZES)))
+def test_rows_reach_the_shards_of_another_dp_size(groups, before, after):
+    first, second = groups
+    for rows in (list(range(n)) for n in (0, 1, 3, 8, 11)):
+        future = getattr(second, f"pass{after}")(getattr(first, f"pass{before}")(ListBatch(rows)))
+        assert future.get() == ListBatch(rows)
+        assert second.kept() == [shard_of(rank, rows, after) for rank in range(4)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.integers(0, 5), max_size=8),
+    after=st.sampled_from(DP_SIZES),
+    stages=st.lists(st.sampled_from([f"{kind}{n}" for kind in ("pass", "pad") for n in DP_SIZES]), max_size=3),
+)
+def test_parts_of_any_length_through_any_stages_stay_in_order(groups, counts, after, stages):
+    first, second = groups
+    rows = [f"{i}.{j}" for i, count in enumerate(counts) for j in range(count)]
+    future = first.repeat(ListBatch(list(range(len(counts)))), ListBatch(counts))
+    for i, stage in enumerate(stages):
+        future = getattr(groups[i % 2], stage)(future)
+    last = getattr(second, f"pad{after}")(future)
+    assert last.get().items == [row for i, count in enumerate(counts) for row in [i] * count]
+    assert len(rows) == len(last.get())
+    kept = second.kept()
+    assert {len(shard) for shard in kept} == {-(-len(rows) // after)}
+    assert [[row for row in shard if row != "padding"] for shard in kept] == [
+        shard_of(rank, last.get().items, after) for rank in range(4)
+    ]
+
+
+def test_futures_and_batches_in_one_call(groups):
+    first, second = groups
+    rows = list(range(5))
+    a, b = first.pass4(ListBatch(rows)), second.pass1(ListBatch([10 * row for row in rows]))
+    expected = [(row, 10 * row, "abcde"[row]) for row in rows]
+    assert second.two(a, b, third=Shard(["a", "b", "c", "d", "e"])).get().items == expected
+    assert second.two(a, Shard(b), third=ListBatch(list("abcde"))).get().items == expected
+
+
+def test_shards_of_different_length_are_an_error_of_the_worker(groups):
+    first, second = groups
+    with pytest.raises(WorkerError, match=r"'pass1' of group 'first' made 6 rows, 3 of them for shard 0 of 2, where"):
+        second.two(first.pass1(ListBatch(list(range(6)))), ListBatch(list(range(4)))).get()
+    with pytest.raises(WorkerError, match=r"this rank's shards have {.*'pass1' of group 'first'.*: 3, .*'pass2'"):
+        second.two(first.pass1(ListBatch(list(range(6)))), first.pass2(ListBatch([1, 2]))).get()
+
+
+def test_a_whole_future_goes_to_every_rank(groups):
+    first, second = groups
+    future = first.pass2(ListBatch([1, 2, 3]))
+    assert second.everything(future) == [[1, 2, 3]] * 4
+    assert second.everything(1, future=Replicate(future)) == [[1, 2, 3]] * 4
+    nine = first.pass2(ListBatch([9]))
+    assert second.two(ListBatch([7, 8]), Replicate(nine)).get().items == [(7, 9, 7), (8, 9, 8)]
+    assert second.pass4(first.load(6)).get().items == list(range(6))
+
+
+def test_a_future_may_be_got_and_given_in_any_order(groups):
+    first, second = groups
+    future = first.pass2(ListBatch([1, 2, 3]))
+    assert isinstance(future, CallFuture)
+    assert DataProtoFuture is CallFuture
+    assert future.get().items == [1, 2, 3]
+    assert second.pass4(future).get().items == [1, 2, 3]
+    assert second.pass1(future).get().items == [1, 2, 3]
+    assert future.get().items == [1, 2, 3]
+
+    async def both():
+        return await asyncio.gather(*[asyncio.wait_for(group.pass2(ListBatch([4])), 30) for group in groups])
+
+    assert [batch.items for batch in asyncio.run(both())] == [[4], [4]]
+
+
+def test_the_driver_does_not_wait_and_the_deadline_counts_from_the_end_of_the_call_before(groups):
+    first, second = groups
+    started = time.monotonic()
+    last = second.hurried(first.slow(ListBatch([1, 2]), 1.5))
+    assert time.monotonic() - started < 0.5
+    assert last.get().items == [1, 2]  # hurried has 0.7 s, after slow
+    assert time.monotonic() - started > 1.4
+    late = second.pass2(first.slow(ListBatch([1, 2]), 1.5))
+    with pytest.raises(CallTimeoutError, match=r"'slow' of group 'first' .* ranks \[0, 1, 2, 3\] are still running"):
+        late.get(timeout_s=0.3)
+    assert late.get().items == [1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 2])  # 0 and 1 are not collected
+def test_an_error_of_the_call_before_is_the_error_and_the_next_does_not_run(groups, rank):
+    first, second = groups
+    second.forget()
+    future = second.pass4(second.pass2(first.one_rank_raises(ListBatch([1, 2]), rank)))
+    with pytest.raises(WorkerError, match=f"KeyError on rank {rank} of group 'first'") as caught:
+        future.get()
+    assert caught.value.method == "one_rank_raises"
+    assert second.kept() == [None] * 4
+    assert second.pass2(ListBatch([1])).get().items == [1]
+
+
+def test_an_error_is_raised_while_other_ranks_of_the_call_before_go_on(groups):
+    first, second = groups
+    future = second.pass2(first.one_rank_raises(ListBatch([1, 2]), 1, 5.0))
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="KeyError on rank 1 of group 'first'") as caught:
+        future.get()
+    assert time.monotonic() - started < 3
+    assert caught.value.still_running == (0, 2, 3)
+
+
+def test_wrong_uses_of_futures_are_refused(groups):
+    first, second = groups
+    with pytest.raises(TypeError, match="the results of 'as_list' of group 'first' are not parts of one batch"):
+        second.pass2(first.as_list())
+    future = first.pass2(ListBatch([1]))
+    with pytest.raises(TypeError, match=r"argument 0 of StageWorker.pass2 cannot be pickled: it holds the future of"):
+        second.pass2([future])
+    with pytest.raises(WorkerError, match="'count' of group 'first' did not return a batch on every dp rank"):
+        second.pass2(first.count(ListBatch([1, 2]))).get()
+
+
+def mapped_bytes():
+    """Bytes of Ray's object store that this process has looked at."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and not line.endswith("kB"):
+            inside = "plasma" in line
+        elif inside and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_the_rows_do_not_visit_the_driver(groups):
+    first, second = groups
+    sizes = [4_000_000] * 6
+    before = mapped_bytes()
+    made = first.make_large(ListBatch(sizes))
+    assert second.sizes(made).get().items == sizes
+    assert mapped_bytes() - before < 1_000_000
+    assert [len(row) for row in made.get()] == sizes
+    assert mapped_bytes() - before > 20_000_000  # the measure can tell
+
+
+def test_a_death_in_the_call_before_is_named_and_the_other_group_goes_on(groups):
+    _, second = groups
+    with start("mortal") as first:
+        future = second.pass4(first.exit_soon(ListBatch([1, 2])))
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=r"rank 3 of group 'mortal' .* died during 'exit_soon'"):
+            future.get()
+        assert time.monotonic() - started < 10
+    assert second.pass2(ListBatch([1])).get().items == [1]
+
+
+def test_a_death_in_the_later_group_is_noticed_while_the_call_before_runs(groups):
+    first, _ = groups
+    with start("mortal") as second:
+        assert second.dp_size("dp4") == 4
+        doomed = second.exit_soon(ListBatch([1, 2]))
+        future = second.pass4(first.slow(ListBatch([1, 2]), 30.0))
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="rank 3 of group 'mortal'"):
+            future.get()
+        assert time.monotonic() - started < 10
+        with pytest.raises(WorkerDiedError, match="rank 3 of group 'mortal'"):
+            doomed.get()
