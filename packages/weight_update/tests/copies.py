@@ -21,19 +21,25 @@ class Copies:
     target_bytes: tuple[int, ...]
     rows: tuple[dict[str, int], ...]
 
-    def memories(self, seed: int) -> list[Tensor]:
-        """Random content, uint8; finite values where the table casts, for what a cast does to NaN is nobody's."""
+    def memories(self, seed: int, exact: bool = False) -> list[Tensor]:
+        """Random content, uint8; numbers where the table casts, for what a cast makes of NaN differs by processor.
+
+        Args:
+            exact: only numbers that bfloat16 represents, and not as subnormal ones.
+        """
         generator = torch.Generator().manual_seed(seed)
         dtype = self.table.src_dtype
         if dtype == self.table.dst_dtype:
             return [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in self.memory_bytes]
         numbers = [torch.randn(n // dtype.itemsize, generator=generator) for n in self.memory_bytes]
         for number in numbers:  # ties, numbers too large and too small for 16 bits, infinities
-            bits = number.view(torch.int32)
-            bits[::5] = bits[::5] & -(1 << 16) | 1 << 15
+            pattern = number.view(torch.int32)
+            pattern[::5] = pattern[::5] & -(1 << 16) | 1 << 15
             number[1::11] *= 3e38
-            number[2::11] *= 1e-39
+            number[2::11] *= 1e-6 if exact else 1e-39
             number[3::97] = float("inf")
+            if exact:
+                pattern &= -(1 << 16)
         return [number.to(dtype).view(torch.uint8) for number in numbers]
 
     def targets(self) -> list[Tensor]:

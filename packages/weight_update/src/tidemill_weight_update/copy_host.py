@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.digest import digest_rows, non_finite
+from tidemill_weight_update.digest import digest_rows
+from tidemill_weight_update.digest import non_finite as count_non_finite
 from tidemill_weight_update.table import CopyTable
 
 CACHED_RUNS = 2
@@ -47,17 +48,17 @@ class HostCopier:
         self,
         memories: Sequence[Tensor],
         digests: Tensor | None = None,
-        non_finites: Tensor | None = None,
+        non_finite: Tensor | None = None,
         write: bool = True,
     ) -> None:
-        """Copies, and adds to `digests` and `non_finites` what was copied.
+        """Copies, and adds to `digests` and `non_finite` what was copied.
 
         Args:
             memories: what the tables' `memory` columns index; offsets count elements of the table's `src_dtype` from
                 the first byte of a memory, whatever its own dtype and shape. They must live until `forget` or until
                 two runs with other memories.
             digests: int64 [number of tensors], or None.
-            non_finites: int32 [number of tensors], number of elements that are infinite or not a number, or None.
+            non_finite: int32 [number of tensors], number of elements that are infinite or not a number, or None.
             write: False reads only.
 
         Raises:
@@ -66,15 +67,15 @@ class HostCopier:
         for rows in self._rows(memories):
             if write:
                 rows.target.copy_(rows.source)
-            if digests is None and non_finites is None:
+            if digests is None and non_finite is None:
                 continue
             elements = rows.source
             if self._digest_of == "target":
                 elements = rows.target if write else rows.source.to(rows.target.dtype)
             if digests is not None:
                 digests[rows.tensor] += digest_rows(elements, rows.pos, rows.pos_pitch)
-            if non_finites is not None:
-                non_finites[rows.tensor] += non_finite(elements)
+            if non_finite is not None:
+                non_finite[rows.tensor] += count_non_finite(elements)
 
     def forget(self) -> None:
         """Drops the views of all memories, so that they can be freed or unmapped."""
