@@ -73,7 +73,8 @@ class CudaCopier:
         self._tables = tuple(tables)
         for table in self._tables:
             _check(table)
-        self._device = device
+        # With its index, as tensors name it.
+        self._device = torch.empty(0, device=device).device
         self._digest_target = digest_of == "target"
         self._tiling = Tiling() if tiling is None else tiling
         self._num_tensors = _length(self._tables, "tensor")
