@@ -208,7 +208,7 @@ def test_memory_of_a_process_that_has_ended_is_an_error_with_cudas_name_for_it(r
     fields = json.loads(done.stdout)
     memory = DeviceMemory(**fields | {"handle": bytes.fromhex(fields["handle"])})
     message = process.ask(memory, 0, MIB)
-    assert message.startswith(f"cuda:{device} cannot map {memory.num_bytes} bytes that process {memory.pid} holds")
+    assert message.startswith(f"cuda:{device} cannot map {memory.num_bytes} bytes of process {memory.pid} on GPU")
     assert "CUDA_ERROR_" in message
 
 

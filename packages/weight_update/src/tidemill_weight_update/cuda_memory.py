@@ -129,8 +129,8 @@ class ImportedMemory:
             code = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
         _check(
             code,
-            f"{device} cannot map {memory.num_bytes} bytes that process {memory.pid} holds on GPU "
-            f"{memory.device_uuid}; that process must live, and the GPUs must reach each other (see nvidia-smi topo -p2p r)",
+            f"{device} cannot map {memory.num_bytes} bytes of process {memory.pid} on GPU {memory.device_uuid}; "
+            f"that process must live, and the GPUs must reach each other (see nvidia-smi topo -p2p r)",
         )
         self.address = address.value
 
