@@ -1,0 +1,82 @@
+"""Weight updates of SGLang, measured: stock SGLang's paths, ours, and the floor, from the same tensors in one run.
+
+    python bench/weight_update.py --case moe1 --case dense1     one GPU
+    python bench/weight_update.py --case moe4 --case dense2x2   four GPUs
+    python bench/weight_update.py --case tiny                   no GPU
+    python bench/weight_update.py --case moe4 --scale tiny      no GPU, two ranks instead of several
+
+Prints a line when something was measured, tables of all cases at the end, and the ratios last. If OUT is set,
+everything is also written to OUT/weight_update_CASE.json, as it comes.
+
+Needs tidemill_weight_update and SGLang; the cases with GPUs need as many as they say, of 139 GiB each.
+"""
+
+import argparse
+import os
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from weight_update.case import CASES, Case
+from weight_update.report import Report
+from weight_update.session import Effort, run_rank
+from weight_update.supervisor import run_ranks
+
+SILENCE_S = 120.0
+
+
+def main() -> int:
+    """Returns 0 if everything was measured and arrived as it should, whether the ratios were reached or not."""
+    args = _arguments()
+    effort = Effort(repeats=args.repeats, max_s=args.max_s, only=tuple(args.only))
+    reports = []
+    for name in args.case:
+        case = CASES[name].tiny() if args.scale == "tiny" and name != "tiny" else CASES[name]
+        reports.append(_run(case, effort, args.silence_s))
+    for report in reports:
+        print("\n" + report.table())
+    print("\n" + "\n".join(report.summary() for report in reports))
+    return 0 if all(report.error is None for report in reports) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(CASES), required=True, help="may be given again")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--repeats", type=int, default=Effort().repeats, help="updates of each method after its first")
+    parser.add_argument("--max-s", type=float, default=Effort().max_s, help="seconds for a method, but two repeats")
+    parser.add_argument("--only", action="append", default=[], help="measure stock methods that contain this text")
+    parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="longest time in which nothing is heard")
+    return parser.parse_args()
+
+
+def _run(case: Case, effort: Effort, silence_s: float) -> Report:
+    out = os.environ.get("OUT")
+    path = None if not out else Path(out, f"weight_update_{case.name.replace(' ', '_').strip('()')}.json")
+    report = Report(case, path, _machine(case))
+    started = time.monotonic()
+    try:
+        run_ranks(run_rank, case.num_trainers, (case, effort), report.on_message, silence_s=silence_s)
+    except RuntimeError as error:
+        report.error = str(error)
+        print(f"{case.name} failed:\n{error}", file=sys.stderr, flush=True)
+    report.facts["wall_s"] = time.monotonic() - started
+    report.save()
+    return report
+
+
+def _machine(case: Case) -> dict[str, Any]:
+    """Versions. The GPUs are named by the ranks: this process must not hold any."""
+    versions = {}
+    for package in ("torch", "sglang", "triton", "tidemill-weight-update"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], **versions, "num_gpus": case.num_gpus}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

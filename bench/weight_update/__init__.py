@@ -1,0 +1,1 @@
+"""What `bench/weight_update.py` is made of."""

@@ -1,0 +1,91 @@
+"""The cases that are measured."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weight_update.shapes import DENSE, MOE, TINY
+
+FLATTENED = "stock flattened bucket"
+UPDATE_WEIGHTS = "SGLang update_weights"
+DISTRIBUTED = "stock distributed, flattened bucket"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One model, one trainer and one engine.
+
+    Attributes:
+        config: the model's, as Hugging Face writes it.
+        num_trainers: ranks of the trainer. One holds plain parameters, several hold FSDP2 shards.
+        tp_size: of the engine.
+        separate: whether the engine has GPUs of its own, after those of the trainer.
+        device: "cuda" or "cpu".
+        buckets: sizes of the stock batches and buckets, in bytes; the second is the one to compare with.
+        to_beat: the method that ours is compared with, at the second bucket size.
+        speedup, floor_ratio: what is to be reached: how many times faster than `to_beat`, how many times the floor.
+    """
+
+    name: str
+    config: dict[str, Any]
+    num_trainers: int = 1
+    tp_size: int = 1
+    separate: bool = False
+    device: str = "cuda"
+    buckets: tuple[int, ...] = (128 << 20, 512 << 20, 2048 << 20)
+    to_beat: str = FLATTENED
+    speedup: float
+    floor_ratio: float
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def num_gpus(self) -> int:
+        if not self.is_cuda:
+            return 0
+        return self.num_trainers + self.tp_size if self.separate else max(self.num_trainers, self.tp_size)
+
+    def tiny(self) -> "Case":
+        """The same on CPUs: two ranks for several, a dense model (SGLang has no other on CPUs), small buckets."""
+        return replace(
+            self,
+            name=f"{self.name} (tiny)",
+            config=TINY,
+            num_trainers=min(self.num_trainers, 2),
+            tp_size=min(self.tp_size, 2),
+            device="cpu",
+            buckets=(32 << 10, 128 << 10, 512 << 10),
+            to_beat=FLATTENED if self.to_beat == UPDATE_WEIGHTS else self.to_beat,  # which cannot send from a CPU
+        )
+
+
+_DENSE1 = Case(name="dense1", config=DENSE, speedup=5, floor_ratio=2.5)
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="moe1", config=MOE, speedup=20, floor_ratio=2),
+        _DENSE1,
+        Case(
+            name="moe4",
+            config=MOE,
+            num_trainers=4,
+            tp_size=4,
+            to_beat=UPDATE_WEIGHTS,
+            speedup=10,
+            floor_ratio=4,
+        ),
+        Case(
+            name="dense2x2",
+            config=DENSE,
+            num_trainers=2,
+            tp_size=2,
+            separate=True,
+            to_beat=DISTRIBUTED,
+            speedup=5,
+            floor_ratio=4,
+        ),
+        replace(_DENSE1.tiny(), name="tiny"),
+    )
+}

@@ -1,0 +1,59 @@
+"""Whether our path leaves in the engine what stock SGLang leaves there."""
+
+from collections.abc import Callable
+
+from weight_update.engine import BenchEngine
+from weight_update.trainer import Trainer
+
+
+def check_arrival(
+    trainer: Trainer, engine: BenchEngine | None, stock: Callable[[str], None], ours: Callable[[str], object]
+) -> str:
+    """Compares all parameters of the engine, in place, after `stock(version)` and after `ours(version)`. Collective.
+
+    First with new values for all tensors and everything overwritten in between, then with one tensor changed.
+
+    Returns:
+        what was found, for people; empty on other ranks than 0.
+
+    Raises:
+        RuntimeError: parameters differ that should not, or the other way round.
+    """
+    trainer.change()
+    stock("stock, new values")
+    kept = _on_engine(engine, "remember") + _on_engine(engine, "scramble")
+    trainer.synchronize()
+    ours("ours, new values")
+    _expect(engine, set())
+    name = trainer.named[len(trainer.named) // 2][0]
+    trainer.change(name)
+    trainer.synchronize()
+    ours("ours, one tensor changed")
+    changed = _expect(engine, None)
+    trainer.synchronize()
+    _on_engine(engine, "forget")
+    trainer.synchronize()
+    if engine is None:
+        return ""
+    return (
+        f"{sum(kept[: len(kept) // 2]) / 1e9:.2f} GB of engine parameters equal after stock and ours; a change of "
+        f"{name} changed {', '.join(sorted(changed))}"
+    )
+
+
+def _on_engine(engine: BenchEngine | None, operation: str) -> list:
+    return [] if engine is None else engine.probe(operation)
+
+
+def _expect(engine: BenchEngine | None, expected: set[str] | None) -> set[str]:
+    """Names of the parameters that differ from those remembered; `expected`, or (None) exactly one."""
+    if engine is None:
+        return set()
+    different = {name for answer in engine.probe("compare") for name in answer}
+    if different != expected and (expected is not None or len(different) != 1):
+        some = ", ".join(sorted(different)[:5])
+        raise RuntimeError(
+            f"after our update {len(different)} parameters of the engine differ from what stock SGLang loaded "
+            f"({some}), expected {'one' if expected is None else len(expected)}"
+        )
+    return different

@@ -1,0 +1,70 @@
+"""How fast the machine copies, and so how long an update must take at least."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weight_update.case import Case
+from weight_update.shapes import Weight, moved_bytes, needed_bytes
+
+_REPEATS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """Attributes:
+    seconds: of `num_bytes` at `bytes_per_s`.
+    what: is copied, for people.
+    """
+
+    num_bytes: int
+    bytes_per_s: float
+    what: str
+
+    @property
+    def seconds(self) -> float:
+        return self.num_bytes / self.bytes_per_s
+
+
+def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
+    """The floor to compare with, and after it others that are good to know. Nothing else may run meanwhile."""
+    device = torch.device("cuda", 0) if case.is_cuda else torch.device("cpu")
+    local = Floor(
+        num_bytes=needed_bytes(weights, case.tp_size),
+        bytes_per_s=copy_rate(device, device),
+        what="copy of an engine rank's parameters on its GPU",
+    )
+    if case.num_trainers == 1:
+        return [local]
+    peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device
+    return [
+        Floor(
+            num_bytes=moved_bytes(weights, case.num_trainers, case.tp_size, separate=case.separate),
+            bytes_per_s=copy_rate(device, peer),
+            what="bytes that enter or leave the busiest GPU",
+        ),
+        local,
+    ]
+
+
+def copy_rate(source: torch.device, target: torch.device) -> float:
+    """Bytes per second of one large copy, one way."""
+    num_bytes = 4 << 30 if source.type == "cuda" else 16 << 20
+    a = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=source)
+    b = torch.empty(num_bytes, dtype=torch.uint8, device=target)
+    for _ in range(2):
+        b.copy_(a)
+    _synchronize(source, target)
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
+        b.copy_(a)
+    _synchronize(source, target)
+    return num_bytes * _REPEATS / (time.perf_counter() - started)
+
+
+def _synchronize(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,171 @@
+"""One case, as each rank of the trainer carries it out."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from tidemill_weight_update import UpdateStats, WeightUpdater
+from tidemill_weight_update.sglang import LocalEngine
+
+from weight_update.case import UPDATE_WEIGHTS, Case
+from weight_update.check import check_arrival
+from weight_update.clock import Timing, measure
+from weight_update.distributed import StockDistributed
+from weight_update.engine import CALL_TIMEOUT_S, BenchEngine
+from weight_update.floor import floors_of
+from weight_update.shapes import weights_of
+from weight_update.stock import StockTensors
+from weight_update.supervisor import Tell
+from weight_update.trainer import Trainer
+
+OURS = "ours"
+NUM_SAMPLED = 300
+ROUND_TRIPS = 20
+ENGINE_START_S = 240.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        repeats: of each method, after its first update.
+        max_s: of a method that is not compared with in the end; then it is repeated less often, but twice at least.
+        only: methods that contain one of these texts; empty: all.
+    """
+
+    repeats: int = 5
+    max_s: float = 12.0
+    only: tuple[str, ...] = ()
+
+
+def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> None:
+    """Measures everything on one rank; rank 0 starts the engine and tells the results."""
+    if not case.is_cuda:
+        torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if rank == 0:
+            started = time.perf_counter()
+            tell("note", f"{case.name}: starting SGLang, tp_size={case.tp_size}")
+            tell("patience", ENGINE_START_S)
+            engine = BenchEngine(case, folder)
+            stack.callback(engine.shut_down)
+            tell("fact", {"engine_start_s": time.perf_counter() - started})
+        if rank == 0 and case.is_cuda:
+            tell("fact", {"gpu": torch.cuda.get_device_name(0)})
+        weights = weights_of(case.config)
+        trainer = Trainer(case, rank, folder, weights)
+        stack.callback(trainer.close)
+        session = Session(case, effort, trainer, engine, tell if rank == 0 else lambda kind, value: None)
+        session.run()
+        trainer.synchronize()
+        if rank == 0:
+            for floor in floors_of(case, weights):
+                tell("floor", dataclasses.asdict(floor) | {"seconds": floor.seconds})
+        trainer.synchronize()
+
+
+class Session:
+    """The measurements of one rank."""
+
+    def __init__(self, case: Case, effort: Effort, trainer: Trainer, engine: BenchEngine | None, tell: Tell) -> None:
+        self._case = case
+        self._effort = effort
+        self._trainer = trainer
+        self._engine = engine
+        self._tell = tell
+
+    def run(self) -> None:
+        """Ours, whether it is right, and what stock SGLang offers."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in self._trainer.named)
+        self._tell("fact", {"num_tensors": len(self._trainer.named), "num_bytes": num_bytes})
+        self._round_trip()
+        self._trainer.synchronize()
+        engines = [] if self._engine is None else [LocalEngine(self._engine.engine, timeout_s=CALL_TIMEOUT_S)]
+        updater = WeightUpdater(engines, timeout_s=CALL_TIMEOUT_S)
+        stock = self._stock()
+
+        def ours(version: str) -> UpdateStats:
+            return _checked(updater.update(self._trainer.named, version))
+
+        self._measure(OURS, ours, effort=None)
+        middle = self._case.buckets[1]
+        found = check_arrival(self._trainer, self._engine, lambda version: stock.flattened(middle, version), ours)
+        self._tell("fact", {"checked": found})
+        updater.close()
+        for method, action, share in self._methods(stock):
+            self._tidy()
+            compared = method == label(self._case.to_beat, middle)
+            self._measure(method, action, effort=None if compared else self._effort.max_s, share=share)
+        if isinstance(stock, StockDistributed):
+            stock.close()
+        self._tidy()
+
+    def _stock(self) -> StockTensors | StockDistributed:
+        if self._case.separate:
+            return StockDistributed(self._trainer, self._engine, self._case.tp_size)
+        return StockTensors(self._trainer, self._engine)
+
+    def _methods(self, stock: StockTensors | StockDistributed) -> Iterator[tuple[str, Any, float]]:
+        """Method, what to call with a version, and the share of the tensors that it sends."""
+        named = self._trainer.named
+        sample = named[:: -(-len(named) // NUM_SAMPLED)]
+        prefix = "stock distributed," if self._case.separate else "stock"
+        methods: list[tuple[str, Any, float]] = []
+        for size in (self._case.buckets[i] for i in (1, 0, 2)):
+            if isinstance(stock, StockTensors) and self._case.is_cuda:
+                # It patches torch's sharing of tensors, which then cannot share those of a CPU.
+                methods.append((label(UPDATE_WEIGHTS, size), partial(stock.update_weights, size), 1.0))
+            methods.append((label(f"{prefix} flattened bucket", size), partial(stock.flattened, size), 1.0))
+            methods.append((label(f"{prefix} batch", size), partial(stock.batched, size), 1.0))
+        methods.append((f"{prefix} one call per tensor", partial(stock.one_by_one, sample), len(sample) / len(named)))
+        for method in methods:
+            if not self._effort.only or any(text in method[0] for text in self._effort.only):
+                yield method
+
+    def _round_trip(self) -> None:
+        """The time of a call that does nothing: what one control message costs at least."""
+        if self._engine is None:
+            return
+        seconds = []
+        for _ in range(ROUND_TRIPS):
+            started = time.perf_counter()
+            self._engine.probe("nothing")
+            seconds.append(time.perf_counter() - started)
+        self._tell("fact", {"round_trip_s": sorted(seconds)[ROUND_TRIPS // 2]})
+
+    def _measure(self, method: str, action: Any, *, effort: float | None, share: float = 1.0) -> None:
+        max_s = float("inf") if effort is None else effort
+        timing = measure(self._trainer, method, action, repeats=self._effort.repeats, max_s=max_s, share=share)
+        self._tell("timing", _as_dict(timing))
+
+    def _tidy(self) -> None:
+        """Gives back GPU memory of buckets that the engine has let go."""
+        self._trainer.synchronize()
+        gc.collect()
+        if self._case.is_cuda:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+def label(method: str, num_bytes: int) -> str:
+    """The method with its size, as it stands in the tables."""
+    return f"{method}, {num_bytes >> 20} MB" if num_bytes >> 20 else f"{method}, {num_bytes >> 10} KB"
+
+
+def _checked(stats: UpdateStats) -> UpdateStats:
+    if not stats.verified or stats.num_unverified or stats.fenced:
+        raise RuntimeError(f"our update was not verified in all: {stats}")
+    return stats
+
+
+def _as_dict(timing: Timing) -> dict[str, Any]:
+    fields = {f.name: getattr(timing, f.name) for f in dataclasses.fields(timing) if f.name != "results"}
+    stats = [dataclasses.asdict(result) for result in timing.results if isinstance(result, UpdateStats)]
+    return fields | {"median": timing.median, "minimum": timing.minimum, "stats": stats}

@@ -1,0 +1,172 @@
+"""The tensors of the models that are sent, and how many bytes must cross between GPUs. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+ITEM_BYTES = 2
+"""All weights are bfloat16."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+DENSE: dict[str, Any] = _COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+}
+"""Qwen3-8B: 399 tensors, 16.4 GB."""
+
+MOE: dict[str, Any] = _COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+}
+"""Qwen3-30B-A3B with half of its layers: 9,435 tensors, 31.2 GB."""
+
+TINY: dict[str, Any] = DENSE | {
+    "vocab_size": 256,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor as Hugging Face names it. `tp_dim`: along which tensor parallelism cuts it; None: every rank has all."""
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return _numel(self.shape) * ITEM_BYTES
+
+
+def weights_of(config: dict[str, Any]) -> list[Weight]:
+    """All tensors of a Qwen3 or Qwen3-MoE of this Hugging Face config, in the order of its layers."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    weights = [Weight("model.embed_tokens.weight", (vocab, hidden), 0)]
+    for layer in range(config["num_hidden_layers"]):
+        weights += _layer(config, f"model.layers.{layer}.")
+    return [*weights, Weight("model.norm.weight", (hidden,), None), Weight("lm_head.weight", (vocab, hidden), 0)]
+
+
+def _layer(config: dict[str, Any], prefix: str) -> Iterator[Weight]:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield Weight(prefix + "input_layernorm.weight", (hidden,), None)
+    yield Weight(prefix + "self_attn.q_proj.weight", (queries, hidden), 0)
+    yield Weight(prefix + "self_attn.k_proj.weight", (keys, hidden), 0)
+    yield Weight(prefix + "self_attn.v_proj.weight", (keys, hidden), 0)
+    yield Weight(prefix + "self_attn.o_proj.weight", (hidden, queries), 1)
+    yield Weight(prefix + "self_attn.q_norm.weight", (head,), None)
+    yield Weight(prefix + "self_attn.k_norm.weight", (head,), None)
+    yield Weight(prefix + "post_attention_layernorm.weight", (hidden,), None)
+    if "num_experts" not in config:
+        yield from _mlp(hidden, config["intermediate_size"], prefix + "mlp.")
+        return
+    yield Weight(prefix + "mlp.gate.weight", (config["num_experts"], hidden), None)
+    for expert in range(config["num_experts"]):
+        yield from _mlp(hidden, config["moe_intermediate_size"], f"{prefix}mlp.experts.{expert}.")
+
+
+def _mlp(hidden: int, inner: int, prefix: str) -> Iterator[Weight]:
+    yield Weight(prefix + "gate_proj.weight", (inner, hidden), 0)
+    yield Weight(prefix + "up_proj.weight", (inner, hidden), 0)
+    yield Weight(prefix + "down_proj.weight", (hidden, inner), 1)
+
+
+def batches(items: Sequence[tuple[T, int]], max_bytes: int) -> list[list[T]]:
+    """Cuts `(item, bytes)` into runs of at most `max_bytes`, or of one item."""
+    runs: list[list[T]] = []
+    used = max_bytes + 1
+    for item, num_bytes in items:
+        if used + num_bytes > max_bytes:
+            runs.append([])
+            used = 0
+        runs[-1].append(item)
+        used += num_bytes
+    return runs
+
+
+def moved_bytes(weights: Sequence[Weight], num_trainers: int, tp_size: int, *, separate: bool) -> int:
+    """Bytes that must enter or leave the busiest GPU, in one direction.
+
+    Trainer rank s holds part s of dim 0 of each tensor, engine rank r needs part r of `tp_dim`. Unless the ranks are on
+    separate GPUs, trainer rank i and engine rank i share one, and what lies there already need not move.
+    """
+    received, sent = [0] * tp_size, [0] * num_trainers
+    for weight in weights:
+        for s in range(num_trainers):
+            for r in range(tp_size):
+                if separate or s != r:
+                    num_bytes = _common(weight, s, num_trainers, r, tp_size)
+                    received[r] += num_bytes
+                    sent[s] += num_bytes
+    return max(received + sent)
+
+
+def needed_bytes(weights: Sequence[Weight], tp_size: int) -> int:
+    """Bytes of the parameters of engine rank 0."""
+    return sum(_common(weight, 0, 1, 0, tp_size) for weight in weights)
+
+
+def _common(weight: Weight, trainer: int, num_trainers: int, rank: int, tp_size: int) -> int:
+    """Bytes of `weight` that the trainer rank holds and the engine rank needs."""
+    shape = list(weight.shape)
+    held = _part(shape[0], trainer, num_trainers)
+    if weight.tp_dim is None:
+        shape[0] = len(held)
+    elif weight.tp_dim == 0:
+        needed = _part(shape[0], rank, tp_size)
+        shape[0] = max(0, min(held.stop, needed.stop) - max(held.start, needed.start))
+    else:
+        shape[0] = len(held)
+        shape[weight.tp_dim] = len(_part(shape[weight.tp_dim], rank, tp_size))
+    return _numel(shape) * ITEM_BYTES
+
+
+def _part(size: int, rank: int, num_ranks: int) -> range:
+    chunk = -(-size // num_ranks)
+    return range(min(rank * chunk, size), min((rank + 1) * chunk, size))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,141 @@
+"""The benchmark of this package, `bench/weight_update.py`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench_on_path():
+    sys.path.insert(0, str(BENCH))
+    yield
+    sys.path.remove(str(BENCH))
+
+
+def test_the_models_have_the_sizes_that_they_are_named_for():
+    from weight_update.shapes import DENSE, MOE, weights_of
+
+    sizes = {len(weights): sum(w.num_bytes for w in weights) for weights in map(weights_of, (DENSE, MOE))}
+    assert {count: round(size / 1e9, 1) for count, size in sizes.items()} == {399: 16.4, 9435: 31.2}
+
+
+def test_the_tiny_model_is_the_one_of_transformers():
+    import transformers
+    from weight_update.shapes import TINY, weights_of
+
+    config = transformers.Qwen3Config(**TINY)
+    shapes = {name: tuple(p.shape) for name, p in transformers.Qwen3ForCausalLM(config).named_parameters()}
+    assert {w.name: w.shape for w in weights_of(TINY)} == shapes
+
+
+def test_the_small_moe_is_the_one_of_transformers():
+    import torch
+    import transformers
+    from weight_update.shapes import MOE, weights_of
+
+    config = MOE | {"num_hidden_layers": 2, "num_experts": 4}
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**config))
+    weights = weights_of(config)
+    assert sum(w.num_bytes // 2 for w in weights) == sum(p.numel() for p in model.parameters())
+
+
+def test_bytes_that_move_between_gpus():
+    from weight_update.shapes import Weight, moved_bytes, needed_bytes
+
+    rows, columns = Weight("rows", (8, 4), 0), Weight("columns", (8, 4), 1)
+    everywhere = Weight("everywhere", (8,), None)
+    # Cut alike on both sides: nothing moves. Cut across: a rank has a quarter of what it needs, or of what it gives.
+    assert moved_bytes([rows], 4, 4, separate=False) == 0
+    assert moved_bytes([columns], 4, 4, separate=False) == 3 * (2 * 1) * 2
+    assert moved_bytes([everywhere], 4, 4, separate=False) == 3 * 2 * 2
+    # On GPUs of their own all that the engine needs moves: half of each to each of two, everything of the last.
+    assert moved_bytes([rows, columns], 2, 2, separate=True) == (16 + 16) * 2
+    assert moved_bytes([everywhere], 2, 2, separate=True) == 8 * 2
+    # One trainer that feeds two engine ranks sends all of it.
+    assert moved_bytes([rows], 1, 2, separate=True) == 32 * 2
+    assert needed_bytes([rows, columns, everywhere], 2) == (16 + 16 + 8) * 2
+
+
+def test_batches_hold_whole_items_in_order():
+    from weight_update.shapes import batches
+
+    assert batches([("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 4)], 6) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+RANKS = """
+import subprocess, sys, time
+from pathlib import Path
+from weight_update.supervisor import run_ranks
+
+def main(rank, folder, tell, what):
+    tell("note", f"rank {rank} has {Path(folder).is_dir()}")
+    if what == "fail" and rank == 1:
+        raise ValueError("as it should")
+    if what != "end" and rank == 0:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        tell("child", child.pid)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    run_ranks(main, 2, (sys.argv[1],), lambda kind, value: print(kind, value, flush=True), silence_s=5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("end", None), ("fail", r"rank 1: (.|\n)*as it should"), ("hang", r"nothing was heard of ranks \[0\]")],
+)
+def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    run = subprocess.run(
+        [sys.executable, script, what],
+        env=os.environ | {"PYTHONPATH": str(BENCH)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
+    assert (told["note rank 0 has"], told["note rank 1 has"]) == ("True", "True")
+    if error is None:
+        assert run.returncode == 0, run.stderr
+        return
+    assert run.returncode == 1
+    assert re.search(error, run.stderr)
+    assert (
+        not Path("/proc", told["child"]).exists() or "State:\tZ" in Path("/proc", told["child"], "status").read_text()
+    )
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [["tiny"], ["moe4", "--scale", "tiny"], ["dense2x2", "--scale", "tiny"]])
+def test_the_benchmark_runs_without_a_gpu(case, tmp_path):
+    run = subprocess.run(
+        [sys.executable, BENCH / "weight_update.py", "--case", *case, "--repeats", "2"],
+        env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout
+    (path,) = tmp_path.glob("weight_update_*.json")
+    result = json.loads(path.read_text())
+    assert result["error"] is None
+    assert result["facts"]["checked"]
+    methods = {timing["method"]: timing for timing in result["timings"]}
+    assert "ours" in methods
+    assert any("one call per tensor" in method for method in methods)
+    assert all(timing["minimum"] > 0 for timing in methods.values())
+    assert all(stats["verified"] for stats in methods["ours"]["stats"])
+    assert result["verdict"]["speedup"] > 0
+    assert result["verdict"]["floor_ratio"] > 0
+    assert run.stdout.splitlines()[-1].startswith(result["case"])
