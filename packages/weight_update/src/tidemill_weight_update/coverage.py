@@ -30,6 +30,7 @@ class Write:
         kind: "copy" of a source and "fill" with a constant can be replayed; "loader" means that only `load_weights`
             can do it.
         names: the sources that the values come from; none for a fill, and for what depends on no source.
+        during: the source that loading had taken last, None before the first and after the last one.
     """
 
     kind: Literal["copy", "fill", "loader"]
@@ -38,6 +39,7 @@ class Write:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     names: tuple[str, ...]
+    during: str | None
 
 
 @dataclass(slots=True)
@@ -45,9 +47,9 @@ class Coverage:
     """What a sequence of writes does to the parameters.
 
     Attributes:
-        uncovered: parameter -> elements that no source and no constant is written to.
+        uncovered: parameter -> elements that nothing writes, or only what loading does before or after the sources.
         overwritten: parameter -> elements that more than one write from sources hits.
-        hidden: indices of writes that later ones hide completely.
+        hidden: indices of copies and fills that later ones overwrite completely.
         overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is left out where
             writes between the two hide all that they share.
         unknown: parameters too large and written in too scattered a way to tell.
@@ -148,20 +150,26 @@ def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mappi
         coverage.unknown.add(name)
         return
     last = np.full(canvas.shape, -1, np.int64)
+    visible = last.copy()  # what `load_weights` alone can do may depend on what it finds, and hides nothing
     sources = np.zeros(canvas.shape, np.int8)  # how many writes from sources, at most 2
     covered = np.zeros(canvas.shape, bool)
     for index, write in writes.items():
         for view in canvas.hit(index, last):
             coverage.overlaps.update((int(before), index) for before in np.unique(view) if before not in (-1, index))
             view[...] = index
+        if write.kind != "loader":
+            for view in canvas.hit(index, visible):
+                view[...] = index
         if write.names:
             for view in canvas.hit(index, sources):
                 np.minimum(view + 1, 2, out=view)
-        if write.names or write.kind == "fill":
+        if write.names or write.kind == "fill" or write.during is not None:
             for view in canvas.hit(index, covered):
                 view[...] = True
-    remaining = set(np.unique(last[canvas.numel > 0]).tolist())
-    coverage.hidden.update(set(writes) - remaining)
+    remaining = set(np.unique(visible[canvas.numel > 0]).tolist())
+    coverage.hidden.update(
+        index for index, write in writes.items() if write.kind != "loader" and index not in remaining
+    )
     if uncovered := int(canvas.numel[~covered].sum()):
         coverage.uncovered[name] = uncovered
     if overwritten := int(canvas.numel[sources > 1].sum()):
@@ -169,36 +177,43 @@ def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mappi
 
 
 def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
-    """Names whose copies would not give what `load_weights` gives, because of the order of the writes -> why.
+    """Names that `load_weights` must load, so that a replay gives the same -> why.
 
-    A replay fills, then copies, then calls `load_weights` with the names that are left to it. Copies that are hidden
-    completely are not replayed.
+    A replay does the fills, then the copies that are not hidden, then calls `load_weights` with these names. Where two
+    writes share elements, that must not turn their order round.
 
     Args:
-        names: those that are left to it already.
+        names: those that are left to `load_weights` already.
     """
     left = dict(names)
-    added = True
-    while added:
-        added = False
-        for before, after in coverage.overlaps:
-            first, second = writes[before], writes[after]
-            first_left = first.kind == "loader" or not left.keys().isdisjoint(first.names)
-            second_left = second.kind == "loader" or not left.keys().isdisjoint(second.names)
-            reason = f"several writes share elements of {first.parameter!r}"
-            moved: tuple[str, ...] = ()
-            if first.kind == "copy" and not first_left:
-                if second.kind == "loader" and not second.names:
-                    moved, reason = first.names, f"{first.parameter!r} is changed after it was copied"
-                elif before not in coverage.hidden and not second_left:
-                    moved = first.names + second.names
-            elif first_left and first.names and second.kind == "copy" and not second_left:
-                moved = second.names
-            for name in moved:
-                added |= name not in left
-                left.setdefault(name, reason)
     for write in writes:
+        if write.kind == "loader" and not write.names and write.during is not None:
+            left.setdefault(write.during, f"loading it writes to {write.parameter!r} what is no copy of a source")
         if write.parameter in coverage.unknown:
             for name in write.names:
                 left.setdefault(name, f"{write.parameter!r} is too large for the scattered way in which it is written")
+    known = -1
+    while len(left) > known:
+        known = len(left)
+        for before, after in sorted(coverage.overlaps):
+            first, second = writes[before], writes[after]
+            turn, next_turn = _turn(first, left), _turn(second, left)
+            if before in coverage.hidden and turn == 1 and next_turn is not None:
+                continue
+            moved: tuple[Write, ...] = ()
+            if next_turn is None or (turn == 1 and next_turn <= 1):
+                moved = first, second
+            elif turn is not None and turn > next_turn:
+                moved = (second,)
+            for write in moved:
+                for name in write.names or (() if write.during is None else (write.during,)):
+                    left.setdefault(name, f"it shares elements of {write.parameter!r} with another write")
     return left
+
+
+def _turn(write: Write, left: Mapping[str, str]) -> int | None:
+    """When a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
+    by_name = not left.keys().isdisjoint(write.names) if write.names else write.during in left
+    if by_name or (left and not write.names and write.during is None):
+        return 2
+    return {"fill": 0, "copy": 1, "loader": None}[write.kind]

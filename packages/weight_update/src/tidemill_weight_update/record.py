@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from tidemill_weight_update.coverage import left_to_loader, survey
 from tidemill_weight_update.plan import CopyPlan, Fill, SourceSpec
-from tidemill_weight_update.traced import Traced, Tracer, Watch
+from tidemill_weight_update.traced import Traced, Watch
+from tidemill_weight_update.tracer import Tracer
 
 
 def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
@@ -63,9 +64,9 @@ class _Progress:
 
     def named_tensors(self) -> Iterator[tuple[str, Traced]]:
         for spec in self._sources:
-            self._current = spec
+            self._current, self._tracer.current = spec, spec.name
             yield spec.name, self._tracer.source(spec)
-        self._exhausted = True
+        self._exhausted, self._tracer.current = True, None
 
     def where(self) -> str:
         if self._exhausted:
@@ -80,24 +81,28 @@ def _put_back(parameters: Mapping[str, nn.Parameter], data: Mapping[str, Tensor]
     moved = []
     for name, parameter in parameters.items():
         before = data[name]
-        if not parameter.is_set_to(before):
+        if _layout(parameter) != _layout(before):
             parameter.data = before
             moved.append(name)
     return moved
 
 
+def _layout(tensor: Tensor) -> tuple:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
     coverage = survey(tracer.places, tracer.writes)
     groups = _merged(tracer.groups)
-    left: dict[str, str] = {}
-    more = tracer.untraceable
-    while len(more) > len(left):
-        left = dict(more)
+    left, known = dict(tracer.untraceable), -1
+    while len(left) > known:
+        known = len(left)
         for group in groups:
             if reasons := [left[name] for name in group if name in left]:
                 together = f"it is loaded together with one that is not copied: {reasons[0]}"
                 left = dict.fromkeys(group, together) | left
-        more = left_to_loader(coverage, tracer.writes, left)
+        left = left_to_loader(coverage, tracer.writes, left)
     copies, fills = [], []
     for index, replay in enumerate(tracer.replays):
         if index in coverage.hidden or replay is None:

@@ -1,0 +1,102 @@
+"""Recording SGLang's own model classes: replaying a plan gives what a fresh `load_weights` gives, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+MODELS = [
+    "qwen2",
+    "qwen2 tied",
+    "qwen2 tied as state_dict",
+    "qwen3",
+    "qwen3 tied",
+    "qwen3 from float32",
+    "llama",
+    "llama tied",
+    "llama one kv head",
+    "qwen3 moe",
+    "qwen3 moe tied",
+    "qwen3 moe tied as state_dict",
+    "deepseek v3",
+]
+RANKS = [(1, 0), (2, 0), (2, 1)]
+PADDED = (1, 0), (2, 1)
+"""Ranks whose embeddings have rows beyond the vocabulary."""
+
+
+def run_script(*arguments: str) -> dict[str, list]:
+    script = Path(__file__).with_name("record_models.py")
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])["found"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_script()
+
+
+@pytest.fixture(
+    params=[(model, *rank) for model in MODELS for rank in RANKS], ids=lambda p: f"{p[0]}, {p[2]} of {p[1]}"
+)
+def result(request, found):
+    model, tp_size, rank = request.param
+    ranks = found[str(tp_size)]
+    assert isinstance(ranks[rank], dict), ranks[rank]
+    return model, (tp_size, rank), ranks[rank][model]
+
+
+def test_a_replay_equals_a_fresh_load_bit_for_bit(result):
+    model, rank, got = result
+    missing = ["lm_head.weight"] if model == "qwen3 moe tied" else []
+    assert got["differs_from_stock"] == missing
+    assert got["derived_differs"] == []
+    assert got["through_loader"] == {}
+    assert got["copies"] > 0
+    padded = ["lm_head.weight", "model.embed_tokens.weight"] if rank in PADDED else []
+    assert set(got["fills"]) <= set(padded)
+    assert ("model.embed_tokens.weight" in got["fills"]) == (rank in PADDED)
+    assert got["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
+
+
+def test_recording_leaves_the_model_as_it_was(result):
+    _, _, got = result
+    assert got["changed_by_recording"] == []
+    assert got["same_plan_on_meta"]
+
+
+def test_each_element_is_written_exactly_once_or_reported(result):
+    """SGLang's Qwen3-MoE has an lm_head of its own even where the embeddings are tied, and nothing fills it."""
+    model, (tp_size, _), got = result
+    assert got["wrong_counts"] == list(got["uncovered"])
+    assert got["uncovered"] == ({"lm_head.weight": 192 * 64 // tp_size} if model == "qwen3 moe tied" else {})
+    assert got["overwritten"] == {}
+    assert got["unused"] == (["lm_head.weight"] if model == "qwen2 tied as state_dict" else [])
+
+
+def test_names_that_loading_joins_are_grouped(result):
+    model, _, got = result
+    joined = [
+        {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+        for layer in range(3)
+    ]
+    assert [set(group) for group in got["groups"]] == (joined if model == "deepseek v3" else [])
+
+
+@pytest.mark.slow
+def test_the_published_deepseek_v3_is_nothing_but_copies():
+    for ranks in run_script("--full-size").values():
+        for got in ranks:
+            assert isinstance(got, dict), got
+            got = got["deepseek v3 671b"]
+            assert got["names_as_in_a_checkpoint"]
+            assert (got["through_loader"], got["unused"], got["uncovered"], got["overwritten"]) == ({}, [], {}, {})
+            assert (got["not_written"], got["groups"]) == ([], 61)
+            assert got["copies"] >= got["sources"] > 45_000
