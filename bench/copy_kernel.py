@@ -1,0 +1,235 @@
+"""The copy kernel alone: bytes per second against one plain device copy of the same bytes, in one run.
+
+    python bench/copy_kernel.py            one GPU, 22 GB each for sources and targets, about half a minute
+    python bench/copy_kernel.py --peer     sources on cuda:1, read over NVLink
+    python bench/copy_kernel.py --sweep    other tilings, too
+    python bench/copy_kernel.py --tiny     small and few tensors, whose rates say nothing: also without a GPU
+
+Payload is what is sent: read once and, unless a mode only reads, written once. Everything is checked, too.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tidemill_weight_update.copy_host import HostCopier
+from tidemill_weight_update.digest import digest
+from tidemill_weight_update.table import COLUMNS, CopyTable
+from torch import Tensor
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MODES = {
+    "copy": {"write": True, "sums": False, "count": False},
+    "copy, digest": {"write": True, "sums": True, "count": False},
+    "copy, digest, count": {"write": True, "sums": True, "count": True},
+    "digest": {"write": False, "sums": True, "count": False},
+    "digest, count": {"write": False, "sums": True, "count": True},
+}
+TILINGS = ((4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A table from one block into another, and the shape of each of its sources."""
+
+    name: str
+    table: CopyTable
+    shapes: tuple[tuple[int, int], ...]
+    modes: tuple[str, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.table.num_elements * self.table.dst_dtype.itemsize
+
+    @property
+    def read_bytes(self) -> int:
+        return self.table.num_elements * self.table.src_dtype.itemsize
+
+
+def contiguous(name: str, sizes: np.ndarray, modes: Sequence[str], src_dtype: torch.dtype = BF16) -> Case:
+    """Tensors one after the other, that arrive in another order."""
+    order = np.random.default_rng(0).permutation(len(sizes))
+    starts = np.zeros_like(sizes)
+    starts[order] = np.cumsum(sizes[order]) - sizes[order]
+    table = _table(src_dtype, rows=np.ones_like(sizes), cols=sizes, src=np.cumsum(sizes) - sizes, dst=starts)
+    return Case(name, table, tuple((1, int(n)) for n in sizes), tuple(modes))
+
+
+def columns_of(name: str, number: int, rows: int, cols: int, parts: int, modes: Sequence[str]) -> Case:
+    """The second of `parts` vertical parts of matrices that lie one after the other."""
+    index, part = np.arange(number), np.full(number, cols // parts)
+    pitch, starts = np.full(number, cols), index * rows
+    places = {"src": starts * cols + part, "src_pitch": pitch, "dst": starts * part, "dst_pitch": part}
+    table = _table(BF16, rows=np.full(number, rows), cols=part, pos=part, pos_pitch=pitch, **places)
+    return Case(name, table, ((rows, cols),) * number, tuple(modes))
+
+
+def _table(src_dtype: torch.dtype, **columns: np.ndarray) -> CopyTable:
+    """A row for each source; columns that are not given are 0."""
+    zeros = np.zeros(len(columns["rows"]), np.int64)
+    index = {"tensor": np.arange(len(zeros), dtype=np.int32)}
+    index |= {"memory": zeros.astype(np.int32), "target": zeros.astype(np.int32)}
+    return CopyTable(src_dtype, BF16, **{name: zeros for name in COLUMNS} | columns | index)
+
+
+def cases(scale: float, tiny: bool) -> list[Case]:
+    """Of 22 GB at most, times `scale`."""
+    if tiny:
+        scale = 1e-3
+    unit = 16 if tiny else 1024
+    rng = np.random.default_rng(0)
+    dense = np.full(max(3, round(399 * scale)), 20_500 * unit)
+    experts = rng.integers(768, 1536, max(5, round(9435 * scale))) * unit
+    rows, number = 2 * unit, max(2, round(6000 * scale))
+    return [
+        contiguous(f"{len(dense)} tensors of {dense[0] * 2 / 1e6:.2g} MB", dense, list(MODES)),
+        contiguous(
+            f"{len(experts)} of {unit * 1536 / 1e6:.2g} to {unit * 3072 / 1e6:.2g} MB",
+            experts,
+            ["copy", "copy, digest", "digest"],
+        ),
+        columns_of(f"1 of 4 parts of {number} x {rows} rows: 384 B", number, rows, 768, 4, ["copy", "copy, digest"]),
+        contiguous("float32 to bfloat16", dense[: len(dense) // 2 + 1], ["copy", "copy, digest", "digest"], FP32),
+    ]
+
+
+class Bench:
+    """Runs cases from `source` into `target` (both uint8) and prints a line for each mode."""
+
+    def __init__(self, source: Tensor, target: Tensor, repeats: int) -> None:
+        self.source, self.target, self.repeats = source, target, repeats
+        self.device = target.device
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Median, on the device's clock if it has one."""
+        action()
+        taken = []
+        for _ in range(self.repeats):
+            if self.device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                action()
+                end.record()
+                end.synchronize()
+                taken.append(start.elapsed_time(end) / 1e3)
+            else:
+                started = time.perf_counter()
+                action()
+                taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
+    def plain(self, num_bytes: int) -> float:
+        """Payload in bytes per second of one copy by torch."""
+        source, target = self.source[:num_bytes], self.target[:num_bytes]
+        return num_bytes / self.seconds(lambda: target.copy_(source))
+
+    def copier(self, case: Case, tiling: tuple[int, int] | None) -> Callable[..., None]:
+        if self.device.type == "cpu":
+            host = HostCopier([case.table], [self.target], "target")
+            return lambda *sums, write: host.run([self.source], *sums, write=write)
+        from tidemill_weight_update.copy_cuda import CudaCopier, Tiling
+
+        chosen = None if tiling is None else Tiling(tile_elements=tiling[0], num_warps=tiling[1])
+        copier = CudaCopier([case.table], self.device, "target", chosen)
+        addresses = [self.source.data_ptr()], [self.target.data_ptr()]
+        return lambda *sums, write: copier.run(*addresses, *sums, write=write)
+
+    def run(self, case: Case, mode: str, plain: float, tiling: tuple[int, int] | None = None) -> None:
+        write, sums, count = (MODES[mode][name] for name in ("write", "sums", "count"))
+        digests = torch.zeros(len(case.shapes), dtype=torch.int64, device=self.device) if sums else None
+        counts = torch.zeros(len(case.shapes), dtype=torch.int32, device=self.device) if count else None
+        copy = self.copier(case, tiling)
+        if write:
+            self.target.fill_(0xA5)
+        copy(digests, counts, write=write)
+        self.check(case, digests, counts, write)
+        seconds = self.seconds(lambda: copy(digests, counts, write=write))
+        started = time.perf_counter()
+        copy(digests, counts, write=write)
+        queued = time.perf_counter() - started
+        moved = case.read_bytes + case.payload_bytes * write
+        # A plain copy of so many bytes read and written; a mode that only reads has half as many.
+        floor = moved / 2 / plain
+        name = case.name if tiling is None else f"{case.name}, {tiling[0]} per block of {tiling[1]} warps"
+        print(
+            f"{name:45} {mode:20} {case.payload_bytes / 1e9:7.3f} {seconds * 1e3:9.3f} "
+            f"{case.payload_bytes / seconds / 1e9:8.1f} {moved / seconds / 1e9:8.1f} {floor / seconds:7.1%} "
+            f"{queued * 1e3:8.2f}",
+            flush=True,
+        )
+
+    def check(self, case: Case, digests: Tensor | None, counts: Tensor | None, write: bool) -> None:
+        """A few of the sources, the last ones among them."""
+        table = case.table
+        for index in sorted({0, len(case.shapes) // 2, len(case.shapes) - 1}):
+            rows, cols = int(table.rows[index]), int(table.cols[index])
+            source = self.source.view(table.src_dtype)[int(table.src[index]) :]
+            sent = source.as_strided((rows, cols), (int(table.src_pitch[index]), 1)).to(self.device, table.dst_dtype)
+            if write:
+                target = self.target.view(table.dst_dtype)[int(table.dst[index]) :]
+                target = target.as_strided((rows, cols), (int(table.dst_pitch[index]), 1))
+                assert torch.equal(target.view(torch.int16), sent.view(torch.int16)), f"{case.name}: {index} differs"
+            if digests is not None:
+                start = int(table.pos[index])
+                wanted = digest(sent, (0, start), case.shapes[index])
+                assert digests[index] == wanted, f"{case.name}: digest of {index} is {digests[index]}, not {wanted}"
+            if counts is not None:
+                wanted = (~torch.isfinite(sent)).sum()
+                assert counts[index] == wanted, f"{case.name}: {counts[index]} non-finite in {index}, not {wanted}"
+
+
+def random_block(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8: small bfloat16 numbers, a few of which are not finite; as float32 finite and about as small."""
+    numbers = torch.empty(num_bytes // 2, dtype=BF16, device=device)
+    for piece in numbers.split(1 << 28):
+        piece.normal_()
+    numbers[:: (1 << 20) + 2] = float("nan")  # in the lower halves of float32 numbers, where they are digits
+    return numbers.view(torch.uint8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the tensors")
+    parser.add_argument("--tiny", action="store_true", help="a few small tensors")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--peer", action="store_true", help="sources on cuda:1")
+    parser.add_argument("--sweep", action="store_true", help="other tilings, too")
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    started = time.perf_counter()
+    todo = cases(args.scale, args.tiny or device.type == "cpu")
+    room = max(_end(case) for case in todo)
+    target = torch.empty(room, dtype=torch.uint8, device=device)
+    source = random_block(room, torch.device("cuda", 1) if args.peer else device)
+    if args.peer:
+        target[:16].copy_(source[:16])
+        source[:16].copy_(target[:16])  # torch lets the device of what is read access the one of what is written
+    bench = Bench(source, target, args.repeats)
+    plain = bench.plain(min(room, todo[0].payload_bytes))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host memory"
+    print(f"torch {torch.__version__}, {where}, sources on {source.device}; GB are 1e9 bytes")
+    print(f"{'case':45} {'mode':20} {'payload':>7} {'ms':>9} {'GB/s':>8} {'moved':>8} {'of plain':>8} {'queue ms':>8}")
+    print(f"{'plain copy by torch':45} {'':20} {'':7} {'':9} {plain / 1e9:8.1f} {2 * plain / 1e9:8.1f}")
+    for case in todo:
+        for mode in case.modes:
+            bench.run(case, mode, plain)
+    if args.sweep and device.type == "cuda":
+        for tiling in TILINGS:
+            bench.run(todo[0], "copy, digest", plain, tiling)
+            bench.run(todo[2], "copy, digest", plain, tiling)
+    print(f"{time.perf_counter() - started:.1f} s in all")
+
+
+def _end(case: Case) -> int:
+    """Bytes up to the last that is read or written."""
+    table = case.table
+    last = table.src + np.maximum(table.rows - 1, 0) * table.src_pitch + table.cols
+    return -(-int(last.max()) * table.src_dtype.itemsize // 16) * 16
+
+
+if __name__ == "__main__":
+    main()
