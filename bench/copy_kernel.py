@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,9 +72,10 @@ def columns_of(name: str, number: int, rows: int, cols: int, parts: int, modes: 
 def _table(src_dtype: torch.dtype, **columns: np.ndarray) -> CopyTable:
     """A row for each source; columns that are not given are 0."""
     zeros = np.zeros(len(columns["rows"]), np.int64)
-    index = {"tensor": np.arange(len(zeros), dtype=np.int32)}
-    index |= {"memory": zeros.astype(np.int32), "target": zeros.astype(np.int32)}
-    return CopyTable(src_dtype, BF16, **{name: zeros for name in COLUMNS} | columns | index)
+    first = zeros.astype(np.int32)
+    every: dict[str, Any] = dict.fromkeys(COLUMNS, zeros) | columns
+    every |= {"tensor": np.arange(len(zeros), dtype=np.int32), "memory": first, "target": first}
+    return CopyTable(src_dtype, BF16, **every)
 
 
 def cases(scale: float, tiny: bool) -> list[Case]:
