@@ -32,15 +32,17 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     sys.path.insert(0, str(_LOADERS))  # multiprocessing hands it on to the scheduler
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import sglang
+    from tidemill_weight_update.sglang import sglang_launch_args
 
+    loaders = ["reversed_loader.load_reversed", "engine_probe.dump", "engine_probe.scramble"]
     engine = sglang.Engine(
         model_path=str(checkpoint),
         skip_tokenizer_init=True,
         enable_deterministic_inference=True,
         chunked_prefill_size=32,
         max_total_tokens=1024,
-        custom_weight_loader=["reversed_loader.load_reversed", "engine_probe.dump", "engine_probe.scramble"],
         log_level="warning",
+        **sglang_launch_args(custom_weight_loader=loaders),
     )
     sys.path.remove(str(_LOADERS))
     yield engine

@@ -20,12 +20,12 @@ SENDER = Path(__file__).with_name("sender.py")
 
 def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]:
     while True:
-        method, args = connection.recv()
+        method, args, kwargs = connection.recv()
         if method == "done":
             return args
         try:
-            value = engine.tp_size if method == "tp_size" else getattr(engine, method)(*args)
-            connection.send((True, value))
+            value = getattr(engine, method)
+            connection.send((True, value(*args, **kwargs) if callable(value) else value))
         except RuntimeError as error:
             connection.send((False, str(error)))
 

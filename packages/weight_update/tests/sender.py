@@ -2,8 +2,8 @@
 
     sender.py JSON        {"folder", "device", "bucket_bytes", "dtype", "checkpoints": [path, ...], "rounds"}
 
-Started once per rank, with RANK and WORLD_SIZE in the environment. Rank 0 sends bucket handles through the unix socket
-`folder/engine`, and at the end the statistics of each update. Rank 0's engine answers each call with None or an error.
+Started once per rank, with RANK and WORLD_SIZE in the environment. Rank 0 sends what it asks of the engine through the
+unix socket `folder/engine`, and at the end the statistics of each update.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tidemill_weight_update import BucketHandle, WeightUpdater
+from tidemill_weight_update import BucketHandle, PauseMode, Request, WeightUpdater
 
 
 class RemoteEngine:
@@ -32,17 +32,33 @@ class RemoteEngine:
     def tp_size(self) -> int:
         return self._call("tp_size")
 
+    @property
+    def has_loader(self) -> bool:
+        return self._call("has_loader")
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        self._call("load", request, flush_cache=flush_cache)
+
     def load_bucket(self, bucket: BucketHandle) -> None:
         self._call("load_bucket", bucket)
 
     def flush_cache(self) -> None:
         self._call("flush_cache")
 
+    def pause(self, mode: PauseMode) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self._call("set_weight_version", version)
+
     def get_weight_version(self) -> str:
         return self._call("get_weight_version")
 
-    def _call(self, method: str, *args: object):
-        self._connection.send((method, args))
+    def _call(self, method: str, *args: object, **kwargs: object):
+        self._connection.send((method, args, kwargs))
         ok, value = self._connection.recv()
         if not ok:
             raise RuntimeError(value)
@@ -77,7 +93,7 @@ def main() -> None:
             stats.append(dataclasses.asdict(updater.update(tensors(path, spec["device"]), f"{path}#{version}")))
     updater.close()
     if connection is not None:
-        connection.send(("done", stats))
+        connection.send(("done", stats, {}))
     if world_size > 1:
         dist.destroy_process_group()
 

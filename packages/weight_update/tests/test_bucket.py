@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
-from tidemill_weight_update.bucket import ALIGNMENT, plan_buckets
+from tidemill_weight_update.alignment import ALIGNMENT
+from tidemill_weight_update.bucket import plan_buckets
 from tidemill_weight_update.gather import shard_range
+from tidemill_weight_update.shards import LocalShard
 
+PARTS = ["attn.q.weight", "attn.kv.weight", "attn.kv.scale", "mlp.up.weight"]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128]
 
 
@@ -52,6 +55,18 @@ def test_a_tensor_above_the_limit_travels_alone():
     assert plan == [["a"], ["big"], ["b", "c"]]
 
 
+def test_the_tensors_of_a_module_share_a_bucket_however_large():
+    names = ["embed.weight", *(f"layers.{i}.{part}" for i in range(2) for part in PARTS), "norm.weight"]
+    plan = plan_buckets([(name, torch.zeros(20)) for name in names], 256)
+    assert [[entry.name for entry in bucket.entries] for bucket in plan] == [
+        ["embed.weight"],
+        ["layers.0.attn.q.weight", "layers.0.attn.kv.weight", "layers.0.attn.kv.scale"],
+        ["layers.0.mlp.up.weight"],
+        ["layers.1.attn.q.weight", "layers.1.attn.kv.weight", "layers.1.attn.kv.scale"],
+        ["layers.1.mlp.up.weight", "norm.weight"],
+    ]
+
+
 def test_the_cast_changes_floating_point_tensors_only():
     items = [
         ("w", torch.zeros(3)),
@@ -63,7 +78,7 @@ def test_the_cast_changes_floating_point_tensors_only():
     assert bucket.payload_bytes == 6 + 6 + 12
 
 
-def test_planning_reads_one_item_ahead_only():
+def test_planning_reads_one_module_ahead_only():
     taken = []
 
     def items():
@@ -73,7 +88,7 @@ def test_planning_reads_one_item_ahead_only():
 
     buckets = plan_buckets(items(), 128)
     next(buckets)
-    assert taken == [0, 1, 2]
+    assert taken == [0, 1, 2, 3]  # 3 tells that the module of 2, which did not fit any more, is complete
 
 
 def test_the_digest_depends_on_names_shapes_dtypes_order_and_context():
@@ -104,6 +119,7 @@ def test_the_digest_depends_on_names_shapes_dtypes_order_and_context():
         ([(1, torch.zeros(1))], TypeError, r"got \(1, Tensor\)"),
         ([("a", torch.zeros(2, 2).to_sparse())], TypeError, "'a' must be dense"),
         ([("a", torch.zeros(2, 2, device="meta"))], TypeError, "'a' must be dense and hold data.*meta"),
+        ([("a", LocalShard(tensor=torch.zeros(2), global_shape=(2,)))], TypeError, "'a' is a LocalShard; these go to"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(items, error, message):

@@ -29,6 +29,7 @@ class FakeServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, dict]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
+        self.loaders: list[str] = []
         self.failing: dict[str, tuple[int, str]] = {}
         self.delay_s = 0.0
 
@@ -62,7 +63,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             status, content = 401, "Unauthorized"
         if status == 200:
             if self.path == "/server_info":
-                content = json.dumps({"tp_size": 2})
+                content = json.dumps({"tp_size": 2, "custom_weight_loader": self.server.loaders})
             elif self.path == "/model_info":
                 content = json.dumps({"weight_version": self.server.version})
             elif self.path == "/update_weights_from_tensor":

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.sglang import HttpEngine, LocalEngine
+from tidemill_weight_update.sglang import HttpEngine, LocalEngine, sglang_launch_args
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -35,6 +35,16 @@ ENGINE = {
     "max_total_tokens": 4096,
     "log_level": "warning",
 }
+
+
+class StockEngine(LocalEngine):
+    """Of an engine that somebody else launched."""
+
+    has_loader = False
+
+
+class StockHttpEngine(HttpEngine):
+    has_loader = False
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +99,19 @@ def send_one_call_per_tensor(engine, path: Path) -> None:
     assert engine.flush_cache().success
 
 
-@pytest.mark.parametrize(("world_size", "bucket_bytes"), [(1, 1), (2, 1 << 16)])
+@pytest.mark.parametrize(
+    ("client", "world_size", "bucket_bytes"),
+    [(StockEngine, 1, 1), (StockEngine, 2, 1 << 16), (LocalEngine, 1, 1 << 16), (LocalEngine, 2, 1000)],
+)
 def test_an_update_from_other_processes_equals_one_call_per_tensor(
-    engine, send, checkpoints, expected, tmp_path, world_size, bucket_bytes
+    engine, send, checkpoints, expected, tmp_path, client, world_size, bucket_bytes
 ):
     _, one, two = checkpoints
     send_one_call_per_tensor(engine, two)
     reference = generate(engine)
     wanted = parameters(engine, tmp_path / "reference")
     probe(engine, "scramble", tmp_path)
-    stats = send(LocalEngine(engine), one, two, world_size=world_size, bucket_bytes=bucket_bytes)
+    stats = send(client(engine), one, two, world_size=world_size, bucket_bytes=bucket_bytes)
     got = parameters(engine, tmp_path / "bucketed")
     assert got.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
@@ -106,7 +119,11 @@ def test_an_update_from_other_processes_equals_one_call_per_tensor(
     assert out["output_ids"] == reference["output_ids"] == expected[two] != expected[one]
     assert out["meta_info"]["output_token_logprobs"] == reference["meta_info"]["output_token_logprobs"]
     assert out["meta_info"]["weight_version"] == stats[-1]["weight_version"] == f"{two}#0"
-    assert stats[-1]["num_bytes"] == sum(tensor.nbytes for tensor in state(two).values())
+    num_bytes = sum(tensor.nbytes for tensor in state(two).values())
+    is_fast = client is LocalEngine
+    assert stats[-1]["verified"] == is_fast
+    # On the fast path each rank sends what it holds: here halves.
+    assert stats[-1]["num_bytes"] == (num_bytes // world_size if is_fast else num_bytes)
     assert stats[-1]["num_buckets"] > 1
 
 
@@ -150,7 +167,7 @@ def test_the_readme_example_runs(engine, checkpoints, capsys):
 def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, expected):
     handles = []
 
-    class Keeping(LocalEngine):
+    class Keeping(StockEngine):
         def load_bucket(self, bucket):
             handles.append(bucket)
             super().load_bucket(bucket)
@@ -159,7 +176,7 @@ def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, exp
     updater.update(state(checkpoints[2]).items(), 1)
     updater.close()
     with pytest.raises(RuntimeError, match="the sender must be alive"):
-        LocalEngine(engine).load_bucket(handles[0])
+        StockEngine(engine).load_bucket(handles[0])
     assert generate(engine)["output_ids"] == expected[checkpoints[2]]
 
 
@@ -176,6 +193,7 @@ def server(checkpoints) -> Iterator[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoints[0]), "--api-key", KEY]
     for name, value in (ENGINE | {"host": "127.0.0.1", "port": port, "skip_server_warmup": True}).items():
         command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    command += ["--custom-weight-loader", *sglang_launch_args()["custom_weight_loader"]]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -217,12 +235,14 @@ def generate_over_http(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_update_over_http(server, checkpoints, expected):
-    engine = HttpEngine(server, api_key=KEY)
-    assert engine.tp_size == 1
+@pytest.mark.parametrize("client", [HttpEngine, StockHttpEngine])
+def test_an_update_over_http(server, checkpoints, expected, client):
+    engine = client(server, api_key=KEY)
+    assert (engine.tp_size, HttpEngine(server, api_key=KEY).has_loader) == (1, True)
     updater = WeightUpdater([engine], bucket_bytes=1 << 16)
     for version, path in enumerate((checkpoints[1], checkpoints[2])):
-        updater.update(state(path).items(), version)
+        stats = updater.update(state(path).items(), version)
+        assert stats.verified == (client is HttpEngine)
         out = generate_over_http(server)
         assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
     updater.close()
@@ -236,7 +256,7 @@ def test_a_server_refuses_a_wrong_key(server):
 
 @pytest.mark.slow
 def test_a_cache_that_running_requests_hold_is_an_error(server, checkpoints, expected):
-    updater = WeightUpdater([HttpEngine(server, api_key=KEY)])
+    updater = WeightUpdater([StockHttpEngine(server, api_key=KEY)])
     running = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
     with contextlib.closing(running):
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}

@@ -1,4 +1,4 @@
-"""The updater against engines that are small classes of this file."""
+"""The updater on the stock path, against engines that are small classes of this file."""
 
 import os
 import pickle
@@ -14,6 +14,8 @@ from tidemill_weight_update.sglang.payload import stock_payload
 
 class MemoryEngine:
     """Loads as SGLang does: unpickles the payload, and copies every tensor to a dict."""
+
+    has_loader = False
 
     def __init__(self, fail_at: int | None = None, busy: bool = False) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -45,6 +47,12 @@ class MemoryEngine:
         self.calls.append("flush")
         if self.busy:
             raise RuntimeError("1 running request")
+
+    def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
 
     def get_weight_version(self) -> str:
         return self.version
@@ -85,7 +93,8 @@ def test_every_tensor_arrives_bit_for_bit_whatever_the_buckets(bucket_bytes):
         assert stats.num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
         assert engine.version == stats.weight_version == str(version)
         assert stats.num_buckets == sum(call.startswith("load") for call in engine.calls)
-        assert 0 < stats.gather_s + stats.copy_s + stats.load_s + stats.flush_s < stats.seconds
+        assert 0 < stats.gather_s + stats.fill_s + stats.load_s + stats.finish_s < stats.seconds
+        assert (stats.verified, stats.fenced, stats.prepare_s) == (False, {}, 0.0)
         assert stats.gb_per_s == pytest.approx(stats.num_bytes / stats.seconds / 1e9)
         engine.weights.clear()
         engine.calls.clear()
@@ -109,16 +118,38 @@ def test_the_version_comes_with_the_last_bucket_and_one_flush_ends_the_update():
         assert_same(engine.weights, dict(items))
 
 
-def test_an_engine_that_fails_is_named_with_its_bucket():
+def test_an_engine_that_fails_is_fenced_and_the_others_go_on():
     engines = [MemoryEngine(), MemoryEngine(fail_at=1)]
     updater = WeightUpdater(engines, bucket_bytes=64)
+    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(5)]
+    told = r"did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone"
+    stats = updater.update(items, 1)
+    assert list(stats.fenced) == ["engine 1 of 2 (MemoryEngine)"]
+    assert re.fullmatch(told, stats.fenced["engine 1 of 2 (MemoryEngine)"])
+    assert [engine.version for engine in engines] == ["1", "default"]
+    assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
+    engines[1].calls.clear()
+    assert updater.update(items, 2).fenced == {}
+    assert engines[1].calls == []  # left out
+    engines[1].fail_at = None
+    stats = updater.update(items, 2, engines=[engines[1]])
+    assert (stats.fenced, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
+    assert_same(engines[1].weights, dict(items))
+    updater.update(items, 3)
+    assert [engine.version for engine in engines] == ["3", "3"]
+
+
+def test_an_update_that_reaches_no_engine_is_an_error():
+    engines = [MemoryEngine(fail_at=1), MemoryEngine(fail_at=0)]
+    updater = WeightUpdater(engines, bucket_bytes=64)
     items = [(f"t{i}", torch.zeros(8)) for i in range(5)]
-    message = r"engine 1 of 2 \(MemoryEngine\) did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone. .*update again"
+    message = (
+        r"engine 0 of 2 \(MemoryEngine\):? did not load bucket 1 .*; engine 1 of 2 \(MemoryEngine\):? did not load"
+    )
     with pytest.raises(RuntimeError, match=message):
         updater.update(items, 1)
-    assert [engine.version for engine in engines] == ["default", "default"]
-    engines[1].fail_at = None
-    updater.update(items, 2)  # the updater is as good as new
+    engines[0].fail_at = engines[1].fail_at = None
+    assert updater.update(items, 2).fenced == {}  # none is healthy, so all are tried
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
@@ -288,7 +319,7 @@ def _engine_fails():
 
 def test_an_engine_that_fails_on_rank_0_is_an_error_on_all():
     first, second = run_ranks(_engine_fails, 2, timeout_s=60)
-    assert re.match(r"RuntimeError: engine 0 of 1 \(MemoryEngine\) did not load bucket 2", first)
+    assert re.match(r"RuntimeError: engine 0 of 1 \(MemoryEngine\): did not load bucket 2", first)
     assert re.match(r"RuntimeError: weight update failed on rank 0 of 2: RuntimeError: engine 0 of 1", second)
 
 

@@ -1,15 +1,17 @@
 """Arenas: memory that the sender fills and an engine's processes read."""
 
 import os
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.handle import CudaMemory, HostMemory
+from tidemill_weight_update.handle import CudaMemory, HostMemory, Memory
+
+M = TypeVar("M", covariant=True)
 
 
-class Arena(Protocol):
+class Arena(Protocol[M]):
     """A block of memory that other processes can map."""
 
     @property
@@ -17,7 +19,7 @@ class Arena(Protocol):
         """uint8 [capacity in bytes]."""
         ...
 
-    def publish(self) -> HostMemory | CudaMemory:
+    def publish(self) -> M:
         """Makes what was written to `data` visible and says where it is."""
         ...
 
@@ -64,6 +66,21 @@ def _available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
+    """An arena of `num_bytes` on `device`.
+
+    Raises:
+        ValueError: no arena can be made there.
+    """
+    if device.type == "cpu":
+        return HostArena(max(num_bytes, 1))
+    if device.type == "cuda":
+        from tidemill_weight_update.cuda_memory import DeviceArena
+
+        return DeviceArena(max(num_bytes, 1), device)
+    raise ValueError(f"weights can be sent from cpu or cuda memory, got {device}; pass device='cpu' to stage")
+
+
 class ArenaRing:
     """Arenas taken in turn, each grown to the largest bucket it had to hold.
 
@@ -73,10 +90,10 @@ class ArenaRing:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._arenas: list[Arena | None] = [None] * (2 if device.type == "cuda" else 1)
+        self._arenas: list[Arena[HostMemory | CudaMemory] | None] = [None] * (2 if device.type == "cuda" else 1)
         self._turn = 0
 
-    def next(self, num_bytes: int) -> Arena:
+    def next(self, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
         """The arena for the next bucket, with room for `num_bytes`; its former content may be overwritten."""
         self._turn = (self._turn + 1) % len(self._arenas)
         arena = self._arenas[self._turn]
@@ -88,7 +105,7 @@ class ArenaRing:
             self._arenas[self._turn] = arena
         return arena
 
-    def _new(self, num_bytes: int) -> Arena:
+    def _new(self, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
         if self._device.type == "cpu":
             return HostArena(num_bytes)
         if self._device.type == "cuda":

@@ -1,14 +1,16 @@
 """Buckets: which tensor goes to which byte range of which bucket. Pure, no device and no process is touched."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Every tensor starts at a multiple of this many bytes: views of any dtype are legal and copies are vectorised."""
+from tidemill_weight_update.alignment import aligned
+from tidemill_weight_update.modules import by_module
+from tidemill_weight_update.shards import LocalShard, check_dense
+from tidemill_weight_update.source import NamedTensors, checked_item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +54,6 @@ class Bucket:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def aligned(offset: int) -> int:
-    """The first multiple of ALIGNMENT that is not below `offset`."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
 def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
     """How a bucket is named in messages: its first and last tensor and their number."""
     noun = "tensor" if len(entries) == 1 else "tensors"
@@ -68,51 +65,53 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
-def plan_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None = None
-) -> Iterator[Bucket]:
-    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in order, reading one item ahead.
+def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in order, reading one module ahead.
 
-    A tensor larger than `bucket_bytes` gets a bucket of its own, of its own size. Shapes of DTensors are global;
-    nothing is gathered and no data is read here.
+    The tensors of a module, which SGLang may have to combine, share a bucket; if they need more than `bucket_bytes`, it
+    is as large as they are. Shapes of DTensors are global; nothing is gathered and no data is read here.
 
     Raises:
-        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
+        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage, or is a LocalShard.
         ValueError: a name comes twice, or there are no tensors at all.
     """
-    entries: list[TensorEntry] = []
-    tensors: list[Tensor] = []
     seen: set[str] = set()
+    checked = (_full(*checked_item(item, seen)) for item in named_tensors)
+    items: list[tuple[str, Tensor]] = []
     used = index = 0
-    for item in named_tensors:
-        name, tensor = _checked(item, seen)
-        seen.add(name)
-        to = sent_dtype(tensor, dtype)
-        num_bytes = tensor.numel() * to.itemsize
-        start = aligned(used)
-        if entries and start + num_bytes > bucket_bytes:
-            yield Bucket(index=index, entries=tuple(entries), tensors=tuple(tensors), num_bytes=used, is_last=False)
-            entries, tensors = [], []
-            index, start = index + 1, 0
-        used = start + num_bytes
-        entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=used))
-        tensors.append(tensor)
-    if not entries:
+    for module in by_module(checked, lambda item: item[0]):
+        room = _end(module, dtype, 0)
+        if items and aligned(used) + room > bucket_bytes:
+            yield _bucket(index, items, dtype, is_last=False)
+            items, used = [], 0
+            index += 1
+        items += module
+        used = _end(module, dtype, used)
+    if not items:
         raise ValueError("expected named tensors, got an empty iterable: was the generator used before?")
-    yield Bucket(index=index, entries=tuple(entries), tensors=tuple(tensors), num_bytes=used, is_last=True)
+    yield _bucket(index, items, dtype, is_last=True)
 
 
-def _checked(item: object, seen: set[str]) -> tuple[str, Tensor]:
-    if not isinstance(item, tuple) or len(item) != 2:
-        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; of a dict pass .items()")
-    name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise TypeError(f"expected (str, Tensor), got ({name!r:.80}, {type(tensor).__name__})")
-    if name in seen:
-        raise ValueError(f"tensor {name!r} came twice in one update; each name may be sent once")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise TypeError(
-            f"tensor {name!r} must be dense and hold data, got layout {tensor.layout}, dtype {tensor.dtype}, "
-            f"device {tensor.device}"
-        )
+def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, tensor in items:
+        start = aligned(end)
+        to = sent_dtype(tensor, dtype)
+        end = start + tensor.numel() * to.itemsize
+        entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=end))
+    tensors = tuple(tensor for _, tensor in items)
+    return Bucket(index=index, entries=tuple(entries), tensors=tensors, num_bytes=end, is_last=is_last)
+
+
+def _end(items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, used: int) -> int:
+    for _, tensor in items:
+        used = aligned(used) + tensor.numel() * sent_dtype(tensor, dtype).itemsize
+    return used
+
+
+def _full(name: str, tensor: Tensor | LocalShard) -> tuple[str, Tensor]:
+    if isinstance(tensor, LocalShard):
+        raise TypeError(f"{name!r} is a LocalShard; these go to engines launched with **sglang_launch_args() only")
+    check_dense(name, tensor)
     return name, tensor

@@ -1,8 +1,12 @@
 """What the updater needs from an engine."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tidemill_weight_update.handle import BucketHandle
+from tidemill_weight_update.request import Request
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""SGLang's modes of pausing: running requests end, are computed anew afterwards, or go on from their old cache."""
 
 
 class EngineClient(Protocol):
@@ -16,6 +20,19 @@ class EngineClient(Protocol):
         """Number of tensor-parallel ranks of the engine."""
         ...
 
+    @property
+    def has_loader(self) -> bool:
+        """Whether the engine was launched with `sglang_launch_args()`."""
+        ...
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        """Hands `request`, signed with the run's token, to our loader on all ranks of the engine.
+
+        Returns once all ranks have dealt with it, whether they succeeded or not: they report by themselves. With
+        `flush_cache` the prefix cache is emptied before the engine takes the next request.
+        """
+        ...
+
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads all tensors of `bucket` on all ranks of the engine, and stamps `bucket.weight_version` if it is set.
 
@@ -26,6 +43,18 @@ class EngineClient(Protocol):
 
     def flush_cache(self) -> None:
         """Empties the prefix cache; raises if the engine could not, for example because of running requests."""
+        ...
+
+    def pause(self, mode: PauseMode) -> None:
+        """Makes the engine stop generating; requests that come wait."""
+        ...
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        ...
+
+    def set_weight_version(self, version: str) -> None:
+        """Makes the engine report `version` with its outputs."""
         ...
 
     def get_weight_version(self) -> str:

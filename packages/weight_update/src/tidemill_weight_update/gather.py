@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill_weight_update.bucket import Bucket, TensorEntry, aligned
+from tidemill_weight_update.alignment import aligned
+from tidemill_weight_update.bucket import Bucket, TensorEntry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

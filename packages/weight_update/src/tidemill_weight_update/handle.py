@@ -15,6 +15,28 @@ class HostMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """An allocation of a GPU, as other processes of this machine can map it.
+
+    Attributes:
+        pid, buffer_id: of the process that owns it, and a number that no other allocation of that process ever has.
+        handle: what CUDA opens it with, 64 bytes.
+        address: where it begins in its owner's address space.
+        device_uuid: of the GPU.
+    """
+
+    pid: int
+    buffer_id: int
+    handle: bytes
+    address: int
+    num_bytes: int
+    device_uuid: str
+
+
+Memory = HostMemory | DeviceMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CudaMemory:
     """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
 

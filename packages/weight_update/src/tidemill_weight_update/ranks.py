@@ -1,5 +1,7 @@
 """Agreement between the trainer's ranks, so that an error on one of them is an error on all."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -22,6 +24,31 @@ class Ranks:
         on_cuda = self.size > 1 and dist.get_backend(process_group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
+    def exchange(self, error: Exception | None, numbers: Sequence[int]) -> list[list[int]]:
+        """Gives the numbers of all ranks to all ranks, or raises on every rank.
+
+        Args:
+            error: what went wrong on this rank.
+            numbers: signed 64-bit, as many on each rank.
+
+        Raises:
+            Exception: `error` itself, on its rank.
+            RuntimeError: on the other ranks, naming the failed ranks and their errors.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [list(numbers)]
+        gathered = self._gather([error is not None, *numbers])
+        failed = [rank for rank, row in enumerate(gathered) if row[0]]
+        if not failed:
+            return [row[1:] for row in gathered]
+        messages = self._gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
+        raise RuntimeError(f"weight update failed on {told}")
+
     def agree(self, error: Exception | None, digest: int, description: str) -> None:
         """Returns on every rank, or raises on every rank.
 
@@ -31,27 +58,32 @@ class Ranks:
             description: what `digest` stands for, shown if it differs.
 
         Raises:
-            Exception: `error` itself, on its rank.
-            RuntimeError: on the other ranks, naming the failed ranks and their errors; or digests differ.
+            Exception: as `exchange` does.
+            RuntimeError: digests differ.
         """
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
-        gathered = torch.empty(self.size, 2, dtype=torch.int64, device=self._device)
+        digests = self.exchange(error, [digest])
+        if any(row != digests[0] for row in digests):
+            messages = self._gather_texts(description)
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
+            raise RuntimeError(f"the ranks disagree about this update; all must pass the same. {told}")
+
+    def from_first(self, text: str) -> str:
+        """The text of rank 0, on all ranks."""
+        return text if self.size == 1 else self._gather_texts(text if self.rank == 0 else "")[0]
+
+    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=self._device)
         dist.all_gather(list(gathered.unbind()), mine, group=self._group)
-        failed, digests = gathered.cpu().unbind(dim=1)
-        if not failed.any() and (digests == digests[0]).all():
-            return
-        message = description if error is None else f"{type(error).__name__}: {error}"
-        messages: list[str] = [""] * self.size
-        dist.all_gather_object(messages, message, group=self._group)
-        if error is not None:
-            raise error
-        if failed.any():
-            which = failed.nonzero().flatten().tolist()
-            told = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in which)
-            raise RuntimeError(f"weight update failed on {told}")
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
-        raise RuntimeError(f"the ranks disagree about this update; all must pass the same. {told}")
+        return gathered.tolist()
+
+    def _gather_texts(self, text: str) -> list[str]:
+        data = text.encode()
+        sizes = [row[0] for row in self._gather([len(data)])]
+        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        mine = mine.to(self._device)
+        gathered = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(gathered, mine, group=self._group)
+        texts = [bytes(item[:size].tolist()) for item, size in zip(gathered, sizes, strict=True)]
+        return [item.decode(errors="replace") for item in texts]

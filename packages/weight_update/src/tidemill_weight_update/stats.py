@@ -1,6 +1,6 @@
 """What an update reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -9,11 +9,19 @@ class UpdateStats:
 
     Attributes:
         seconds: from the call of `update` to its return; includes waiting for other ranks.
-        num_bytes: bytes of the tensors as sent (after a cast), without alignment.
-        gather_s: making full tensors of DTensors.
-        copy_s: copying (and casting) into the arena; 0 on ranks without one.
-        load_s: the engines' `load_bucket` calls; 0 on ranks that talk to no engine.
-        flush_s: flushing the prefix caches and asking the engines for their version.
+        num_bytes: bytes of what this rank sent (after a cast), without alignment; on the stock path, of all tensors.
+        num_tensors: tensors of which this rank sent a part; on the stock path, all tensors.
+        num_buckets: of which `num_bytes` consist.
+        verified: whether all engines compared what they have loaded with digests of what was sent.
+        num_unverified: tensors that could not be compared, as they lie in unequal parts on the ranks of an engine.
+        through_loader: tensors that engines gave to SGLang's own loader, with the reason.
+        fenced: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and is left out of
+            further updates until it is named in `update(engines=...)`, or no other is left.
+        prepare_s: describing the tensors to the engines.
+        gather_s: making full tensors of DTensors; stock path only.
+        fill_s: copying (and casting) into shared memory, and digests of what is sent.
+        load_s: waiting for engines.
+        finish_s: making the version visible, on the stock path also flushing the prefix caches.
     """
 
     seconds: float
@@ -21,10 +29,15 @@ class UpdateStats:
     num_tensors: int
     num_buckets: int
     weight_version: str
+    verified: bool
+    num_unverified: int
+    prepare_s: float
     gather_s: float
-    copy_s: float
+    fill_s: float
     load_s: float
-    flush_s: float
+    finish_s: float
+    through_loader: dict[str, str] = field(default_factory=dict)
+    fenced: dict[str, str] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:

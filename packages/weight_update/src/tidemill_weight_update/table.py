@@ -75,6 +75,8 @@ def build_tables(
     sources: Sequence[SourceSpec],
     shards: Mapping[str, Sequence[Shard]],
     targets: Sequence[str],
+    *,
+    complete: bool = True,
 ) -> tuple[CopyTable, ...]:
     """The tables that carry out `copies`, one for each pair of dtypes, in the order in which the pairs first appear.
 
@@ -83,6 +85,7 @@ def build_tables(
         sources: all tensors that are sent; a table's `tensor` is an index into this.
         shards: source name -> disjoint shards that together hold at least what is copied of it. Of replicas pass one.
         targets: names of parameters; a table's `target` is an index into this.
+        complete: whether the shards must hold all that is copied; else what they do not hold is left out.
 
     Raises:
         ValueError: a copy of a source or into a parameter that is not listed, a box with the wrong number of dims, or
@@ -98,7 +101,7 @@ def build_tables(
             )
         grouped.setdefault((sources[index_of[copy.name]].dtype, copy.dtype), []).append(copy)
     return tuple(
-        _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of)
+        _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of, complete)
         for dtypes, group in grouped.items()
     )
 
@@ -110,11 +113,13 @@ def _table(
     index_of: Mapping[str, int],
     shards: Mapping[str, Sequence[Shard]],
     target_of: Mapping[str, int],
+    complete: bool,
 ) -> CopyTable:
     held = [shards.get(copy.name, ()) for copy in copies]
     pair = np.repeat(np.arange(len(copies)), [len(group) for group in held])
     shape, first, steps = _overlaps(copies, specs, held, pair)
-    _check_held(copies, pair, shape.prod(axis=1))
+    if complete:
+        _check_held(copies, pair, shape.prod(axis=1))
     kept = np.flatnonzero(shape.prod(axis=1))
     entry, first, pitch, rows, cols = _to_rows(shape[kept], first[:, kept], steps[:, kept])
     entry = kept[entry]

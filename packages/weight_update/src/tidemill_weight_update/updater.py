@@ -1,41 +1,53 @@
-"""The updater: from an iterable of named tensors to engines that serve them."""
+"""The updater: from named tensors to engines that serve them."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from tidemill_weight_update.arena import Arena, ArenaRing
-from tidemill_weight_update.bucket import Bucket, plan_buckets, tensor_range
 from tidemill_weight_update.client import EngineClient
-from tidemill_weight_update.gather import gather
-from tidemill_weight_update.handle import BucketHandle
+from tidemill_weight_update.failure import Failure
+from tidemill_weight_update.fast import FastPath
+from tidemill_weight_update.fleet import Fleet, InFlight, Member
+from tidemill_weight_update.mailbox import path_of
 from tidemill_weight_update.ranks import Ranks
+from tidemill_weight_update.request import Request
+from tidemill_weight_update.sender import Prepared
+from tidemill_weight_update.source import NamedTensors
+from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
+from tidemill_weight_update.stock import StockPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class WeightUpdater:
-    """Sends weights to engines, a bucket at a time.
+    """Sends weights to engines.
 
     All ranks of `process_group` (None: the default group, or this process alone) call `update` together; rank 0 of the
-    group copies the tensors into memory that it shares with the engines, and only it talks to them.
+    group talks to the engines. Engines that were launched with `sglang_launch_args()` take what they need from each
+    rank directly (the fast path); others get full tensors from rank 0 (the stock path).
 
     Args:
         engines: where the weights go; used on rank 0 only, other ranks may pass an empty sequence.
-        bucket_bytes: size of a bucket. A larger tensor travels alone, and the shared memory grows to its size. At most
-            this much memory is shared on the host, twice as much on a GPU.
+        bucket_bytes: tensors that cannot be read where they are travel through shared memory of twice this size on each
+            rank, however large they are. On the stock path a tensor larger than a bucket travels alone, and the shared
+            memory grows to its size.
         process_group: the ranks that update together. Its timeout bounds the wait for a rank that does not answer,
             which includes the wait of the others for the engines.
-        dtype: floating-point tensors are sent as `tensor.to(dtype)`. None: as they are.
+        dtype: floating-point tensors are sent as `tensor.to(dtype)`. None: as they are; the fast path casts them to the
+            dtype of the engine's parameter.
         device: where the shared memory lives, "cpu" or a CUDA device; None: where the first tensor is. Engines on GPUs
             read both kinds, engines on CPUs only host memory.
+        in_flight: what becomes of requests that run when an update comes. "wait": they end first; "abort": they are
+            ended; "retract": they are computed anew with the new weights; "in_place": they go on with what they have
+            computed. With the last two the prefix cache is not flushed; give requests the version as `extra_key`.
+        allow_non_finite: whether infinite and not-a-number elements may be sent (fast path; the stock path does not
+            look).
+        timeout_s: longest wait for an engine, or an engine's wait for a trainer rank, without progress.
     """
 
     def __init__(
@@ -46,179 +58,205 @@ class WeightUpdater:
         process_group: "ProcessGroup | None" = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        in_flight: InFlight = "wait",
+        allow_non_finite: bool = False,
+        timeout_s: float = 300.0,
     ) -> None:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
         self._engines = list(engines)
-        self._bucket_bytes = bucket_bytes
+        self._fenced: list[tuple[EngineClient, str]] = []
         self._ranks = Ranks(process_group)
-        self._dtype = dtype
-        self._device = None if device is None else torch.device(device)
-        self._arenas: ArenaRing | None = None
+        place = None if device is None else torch.device(device)
+        self._fast = FastPath(
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            device=place,
+            allow_non_finite=allow_non_finite,
+            timeout_s=timeout_s,
+            group_rank=self._ranks.rank,
+        )
+        self._stock = StockPath(self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place)
+        self._in_flight: InFlight = in_flight
+        self._timeout_s = timeout_s
+        self._sequence = 0
         self._closed = False
 
-    def update(self, named_tensors: Iterable[tuple[str, Tensor]], weight_version: int | str) -> UpdateStats:
-        """Loads `named_tensors` into every engine, makes `weight_version` visible, and flushes the prefix caches.
+    def update(
+        self,
+        named_tensors: NamedTensors,
+        weight_version: int | str,
+        *,
+        partial: bool = False,
+        engines: Sequence[EngineClient] | None = None,
+    ) -> UpdateStats:
+        """Loads `named_tensors` into the engines and makes `weight_version` visible on those that have all of it.
 
-        Collective. Every rank iterates over the same names, shapes and dtypes in the same order; a DTensor is gathered
-        by all ranks, of a plain tensor rank 0's value counts. `str(weight_version)` is stamped with the last bucket.
-        The tensors must not change until this returns.
+        Collective. The prefix caches are flushed. The tensors must not change until this returns.
+
+        On the fast path each rank passes what it holds, under Hugging Face names: plain tensors (rank 0's count),
+        DTensors, `LocalShard`s; in any order. If `named_tensors` is a collection (a list, `state_dict().items()`), all
+        of it is checked before an engine changes anything. A generator is read as it is sent, so its tensors may be
+        temporary; then a missing tensor is found when the others are loaded. On the stock path every rank passes the
+        same names in the same order, as plain tensors or DTensors.
+
+        Args:
+            named_tensors: all parameters of the model, as pairs of name and tensor.
+            weight_version: what the engines report afterwards, as a string.
+            partial: parameters that nothing was sent for keep their values; else that is an error.
+            engines: update these only, fenced ones and new ones too; they take part in later updates. On rank 0.
 
         Raises:
-            ValueError: no tensors, a name twice, an empty version, or no engines.
-            TypeError: an item that is not `(name, dense tensor)`.
-            RuntimeError: an engine refused (named with its bucket), another rank failed, the ranks passed different
-                tensors, or the updater is closed. What the iterable raises is raised as it is.
-            An error on one rank is an error on all. After an error that names a bucket, engines may hold a mix of old
-            and new tensors, those before the named one even under the new version if it was the last bucket; after one
-            that names the prefix cache they hold the new tensors. A complete update puts all of that right.
+            ValueError: no tensors, a name twice, an empty version, no engines, tensors that are not finite, a
+                LocalShard that does not fit its tensor.
+            TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
+            RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
+                passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
+                as it is. An error on one rank is an error on all.
+            An engine that fails while others do not raises nothing: see `UpdateStats.fenced`.
         """
         started = time.perf_counter()
         version = str(weight_version)
-        clock = _Clock()
-        failure = _Failure()
-        num_bytes = num_tensors = num_buckets = 0
+        stages, failure = Stages(), Failure()
+        fleet = Fleet([], self._in_flight)
         with failure:
             self._check_ready(version)
-        buckets = plan_buckets(named_tensors, self._bucket_bytes, self._dtype)
-        is_last = False
-        with torch.no_grad():
-            while not is_last:
-                bucket, arena = self._next(buckets, failure)
-                self._agree(failure, bucket, version)
-                assert bucket is not None
-                self._fill(bucket, arena, clock, failure)
-                if arena is not None and failure.error is None:
-                    with failure, clock("load"):
-                        self._load(bucket, arena, version)
-                num_bytes += bucket.payload_bytes
-                num_tensors += len(bucket.entries)
-                num_buckets += 1
-                is_last = bucket.is_last
-        if self._ranks.rank == 0 and failure.error is None:
-            with failure, clock("flush"):
-                self._finish(version)
-        self._agree(failure, None, version)
+            fleet = self._assemble(engines)
+        self._sequence += 1
+        mailbox = self._fast.begin(self._sequence)
+        rows = self._ranks.exchange(
+            failure.error, [mailbox.owner_pid, mailbox.fd, fleet.num_receivers, len(fleet.stock)]
+        )
+        _, _, num_receivers, num_stock = rows[0]
+        num_buckets = num_tensors = num_bytes = 0
+        try:
+            fleet.pause()
+            if num_receivers:
+                mailboxes = tuple(path_of(pid, fd) for pid, fd, *_ in rows)
+                num_buckets, num_tensors, num_bytes = self._send(
+                    named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages
+                )
+            if num_stock:
+                with torch.no_grad():
+                    num_buckets, num_tensors, num_bytes = self._stock.send(named_tensors, version, fleet.stock, stages)
+            with stages("finish"):
+                fleet.make_visible(version)
+        finally:
+            fleet.resume()
+            self._remember(fleet)
         return UpdateStats(
             seconds=time.perf_counter() - started,
             num_bytes=num_bytes,
             num_tensors=num_tensors,
             num_buckets=num_buckets,
             weight_version=version,
-            gather_s=clock.seconds["gather"],
-            copy_s=clock.seconds["copy"],
-            load_s=clock.seconds["load"],
-            flush_s=clock.seconds["flush"],
+            prepare_s=stages.seconds["prepare"],
+            gather_s=stages.seconds["gather"],
+            fill_s=stages.seconds["fill"],
+            load_s=stages.seconds["load"],
+            finish_s=stages.seconds["finish"],
+            **self._agree_on_outcome(fleet),
         )
 
     def close(self) -> None:
         """Releases the shared memory. The engines are left as they are. May be called twice; not collective."""
         self._closed = True
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        self._fast.close()
+        self._stock.close()
 
     def _check_ready(self, version: str) -> None:
         if self._closed:
             raise RuntimeError("this WeightUpdater is closed; make a new one")
         if not version:
             raise ValueError("weight_version must not be empty")
-        if self._ranks.rank == 0 and not self._engines:
-            raise ValueError("rank 0 talks to the engines, but was given none")
 
-    def _next(self, buckets: Iterator[Bucket], failure: "_Failure") -> tuple[Bucket | None, Arena | None]:
-        """The next bucket and, on rank 0, the memory for it. Nothing is gathered yet, so any rank may fail here."""
-        if failure.error is not None:
-            return None, None
-        with failure:
-            bucket = next(buckets)
-            if self._ranks.rank != 0:
-                return bucket, None
-            if self._arenas is None:
-                self._arenas = ArenaRing(bucket.tensors[0].device if self._device is None else self._device)
-            return bucket, self._arenas.next(bucket.num_bytes)
-        return None, None
-
-    def _agree(self, failure: "_Failure", bucket: Bucket | None, version: str) -> None:
-        if bucket is None:
-            self._ranks.agree(failure.error, 0, f"end of version {version!r}")
+    def _assemble(self, engines: Sequence[EngineClient] | None) -> Fleet:
+        """The engines of this update, on rank 0."""
+        if self._ranks.rank != 0:
+            return Fleet([], self._in_flight)
+        if engines is None:
+            healthy = [engine for engine in self._engines if not any(engine is fenced for fenced, _ in self._fenced)]
+            chosen = healthy or self._engines
         else:
-            text = f"bucket {bucket.index} of version {version!r} ({tensor_range(bucket.entries)})"
-            self._ranks.agree(failure.error, bucket.digest(version), text)
+            chosen = list(engines)
+            self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
+        if not chosen:
+            raise ValueError("rank 0 talks to the engines, but was given none")
+        fleet = Fleet(chosen, self._in_flight)
+        for member in fleet.members:
+            member.paused = any(member.client is fenced for fenced, _ in self._fenced)
+        return fleet
 
-    def _fill(self, bucket: Bucket, arena: Arena | None, clock: "_Clock", failure: "_Failure") -> None:
-        """Gathers the tensors of `bucket`, on all ranks; rank 0 copies them into their places."""
-        with clock("gather"):
-            pieces = gather(bucket, self._ranks.owner)
-        if arena is not None:
-            with failure, clock("copy"):
-                for piece in pieces:
-                    piece.copy_to(arena.data)
-
-    def _load(self, bucket: Bucket, arena: Arena, version: str) -> None:
-        handle = BucketHandle(
-            index=bucket.index,
-            entries=bucket.entries,
-            memory=arena.publish(),
-            weight_version=version if bucket.is_last else None,
+    def _send(
+        self,
+        named_tensors: NamedTensors,
+        fleet: Fleet,
+        mailboxes: tuple[str, ...],
+        num_receivers: int,
+        num_stock: int,
+        partial: bool,
+        stages: Stages,
+    ) -> tuple[int, int, int]:
+        """The fast path: all engines read while all ranks publish."""
+        failure = Failure()
+        counts = (0, 0, 0)
+        is_stream = isinstance(named_tensors, Iterator)
+        threads = fleet.load(
+            lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox
         )
-        for index, engine in enumerate(self._engines):
-            try:
-                engine.load_bucket(handle)
-            except Exception as error:
-                raise RuntimeError(
-                    f"{self._name(index)} did not load bucket {bucket.index} ({tensor_range(bucket.entries)}): "
-                    f"{error}. It may hold a mix of versions now; update again before using it"
-                ) from error
+        with failure, torch.no_grad():
+            if is_stream and num_stock:
+                raise TypeError("a generator can be read once, but engines of both paths need it; pass a collection")
+            lines: Iterable[Prepared]
+            if is_stream:
+                lines = self._fast.stream(named_tensors)
+            else:
+                with stages("prepare"):
+                    lines = self._fast.prepare(named_tensors)
+            counts = self._fast.send(lines, mailboxes[0], num_receivers, stages)
+        if failure.error is not None:
+            self._fast.fail()
+        with stages("load"):
+            for thread in threads:
+                thread.join()
+        self._ranks.exchange(failure.error, [])
+        return counts
 
-    def _finish(self, version: str) -> None:
-        for index, engine in enumerate(self._engines):
-            try:
-                engine.flush_cache()
-            except Exception as error:
-                raise RuntimeError(
-                    f"{self._name(index)} has version {version!r} but did not flush its prefix cache: {error}. "
-                    f"It may answer from the old weights' cache; flush it before using it"
-                ) from error
-            reported = engine.get_weight_version()
-            if reported != version:
-                raise RuntimeError(f"{self._name(index)} reports version {reported!r}, expected {version!r}")
+    def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:
+        return Request(
+            sequence=self._sequence,
+            mailboxes=mailboxes,
+            first_receiver=member.rows.start,
+            num_receivers=len(member.rows),
+            complete=complete,
+            partial=partial,
+            timeout_s=self._timeout_s,
+        )
 
-    def _name(self, index: int) -> str:
-        return f"engine {index} of {len(self._engines)} ({self._engines[index]!r})"
+    def _remember(self, fleet: Fleet) -> None:
+        """Fences the engines that failed, and lifts the fences of those that did not.
 
+        An engine that holds what it held before is fenced only if others went on to the new version.
+        """
+        clients = [member.client for member in fleet.members]
+        self._fenced = [(engine, why) for engine, why in self._fenced if not any(engine is c for c in clients)]
+        others = any(member.error is None for member in fleet.members)
+        for member in fleet.members:
+            if member.error is not None and (others or not member.unchanged):
+                self._fenced.append((member.client, member.error))
 
-class _Failure:
-    """Holds the first exception raised in its `with` blocks, so that it can be agreed on before it is raised."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        if self.error is None:
-            self.error = error
-        return True
-
-
-class _Clock:
-    """Adds up wall time by stage."""
-
-    def __init__(self) -> None:
-        self.seconds = {"gather": 0.0, "copy": 0.0, "load": 0.0, "flush": 0.0}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - started
+    def _agree_on_outcome(self, fleet: Fleet) -> dict[str, Any]:
+        """What the engines said, on all ranks; raises on all ranks if none of them could be updated."""
+        outcome: dict[str, Any] = {
+            "fenced": {member.name: member.error for member in fleet.members if member.error is not None},
+            "all_failed": all(member.error is not None for member in fleet.members),
+            "through_loader": {k: v for m in fleet.members for r in m.replies for k, v in r["through_loader"].items()},
+            "num_unverified": max((r["num_unverified"] for m in fleet.members for r in m.replies), default=0),
+            "verified": all(member.rows for member in fleet.members if member.error is None),
+        }
+        outcome = json.loads(self._ranks.from_first(json.dumps(outcome)))
+        if outcome.pop("all_failed"):
+            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["fenced"].items()))
+        return outcome

@@ -6,8 +6,11 @@ import json
 import urllib.parse
 from typing import Any
 
+from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.sglang.payload import LOAD_FORMAT, stock_payload
+from tidemill_weight_update.request import Request, run_token
+from tidemill_weight_update.sglang.launch import LOADER
+from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 
 class HttpEngine:
@@ -30,17 +33,35 @@ class HttpEngine:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
-        self._tp_size: int | None = None
+        self._info: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"HttpEngine({self._url.geturl()})"
 
     @property
     def tp_size(self) -> int:
-        """As the server reports it, asked once."""
-        if self._tp_size is None:
-            self._tp_size = int(json.loads(self._request("GET", "/server_info"))["tp_size"])
-        return self._tp_size
+        """As the server reports it, asked once and again after a failure."""
+        return int(self._server_info["tp_size"])
+
+    @property
+    def has_loader(self) -> bool:
+        return LOADER in (self._server_info["custom_weight_loader"] or [])
+
+    @property
+    def _server_info(self) -> dict[str, Any]:
+        if self._info is None:
+            self._info = json.loads(self._request("GET", "/server_info"))
+        assert self._info is not None
+        return self._info
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        """Hands `request` to all ranks, through POST /update_weights_from_tensor.
+
+        Raises:
+            RuntimeError: the server is down, refused, or did not answer in time.
+            TokenError: this process has no run token.
+        """
+        self._update(request_payload(request, run_token()), LOADER, flush_cache=flush_cache)
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through POST /update_weights_from_tensor.
@@ -48,14 +69,7 @@ class HttpEngine:
         Raises:
             RuntimeError: the server is down, refused, did not answer in time, or the bucket's memory cannot be opened.
         """
-        payload = base64.b64encode(stock_payload(bucket)).decode()
-        body = {
-            "serialized_named_tensors": [payload] * self.tp_size,
-            "load_format": LOAD_FORMAT,
-            "flush_cache": False,
-            "weight_version": bucket.weight_version,
-        }
-        self._request("POST", "/update_weights_from_tensor", body)
+        self._update(stock_payload(bucket), LOAD_FORMAT, weight_version=bucket.weight_version)
 
     def flush_cache(self) -> None:
         """Empties the prefix cache.
@@ -67,6 +81,32 @@ class HttpEngine:
 
     def get_weight_version(self) -> str:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops generating; requests that come wait for `resume`."""
+        self._request("POST", "/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        self._request("POST", "/continue_generation", {})
+
+    def set_weight_version(self, version: str) -> None:
+        self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def _update(
+        self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None
+    ) -> None:
+        body = {
+            "serialized_named_tensors": [base64.b64encode(payload).decode()] * self.tp_size,
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
+            "disable_draft_model": True,
+        }
+        try:
+            self._request("POST", "/update_weights_from_tensor", body)
+        except RuntimeError:
+            self._info = None  # it may have been started anew, with another number of ranks
+            raise
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         connect = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection

@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.sglang.payload import LOAD_FORMAT, stock_payload
+from tidemill_weight_update.request import Request, run_token
+from tidemill_weight_update.sglang.launch import LOADER
+from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -40,23 +43,26 @@ class LocalEngine:
             raise RuntimeError("this process has only workers of the engine; use the engine object of node rank 0")
         return manager
 
+    @property
+    def has_loader(self) -> bool:
+        return LOADER in self._engine.server_args.custom_weight_loader
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        """Hands `request` to all ranks, in one call of the engine's `update_weights_from_tensor`.
+
+        Raises:
+            RuntimeError: the engine refused or did not answer in time.
+            TokenError: this process has no run token.
+        """
+        self._update(request_payload(request, run_token()), LOADER, flush_cache=flush_cache)
+
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through the engine's own `update_weights_from_tensor`.
 
         Raises:
             RuntimeError: the engine refused, did not answer in time, or the bucket's memory cannot be opened from here.
         """
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[stock_payload(bucket)] * self.tp_size,
-            load_format=LOAD_FORMAT,
-            flush_cache=False,
-            weight_version=bucket.weight_version,
-        )
-        success, message = self._wait(self._manager.update_weights_from_tensor(request, None))
-        if not success:
-            raise RuntimeError(message)
+        self._update(stock_payload(bucket), LOAD_FORMAT, weight_version=bucket.weight_version)
 
     def flush_cache(self) -> None:
         """Empties the prefix cache.
@@ -70,6 +76,36 @@ class LocalEngine:
 
     def get_weight_version(self) -> str:
         return self._manager.config_value("weight_version")
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops generating; requests that come wait for `resume`."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._wait(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+
+    def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._wait(self._manager.continue_generation(ContinueGenerationReqInput()))
+
+    def set_weight_version(self, version: str) -> None:
+        self._manager.record_config_updates("tidemill.weight_update", weight_version=version)
+
+    def _update(
+        self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None
+    ) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self.tp_size,
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            disable_draft_model=True,
+        )
+        success, message = self._wait(self._manager.update_weights_from_tensor(request, None))
+        if not success:
+            raise RuntimeError(message)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = self._engine.loop

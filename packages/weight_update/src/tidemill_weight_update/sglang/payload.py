@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from tidemill_weight_update.handle import BucketHandle, HostMemory
+from tidemill_weight_update.request import Request, sign
 
 LOAD_FORMAT = "flattened_bucket"
 
@@ -68,3 +69,8 @@ def stock_payload(bucket: BucketHandle) -> bytes:
         for entry in bucket.entries
     ]
     return pickle.dumps(payload, protocol=4)
+
+
+def request_payload(request: Request, token: str) -> bytes:
+    """What asks our loader to carry out `request`: a list of one (name, tensor), whose name is the signed request."""
+    return pickle.dumps([(sign(request, token), _Call(torch.empty, 0))], protocol=4)

@@ -1,0 +1,47 @@
+"""The engine ranks that a trainer rank sends to, as it sees them."""
+
+from tidemill_weight_update.mailbox import Mailbox
+from tidemill_weight_update.wait import Wait, has_ended
+
+
+class Audience:
+    """Who has to read what this rank publishes.
+
+    Args:
+        sequence: of the update.
+        own: this rank's mailbox, where engine ranks acknowledge what they have read.
+        control: trainer rank 0's, where they report.
+        num_receivers: rows 0 to `num_receivers - 1`.
+        timeout_s: longest wait for one of them to make progress.
+    """
+
+    def __init__(self, sequence: int, own: Mailbox, control: Mailbox, num_receivers: int, timeout_s: float) -> None:
+        self._sequence = sequence
+        self._own = own
+        self._control = control
+        self._rows = set(range(num_receivers))
+        self._timeout_s = timeout_s
+
+    def wait(self, num_buckets: int) -> None:
+        """Returns when nobody needs the first `num_buckets` buckets any more. Who has failed or ended needs none.
+
+        Raises:
+            TimeoutError: an engine made no progress for too long.
+        """
+        wait = Wait(self._timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        slowest = self._slowest()
+        while slowest < num_buckets:
+            wait.pause()
+            now = self._slowest()
+            if now != slowest:
+                wait.progress()
+            slowest = now
+
+    def _slowest(self) -> float:
+        return min((self._own.acknowledged(self._sequence, row) for row in self._rows), default=float("inf"))
+
+    def _drop_ended(self) -> None:
+        for row in list(self._rows):
+            pid = self._control.receiver_pid(self._sequence, row)
+            if self._control.is_excluded(self._sequence, row) or (pid and has_ended(pid)):
+                self._rows.remove(row)

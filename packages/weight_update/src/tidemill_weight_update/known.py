@@ -1,0 +1,49 @@
+"""Tensors that were described before."""
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tidemill_weight_update.shards import Held, LocalShard, is_dtensor, local_values
+
+
+class Known:
+    """What was described, so that it is recognised when it comes again. No memory is kept alive.
+
+    Thousands of parameters are compared in some milliseconds; other tensors, which may be new objects each time, take
+    a few times as long.
+    """
+
+    def __init__(self, items: Sequence[tuple[str, Tensor | LocalShard]]) -> None:
+        self._names = [name for name, _ in items]
+        self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
+        self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
+        self._forms = [_form(tensor) for _, tensor in items]
+
+    def hold(self, pieces: Sequence[Held]) -> bool:
+        """Whether all pieces lie where the tensors lie, and none was made for the purpose."""
+        return {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
+
+    def are(self, items: Sequence[object]) -> bool:
+        """Whether these are the same places in memory under the same names, in the same order."""
+        if not items or len(items) != len(self._names) or not all(type(i) is tuple and len(i) == 2 for i in items):
+            return False
+        names, tensors = zip(*items, strict=True)  # type: ignore[call-overload]
+        if list(names) != self._names or not all(isinstance(tensor, Tensor | LocalShard) for tensor in tensors):
+            return False
+        if [local_values(tensor).data_ptr() for tensor in tensors] != self._addresses:
+            return False
+        same_objects = all(map(operator.is_, tensors, self._parameters))
+        return same_objects or [_form(tensor) for tensor in tensors] == self._forms
+
+
+def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
+    """All that is described of a tensor, but its address and values."""
+    local = local_values(tensor)
+    own = (local.shape, local.stride(), local.dtype, local.device)
+    if isinstance(tensor, LocalShard):
+        return *own, tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.replica, tensor.num_replicas
+    if is_dtensor(tensor):
+        return *own, tensor.shape, tensor.placements, tensor.device_mesh
+    return own

@@ -1,0 +1,121 @@
+"""The engine's side of the fast path: one engine rank, which keeps its plan and tables between updates."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tidemill_weight_update.handle import Memory
+from tidemill_weight_update.incoming import Incoming
+from tidemill_weight_update.journal import Line, line_from_json, list_from_json, memory_from_json
+from tidemill_weight_update.mailbox import MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.manifest import LineKey, Manifest
+from tidemill_weight_update.mapped import MappedMemories
+from tidemill_weight_update.recorder import Recorder
+from tidemill_weight_update.request import Request
+from tidemill_weight_update.turn import Turn
+
+FAR = 1 << 31
+"""More buckets than any update has: nobody waits for a rank that acknowledged so many."""
+
+
+class Receiver:
+    """Loads what trainer ranks publish into a model.
+
+    Args:
+        model: with SGLang's `load_weights`. Its parameters may move, not change their shapes.
+        rank, num_ranks: of this process in its engine, and of all of them.
+        may_ignore: tells for a name that no parameter takes whether that is as it should be (`lm_head.weight` of a
+            model with tied embeddings).
+        finish: called after the copies of each update, to compute what the model derives from its parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        num_ranks: int,
+        may_ignore: Callable[[str], bool],
+        finish: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.may_ignore = may_ignore
+        self.finish = finish
+        self.device = next(model.parameters()).device
+        self.memories = MappedMemories(self.device)
+        self.recorder = Recorder(model)
+        self.checked: Manifest | None = None
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._parsed: dict[LineKey, Line] = {}
+        self._incoming: dict[LineKey, Incoming] = {}
+        self._manifest: Manifest | None = None
+
+    def handle(self, request: Request) -> None:
+        """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
+
+        Raises:
+            RuntimeError: the trainer's mailboxes cannot be opened, so there is nobody to report to.
+        """
+        for path in self._mailboxes.keys() - set(request.mailboxes):
+            self._forget(path)
+        boxes = [self._open(path) for path in request.mailboxes]
+        turn = Turn(self, request, boxes, min(self._rank, request.num_receivers - 1))
+        try:
+            if self._num_ranks != request.num_receivers:
+                raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
+            with torch.no_grad():
+                turn.run()
+        except Exception as error:  # noqa: BLE001 - raised, it would end the engine
+            turn.peers.report(MIXED if turn.changed else UNCHANGED, error=f"{type(error).__name__}: {error}")
+        finally:
+            for box in boxes:
+                box.acknowledge(request.sequence, turn.peers.row, FAR)
+            self.memories.close_unused()
+
+    def manifest(self, keys: Sequence[LineKey]) -> Manifest:
+        """What these lines send in all; kept for the next update, which is likely to have the same lines."""
+        if self._manifest is None or self._manifest.keys != tuple(keys):
+            self._manifest = Manifest(keys, [self.line(*key) for key in keys])
+        return self._manifest
+
+    def lines(self, box: Mailbox, listed: tuple[int, int]) -> list[tuple[int, int]]:
+        """The lines of an update that lists them."""
+        return list_from_json(box.read_journal(listed))
+
+    def line(self, box: Mailbox, place: tuple[int, int]) -> Line:
+        """A line of a journal, parsed once. What stands at a place of a journal never changes."""
+        key = (box, place)
+        if key not in self._parsed:
+            self._parsed[key] = line_from_json(box.read_journal(place))
+        return self._parsed[key]
+
+    def incoming(self, box: Mailbox, place: tuple[int, int]) -> Incoming:
+        """The copies of a line, for the present plan."""
+        key = (box, place)
+        if key not in self._incoming:
+            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            self._incoming[key] = Incoming(self.line(box, place), self.recorder.plan, parameters, self.device)
+        return self._incoming[key]
+
+    def drop_incoming(self) -> None:
+        """Forgets all copies: the plan has changed."""
+        self._incoming.clear()
+
+    def arena(self, box: Mailbox, place: tuple[int, int]) -> Memory:
+        return memory_from_json(box.read_journal(place))
+
+    def _open(self, path: str) -> Mailbox:
+        if path in self._mailboxes and not self._mailboxes[path].is_current():
+            self._forget(path)
+        if path not in self._mailboxes:
+            self._mailboxes[path] = Mailbox.open(path)
+        return self._mailboxes[path]
+
+    def _forget(self, path: str) -> None:
+        box = self._mailboxes.pop(path)
+        self._parsed = {key: line for key, line in self._parsed.items() if key[0] is not box}
+        self._incoming = {key: line for key, line in self._incoming.items() if key[0] is not box}
+        self._manifest = None
+        box.close()

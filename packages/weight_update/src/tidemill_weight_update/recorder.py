@@ -1,0 +1,72 @@
+"""What a model takes of the tensors that were announced so far."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tidemill_weight_update.plan import CopyPlan, Fill, SourceSpec
+from tidemill_weight_update.record import record, write_fills
+
+
+class Recorder:
+    """Keeps the copy plan of a model and records anew what is new.
+
+    Args:
+        model: with SGLang's `load_weights`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._fills: list[Fill] = []
+        self._proven = False
+        self.sources: dict[str, SourceSpec] = {}
+        self.plan = CopyPlan(copies=())
+
+    def cover(self, sources: Sequence[SourceSpec]) -> bool:
+        """Makes `plan` that of exactly these sources; returns whether what was built on the old plan is void.
+
+        Raises:
+            ValueError: the model refuses a source.
+        """
+        wanted = {source.name: source for source in sources}
+        if wanted == self.sources:
+            return False
+        self.plan = record(self._model, list(wanted.values()))
+        self.sources = wanted
+        self._fills = list(self.plan.fills)
+        self._proven = True
+        return True
+
+    def extend(self, sources: Sequence[SourceSpec]) -> bool:
+        """Adds sources to `plan`, which proves nothing about coverage then; returns as `cover` does.
+
+        Raises:
+            ValueError: the model refuses a source.
+        """
+        new = [source for source in sources if self.sources.get(source.name) != source]
+        void = any(source.name in self.sources for source in new)
+        if void:
+            self.sources, self.plan, new = {}, CopyPlan(copies=()), list(sources)
+        if new:
+            self._proven = False
+            part = record(self._model, new)
+            self.sources |= {source.name: source for source in new}
+            self._fills += part.fills
+            self.plan = CopyPlan(
+                copies=self.plan.copies + part.copies,
+                through_loader=self.plan.through_loader | part.through_loader,
+                unused=self.plan.unused + part.unused,
+                groups=self.plan.groups + part.groups,
+            )
+        return void
+
+    def prove(self) -> None:
+        """Records as a whole what was recorded in parts, so that `plan` tells what is covered."""
+        if not self._proven:
+            self.plan = record(self._model, list(self.sources.values()))
+            self._proven = True
+
+    def write_fills(self) -> None:
+        """Writes the constants of the plan, unless that was done before."""
+        write_fills(dict(self._model.named_parameters()), self._fills)
+        self._fills = []

@@ -1,0 +1,50 @@
+"""What SGLang calls in each rank of an engine that was launched with `sglang_launch_args()`."""
+
+import logging
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.record import finish_load
+from tidemill_weight_update.request import run_token, verify
+
+logger = logging.getLogger(__name__)
+
+# SGLang calls a function by its name, so what is kept from one update to the next is kept here.
+_receivers: weakref.WeakKeyDictionary[nn.Module, Receiver] = weakref.WeakKeyDictionary()
+
+
+def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Carries out the request that came in the place of a tensor's name.
+
+    Nothing is raised: SGLang would end the scheduler. A rank that failed says so in the trainer's mailbox; one that
+    could not do even that leaves its state there as it was, which the trainer takes for a failure, too.
+    """
+    try:
+        request = verify(named_tensors[0][0], run_token())
+        receiver = _receivers.get(model)
+        if receiver is None:
+            receiver = _receivers[model] = _new_receiver(model)
+        receiver.handle(request)
+    except Exception:
+        logger.exception("a weight update was refused")
+
+
+def _new_receiver(model: nn.Module) -> Receiver:
+    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    config: Any = model.config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+
+    def may_ignore(name: str) -> bool:
+        return (tied and name == "lm_head.weight") or "rotary_emb." in name
+
+    return Receiver(
+        model,
+        get_tensor_model_parallel_rank(),
+        get_tensor_model_parallel_world_size(),
+        may_ignore,
+        lambda: finish_load(model),
+    )

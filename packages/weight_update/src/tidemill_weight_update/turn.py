@@ -1,0 +1,209 @@
+"""One update, as one engine rank carries it out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.incoming import Incoming
+from tidemill_weight_update.mailbox import ATTACHED, CHECKED, COPIED, LOADED, Mailbox
+from tidemill_weight_update.manifest import LineKey, Manifest
+from tidemill_weight_update.peers import Peers
+from tidemill_weight_update.request import Request
+from tidemill_weight_update.wait import Wait, has_ended
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.receiver import Receiver
+
+
+class Turn:
+    """What one engine rank does in one update, and what it knows during it.
+
+    Attributes:
+        peers: where this rank reports.
+        changed: whether parameters may have been written to.
+    """
+
+    def __init__(self, receiver: "Receiver", request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
+        self._receiver = receiver
+        self._request = request
+        self._boxes = boxes
+        self.peers = Peers(boxes[0], request, rank, self._check_trainer)
+        self.changed = False
+        self._came: list[tuple[LineKey, Incoming]] = []
+        self._staging: dict[str, Tensor] = {}
+
+    def run(self) -> None:
+        """Raises when anything is wrong; the docstring of `WeightUpdater.update` lists what may be."""
+        self.peers.report(ATTACHED)
+        listed = [self._wait_until_open(box) for box in self._boxes]
+        manifest = self._prepare(listed) if self._request.complete else None
+        self.peers.report(CHECKED)
+        self.peers.wait(CHECKED)
+        if manifest is not None:
+            self._refuse_unused(manifest)
+        self._copy()
+        if manifest is None:
+            manifest = self._check_what_came()
+        self._load_staged()
+        self._receiver.finish()
+        digests = [incoming.digests.cpu().numpy() for _, incoming in self._came]
+        self._synchronize()
+        by_line = dict(zip((key for key, _ in self._came), digests, strict=True))
+        counts = [self._receiver.incoming(*key).counts for key in manifest.keys]
+        self.peers.share_totals(manifest.sum([by_line[key] for key in manifest.keys]), manifest.sum(counts))
+        self.peers.report(COPIED)
+        self.peers.wait(COPIED)
+        if not self._request.complete:
+            self._refuse_unused(manifest)
+        num_unverified = self._verify(manifest)
+        plan = self._receiver.recorder.plan
+        self.peers.report(
+            LOADED,
+            through_loader=plan.through_loader,
+            num_unverified=num_unverified,
+            num_overwritten=sum(plan.overwritten.values()),
+        )
+
+    # Before anything changes.
+
+    def _wait_until_open(self, box: Mailbox) -> tuple[int, int] | None:
+        wait = Wait(self._request.timeout_s, "the trainer to begin", self._check_trainer)
+        while True:
+            is_open, listed = box.lines(self._request.sequence)
+            if is_open:
+                return listed
+            box.num_buckets(self._request.sequence)  # raises if the trainer has failed or gone on
+            wait.pause()
+
+    def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
+        """Compiles all lines and checks them, or finds that they are those of the last update."""
+        receiver = self._receiver
+        keys = [
+            (box, place)
+            for box, where in zip(self._boxes, listed, strict=True)
+            if where is not None
+            for place in receiver.lines(box, where)
+        ]
+        manifest = receiver.manifest(keys)
+        if receiver.checked is not manifest:
+            if receiver.recorder.cover(manifest.sources):
+                receiver.drop_incoming()
+            self._check_dtypes()
+            receiver.checked = manifest
+        self._check_coverage()
+        counts = manifest.sum([receiver.incoming(*key).counts for key in keys])
+        self.peers.share_totals(np.zeros_like(counts), counts)
+        return manifest
+
+    def _check_dtypes(self) -> None:
+        recorder = self._receiver.recorder
+        for copy in recorder.plan.copies:
+            dtype = recorder.sources[copy.name].dtype
+            if dtype.is_floating_point != copy.dtype.is_floating_point:
+                raise ValueError(f"{copy.name!r} is sent as {dtype}, the engine's {copy.parameter!r} is {copy.dtype}")
+
+    def _check_coverage(self) -> None:
+        plan = self._receiver.recorder.plan
+        if plan.uncovered and not self._request.partial:
+            missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
+            raise ValueError(f"no tensor was sent for these parameters of the engine: {_some(missing)}")
+
+    def _refuse_unused(self, manifest: Manifest) -> None:
+        _, counts = self.peers.sum_totals(len(manifest.names))
+        unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
+        unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
+        if unused:
+            raise ValueError(f"the engine's model has no parameter for these tensors: {_some(unused)}")
+
+    # The copies.
+
+    def _copy(self) -> None:
+        """Copies the buckets of all trainer ranks as they come."""
+        pending = dict.fromkeys(range(len(self._boxes)), 0)
+        wait = Wait(self._request.timeout_s, "the trainer's next bucket", self._check_trainer)
+        while pending:
+            ready: list[int] = []
+            for index, bucket in list(pending.items()):
+                announced = self._boxes[index].announced(self._request.sequence, bucket)
+                if announced is not None:
+                    self._copy_bucket(self._boxes[index], *announced)
+                    ready.append(index)
+                elif self._boxes[index].num_buckets(self._request.sequence) == bucket:
+                    del pending[index]
+            if ready:
+                self._synchronize()
+                for index in ready:
+                    pending[index] += 1
+                    self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
+                wait.progress()
+            elif pending:
+                wait.pause()
+
+    def _copy_bucket(self, box: Mailbox, place: tuple[int, int], arena: tuple[int, int] | None) -> None:
+        receiver = self._receiver
+        if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
+            receiver.drop_incoming()
+        incoming = receiver.incoming(box, place)
+        for source in incoming.line.sources:
+            if source.name in incoming.staged and source.name not in self._staging:
+                self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=receiver.device)
+        if not self.changed:
+            self.changed = True
+            receiver.recorder.write_fills()
+        incoming.run(None if arena is None else receiver.arena(box, arena), receiver.memories, self._staging)
+        self._came.append(((box, place), incoming))
+
+    def _check_what_came(self) -> Manifest:
+        """What `_prepare` checks, for an update whose tensors were not known before."""
+        recorder = self._receiver.recorder
+        manifest = self._receiver.manifest([key for key, _ in self._came])
+        if len(manifest.names) != len(recorder.sources) and not self._request.partial:
+            missing = sorted(recorder.sources.keys() - set(manifest.names))
+            raise ValueError(f"these tensors came with an earlier update and not with this one: {_some(missing)}")
+        recorder.prove()
+        self._check_dtypes()
+        self._check_coverage()
+        return manifest
+
+    def _load_staged(self) -> None:
+        if self._staging:
+            order = [name for name in self._receiver.recorder.sources if name in self._staging]
+            self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
+
+    # Afterwards.
+
+    def _verify(self, manifest: Manifest) -> int:
+        """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
+
+        Each element was copied once, or the same number of times (on ranks that hold replicas), else the sum over the
+        ranks does not tell.
+
+        Raises:
+            RuntimeError: a tensor arrived with other values than it was sent with.
+        """
+        lines = [(box, self._receiver.line(box, place)) for box, place in manifest.keys]
+        sent = manifest.sum([box.sent(line.first_digest, len(line.sources)) for box, line in lines])
+        digests, counts = self.peers.sum_totals(len(manifest.names))
+        comparable = counts % manifest.numel == 0
+        wrong = comparable & (digests != sent * (counts // manifest.numel))
+        if wrong.any():
+            names = [repr(manifest.names[i]) for i in np.flatnonzero(wrong)]
+            raise RuntimeError(f"these tensors did not arrive as they were sent: {_some(names)}")
+        return int((~comparable).sum())
+
+    def _synchronize(self) -> None:
+        if self._receiver.device.type == "cuda":
+            torch.cuda.current_stream(self._receiver.device).synchronize()
+
+    def _check_trainer(self) -> None:
+        for rank, box in enumerate(self._boxes):
+            if has_ended(box.owner_pid):
+                raise RuntimeError(f"trainer rank {rank} (process {box.owner_pid}) has ended")
+            box.num_buckets(self._request.sequence)
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
