@@ -88,17 +88,30 @@ class ActorWorker(Worker):
         update = self._config.weight_update
         dtype: torch.dtype = getattr(torch, self._config.rollout.dtype)
         device = "cpu" if update.memory == "cpu" else None
-        self._updater = WeightUpdater(engines, bucket_bytes=update.bucket_bytes, dtype=dtype, device=device)
+        self._updater = WeightUpdater(
+            engines, bucket_bytes=update.bucket_bytes, dtype=dtype, device=device, timeout_s=update.timeout_s
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, weight_version: int | str) -> dict[str, float]:
-        """Sends the policy's weights to all engines; returns `weight_update/*` metrics."""
+        """Sends the policy's weights to all engines; returns `weight_update/*` metrics.
+
+        Raises:
+            RuntimeError: an engine could not be updated; the run needs all of them.
+        """
         assert self._updater is not None, "connect_engines() comes first"
-        stats = self._updater.update(self._engine.get_per_tensor_param(), weight_version=weight_version)
+        # As a list: then the engines check all of it before they change anything. Nothing is copied for it.
+        stats = self._updater.update(list(self._engine.get_per_tensor_param()), weight_version=weight_version)
+        if stats.fenced:
+            told = "; ".join(f"{engine}: {why}" for engine, why in stats.fenced.items())
+            raise RuntimeError(
+                f"version {stats.weight_version} did not reach {len(stats.fenced)} of the engines: {told}"
+            )
         metrics = {
             "weight_update/seconds": stats.seconds,
             "weight_update/bytes": float(stats.num_bytes),
             "weight_update/gb_per_s": stats.gb_per_s,
+            "weight_update/verified": float(stats.verified),
         }
         if stats.weight_version.isdecimal():  # what every engine reported after the update
             metrics["weight_update/version"] = float(stats.weight_version)

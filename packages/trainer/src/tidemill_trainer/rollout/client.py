@@ -1,9 +1,10 @@
 """An engine in a Ray actor, as the weight updater sees it."""
 
+from functools import cached_property
 from typing import Any
 
 import ray
-from tidemill_weight_update import BucketHandle
+from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 
 class RayEngine:
@@ -23,11 +24,30 @@ class RayEngine:
     def __repr__(self) -> str:
         return f"RayEngine({self._actor!r})"
 
+    @cached_property
+    def has_loader(self) -> bool:
+        return self._call("has_loader")
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        self._call("load", request, flush_cache=flush_cache)
+
     def load_bucket(self, bucket: BucketHandle) -> None:
-        ray.get(self._actor.load_bucket.remote(bucket), timeout=self._timeout_s)
+        self._call("load_bucket", bucket)
 
     def flush_cache(self) -> None:
-        ray.get(self._actor.flush_cache.remote(), timeout=self._timeout_s)
+        self._call("flush_cache")
+
+    def pause(self, mode: PauseMode) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self._call("set_weight_version", version)
 
     def get_weight_version(self) -> str:
-        return ray.get(self._actor.get_weight_version.remote(), timeout=self._timeout_s)
+        return self._call("get_weight_version")
+
+    def _call(self, method: str, *args: object, **kwargs: object) -> Any:
+        return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout_s)

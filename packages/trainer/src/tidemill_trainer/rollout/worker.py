@@ -8,7 +8,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from tidemill_engines import ModelConfig
-from tidemill_weight_update import BucketHandle
+from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def engine_arguments(config: RolloutConfig, model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word."""
+    """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word.
+
+    Its `custom_weight_loader` are added to the one that the weight updates use.
+    """
+    from tidemill_weight_update.sglang import sglang_launch_args
+
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +45,8 @@ def engine_arguments(config: RolloutConfig, model: ModelConfig) -> dict[str, Any
         arguments["mem_fraction_static"] = config.mem_fraction_static
     else:
         _require_cpu_plugin()
-    return arguments | config.engine_args
+    arguments |= config.engine_args
+    return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
 
 
 def _require_cpu_plugin() -> None:
@@ -140,11 +146,26 @@ class RolloutWorker(Worker):
             return [common] * len(prompts)
         return [common | {"sampling_seed": seed} for seed in prompts["sampling_seed"].tolist()]
 
+    def has_loader(self) -> bool:
+        return self._require_client().has_loader
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        self._require_client().load(request, flush_cache=flush_cache)
+
     def load_bucket(self, bucket: BucketHandle) -> None:
         self._require_client().load_bucket(bucket)
 
     def flush_cache(self) -> None:
         self._require_client().flush_cache()
+
+    def pause(self, mode: PauseMode) -> None:
+        self._require_client().pause(mode)
+
+    def resume(self) -> None:
+        self._require_client().resume()
+
+    def set_weight_version(self, version: str) -> None:
+        self._require_client().set_weight_version(version)
 
     def get_weight_version(self) -> str:
         return self._require_client().get_weight_version()
