@@ -100,8 +100,8 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
         known = len(left)
         for group in groups:
             if reasons := [left[name] for name in group if name in left]:
-                together = f"it is loaded together with one that is not copied: {reasons[0]}"
-                left = dict.fromkeys(group, together) | left
+                for name in group:
+                    left.setdefault(name, f"it is loaded together with one that is not copied: {reasons[0]}")
         left = left_to_loader(coverage, tracer.writes, left)
     copies, fills = [], []
     for index, replay in enumerate(tracer.replays):
