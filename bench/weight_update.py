@@ -15,9 +15,7 @@ import argparse
 import os
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from weight_update.case import CASES, Case
 from weight_update.report import Report
@@ -55,7 +53,7 @@ def _arguments() -> argparse.Namespace:
 def _run(case: Case, effort: Effort, silence_s: float) -> Report:
     out = os.environ.get("OUT")
     path = None if not out else Path(out, f"weight_update_{case.name.replace(' ', '_').strip('()')}.json")
-    report = Report(case, path, _machine(case))
+    report = Report(case, path, {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]})
     started = time.monotonic()
     try:
         run_ranks(run_rank, case.num_trainers, (case, effort), report.on_message, silence_s=silence_s)
@@ -65,17 +63,6 @@ def _run(case: Case, effort: Effort, silence_s: float) -> Report:
     report.facts["wall_s"] = time.monotonic() - started
     report.save()
     return report
-
-
-def _machine(case: Case) -> dict[str, Any]:
-    """Versions. The GPUs are named by the ranks: this process must not hold any."""
-    versions = {}
-    for package in ("torch", "sglang", "triton", "tidemill-weight-update"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "unknown"
-    return {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], **versions, "num_gpus": case.num_gpus}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def check_arrival(
     if engine is None:
         return ""
     return (
-        f"{sum(kept[: len(kept) // 2]) / 1e9:.2f} GB of engine parameters equal after stock and ours; a change of "
+        f"{sum(kept[: len(kept) // 2]) / 1e9:.4g} GB of engine parameters equal after stock and ours; a change of "
         f"{name} changed {', '.join(sorted(changed))}"
     )
 

@@ -17,7 +17,7 @@ class Timing:
         first: of the first update: it records, maps and compiles what later ones find ready.
         repeats: of those after it.
         share: of the tensors that were sent; the seconds are already those for all of them.
-        results: what the action returned, for each of the repeats.
+        results: what the action returned, the first time included.
     """
 
     method: str
@@ -52,4 +52,4 @@ def measure(
         if len(seconds) > 2 and sum(seconds) > max_s:
             break
     seconds = [value / share for value in seconds]
-    return Timing(method=method, first=seconds[0], repeats=tuple(seconds[1:]), share=share, results=tuple(results[1:]))
+    return Timing(method=method, first=seconds[0], repeats=tuple(seconds[1:]), share=share, results=tuple(results))

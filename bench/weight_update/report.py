@@ -8,7 +8,7 @@ from typing import Any
 from weight_update.case import Case
 from weight_update.session import OURS, label
 
-TOTAL = "seconds"
+_ABOUT = ("date", "gpu", "torch", "triton", "sglang", "weight_update", "python", "wall_s", "engine_start_s", "checked")
 
 
 class Report:
@@ -61,12 +61,14 @@ class Report:
         lines = [
             f"{self.case.name}: {facts.get('num_tensors')} tensors, {facts.get('num_bytes', 0) / 1e9:.4g} GB, "
             f"{engine if self.case.is_cuda else engine.replace('GPU', 'CPU')}",
-            f"  {'':36}{'first':>9}{'median':>9}{'minimum':>9} {'n':>2} {'GB/s':>6}  ours is faster by",
+            "  " + ", ".join(f"{name} {_short(value)}" for name, value in facts.items() if name in _ABOUT),
+            f"  {'':46}{'first':>9}{'median':>9}{'minimum':>9} {'n':>2} {'GB/s':>6}  ours is faster by",
         ]
         lines += ["  " + self._line(timing) for timing in self.timings]
-        lines += [f"  floor{'':40}{floor['seconds']:9.4f}  {_floor_text(floor)}" for floor in self.floors]
+        lines += [f"  floor{'':50}{floor['seconds']:9.4f}  {_floor_text(floor)}" for floor in self.floors]
         ours = self._timing(OURS)
         if ours is not None and ours["stats"]:
+            lines.append("  stages of ours, first:   " + _stages(ours["first_stats"]))
             lines.append("  stages of ours, medians: " + _stages(ours["stats"]))
             lines.append(f"  a call of SGLang that does nothing: {facts['round_trip_s'] * 1e3:.2f} ms")
         return "\n".join(lines)
@@ -110,7 +112,7 @@ class Report:
     def _line(self, timing: dict[str, Any]) -> str:
         ours = self._timing(OURS)
         rate = self.facts["num_bytes"] / 1e9 / timing["median"]
-        line = f"{timing['method']:36}{timing['first']:9.4f}{timing['median']:9.4f}{timing['minimum']:9.4f}"
+        line = f"{timing['method']:46}{timing['first']:9.4f}{timing['median']:9.4f}{timing['minimum']:9.4f}"
         line += f" {len(timing['repeats']):2} {rate:6.4g}"
         if ours is not None and ours is not timing:
             line += f"  {_times(timing['median'] / ours['median'])}"
@@ -120,7 +122,7 @@ class Report:
 
 
 def _stages(stats: list[dict[str, Any]]) -> str:
-    total = statistics.median(s[TOTAL] for s in stats)
+    total = statistics.median(s["seconds"] for s in stats)
     stages = [name for name in stats[0] if name.endswith("_s") and isinstance(stats[0][name], float)]
     medians = {name.removesuffix("_s"): statistics.median(s[name] for s in stats) for name in stages}
     told = [f"{name} {value * 1e3:.2f} ms ({value / total:.0%})" for name, value in medians.items()]

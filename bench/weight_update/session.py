@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import gc
+import os
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from tidemill_weight_update import UpdateStats, WeightUpdater
+from tidemill_weight_update import UpdateStats, WeightUpdater, __version__
 from tidemill_weight_update.sglang import LocalEngine
 
 from weight_update.case import UPDATE_WEIGHTS, Case
@@ -27,6 +29,15 @@ OURS = "ours"
 NUM_SAMPLED = 300
 ROUND_TRIPS = 20
 ENGINE_START_S = 240.0
+NO_LIMIT_S = 1e9
+
+_ENVIRONMENT = {
+    # SGLang sets it in the process of its engine; NCCL wants it alike in all ranks.
+    "NCCL_CUMEM_ENABLE": "0",
+    # NVLink multicast can put GPUs that others share out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +46,20 @@ class Effort:
 
     Attributes:
         repeats: of each method, after its first update.
-        max_s: of a method that is not compared with in the end; then it is repeated less often, but twice at least.
+        max_s: of a stock method; after that it is repeated no more, but twice at least. Five times as long for the
+            one that ours is compared with.
         only: methods that contain one of these texts; empty: all.
     """
 
     repeats: int = 5
-    max_s: float = 12.0
+    max_s: float = 8.0
     only: tuple[str, ...] = ()
 
 
 def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> None:
     """Measures everything on one rank; rank 0 starts the engine and tells the results."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if not case.is_cuda:
         torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
@@ -57,11 +71,11 @@ def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> 
             engine = BenchEngine(case, folder)
             stack.callback(engine.shut_down)
             tell("fact", {"engine_start_s": time.perf_counter() - started})
-        if rank == 0 and case.is_cuda:
-            tell("fact", {"gpu": torch.cuda.get_device_name(0)})
+            tell("fact", _versions(case))
         weights = weights_of(case.config)
         trainer = Trainer(case, rank, folder, weights)
         stack.callback(trainer.close)
+        stack.push(lambda kind, error, where: _tell_at_once(tell, error))
         session = Session(case, effort, trainer, engine, tell if rank == 0 else lambda kind, value: None)
         session.run()
         trainer.synchronize()
@@ -94,15 +108,15 @@ class Session:
         def ours(version: str) -> UpdateStats:
             return _checked(updater.update(self._trainer.named, version))
 
-        self._measure(OURS, ours, effort=None)
+        self._measure(OURS, ours, max_s=NO_LIMIT_S)
         middle = self._case.buckets[1]
         found = check_arrival(self._trainer, self._engine, lambda version: stock.flattened(middle, version), ours)
         self._tell("fact", {"checked": found})
         updater.close()
         for method, action, share in self._methods(stock):
             self._tidy()
-            compared = method == label(self._case.to_beat, middle)
-            self._measure(method, action, effort=None if compared else self._effort.max_s, share=share)
+            is_compared = method == label(self._case.to_beat, middle)
+            self._measure(method, action, max_s=self._effort.max_s * (5 if is_compared else 1), share=share)
         if isinstance(stock, StockDistributed):
             stock.close()
         self._tidy()
@@ -117,11 +131,12 @@ class Session:
         named = self._trainer.named
         sample = named[:: -(-len(named) // NUM_SAMPLED)]
         prefix = "stock distributed," if self._case.separate else "stock"
+        small, middle, large = self._case.buckets
         methods: list[tuple[str, Any, float]] = []
-        for size in (self._case.buckets[i] for i in (1, 0, 2)):
-            if isinstance(stock, StockTensors) and self._case.is_cuda:
-                # It patches torch's sharing of tensors, which then cannot share those of a CPU.
-                methods.append((label(UPDATE_WEIGHTS, size), partial(stock.update_weights, size), 1.0))
+        if isinstance(stock, StockTensors) and self._case.is_cuda:
+            # It patches torch's sharing of tensors, which then cannot share those of a CPU.
+            methods.append((label(UPDATE_WEIGHTS, middle), partial(stock.update_weights, middle), 1.0))
+        for size in (middle, small, large):
             methods.append((label(f"{prefix} flattened bucket", size), partial(stock.flattened, size), 1.0))
             methods.append((label(f"{prefix} batch", size), partial(stock.batched, size), 1.0))
         methods.append((f"{prefix} one call per tensor", partial(stock.one_by_one, sample), len(sample) / len(named)))
@@ -140,9 +155,13 @@ class Session:
             seconds.append(time.perf_counter() - started)
         self._tell("fact", {"round_trip_s": sorted(seconds)[ROUND_TRIPS // 2]})
 
-    def _measure(self, method: str, action: Any, *, effort: float | None, share: float = 1.0) -> None:
-        max_s = float("inf") if effort is None else effort
-        timing = measure(self._trainer, method, action, repeats=self._effort.repeats, max_s=max_s, share=share)
+    def _measure(self, method: str, action: Any, *, max_s: float, share: float = 1.0) -> None:
+        def alive(version: str) -> Any:
+            result = action(version)
+            self._tell("alive", None)
+            return result
+
+        timing = measure(self._trainer, method, alive, repeats=self._effort.repeats, max_s=max_s, share=share)
         self._tell("timing", _as_dict(timing))
 
     def _tidy(self) -> None:
@@ -159,6 +178,23 @@ def label(method: str, num_bytes: int) -> str:
     return f"{method}, {num_bytes >> 20} MB" if num_bytes >> 20 else f"{method}, {num_bytes >> 10} KB"
 
 
+def _tell_at_once(tell: Tell, error: BaseException | None) -> None:
+    """Tells an error before anything is torn down, which may wait for others."""
+    if error is not None:
+        tell("failed", "".join(traceback.format_exception(error)))
+
+
+def _versions(case: Case) -> dict[str, str]:
+    import sglang
+
+    versions = {"torch": torch.__version__, "sglang": sglang.__version__, "weight_update": __version__}
+    if case.is_cuda:
+        import triton
+
+        versions |= {"triton": triton.__version__, "gpu": torch.cuda.get_device_name(0)}
+    return versions
+
+
 def _checked(stats: UpdateStats) -> UpdateStats:
     if not stats.verified or stats.num_unverified or stats.fenced:
         raise RuntimeError(f"our update was not verified in all: {stats}")
@@ -168,4 +204,4 @@ def _checked(stats: UpdateStats) -> UpdateStats:
 def _as_dict(timing: Timing) -> dict[str, Any]:
     fields = {f.name: getattr(timing, f.name) for f in dataclasses.fields(timing) if f.name != "results"}
     stats = [dataclasses.asdict(result) for result in timing.results if isinstance(result, UpdateStats)]
-    return fields | {"median": timing.median, "minimum": timing.minimum, "stats": stats}
+    return fields | {"median": timing.median, "minimum": timing.minimum, "first_stats": stats[:1], "stats": stats[1:]}

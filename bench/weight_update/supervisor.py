@@ -32,7 +32,7 @@ def run_ranks(
 
     Args:
         silence_s: when no rank has told anything for so long, all are ended. A message of the kind "patience" sets the
-            limit for the time until the next message.
+            limit until the next message; one of the kind "alive" says only that.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), ended, or nothing was heard for too long.
@@ -40,14 +40,14 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tm-bench-") as folder:
         processes, connections = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(main, rank, folder, sender, args))
-            process.start()
-            sender.close()
-            processes.append(process)
-            connections.append(receiver)
         try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_rank_main, args=(main, rank, folder, sender, args))
+                process.start()
+                sender.close()
+                processes.append(process)
+                connections.append(receiver)
             _listen(connections, [process.pid for process in processes], on_message, silence_s)
         finally:
             # Each rank leads a process group, in which its engine's processes are, too.
@@ -65,12 +65,17 @@ def _listen(
     deadline = time.monotonic() + silence_s
     failures: list[str] = []
     while pending:
-        for connection in wait(list(pending.values()), timeout=1.0):
-            rank = next(rank for rank, known in pending.items() if known is connection)
+        ready = wait(list(pending.values()), timeout=1.0)
+        for rank in [rank for rank, connection in pending.items() if connection in ready]:
+            kind: str
+            value: Any
             try:
-                kind, value = connection.recv()
+                kind, value = pending[rank].recv()
             except EOFError:
-                kind, value = "failed", "it ended without a word"
+                kind, value = (
+                    "failed",
+                    "it ended without a word; SGLang ends its parent when a scheduler fails, and says why above",
+                )
             if kind in ("done", "failed"):
                 del pending[rank]
             if kind == "failed":
@@ -78,7 +83,7 @@ def _listen(
                 deadline = min(deadline, time.monotonic() + 5)  # the others may have something to say about it
             elif not failures:
                 deadline = time.monotonic() + (value if kind == "patience" else silence_s)
-            if kind not in ("done", "failed", "patience"):
+            if kind not in ("done", "failed", "patience", "alive"):
                 on_message(kind, value)
         if time.monotonic() > deadline:
             if not failures:
