@@ -13,6 +13,7 @@ import pytest
 import torch
 from tidemill_weight_update.digest import digest
 from tidemill_weight_update.table import COLUMNS, CopyTable
+from tidemill_weight_update.tiles import cut
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FP8, INT64, UINT8 = torch.float8_e4m3fn, torch.int64, torch.uint8
@@ -69,6 +70,17 @@ class TestKernel:
         case = copies.random_copies(align, *pair, align, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
         assert_equal(run(case, memories, digest_of), case.expected(memories, digest_of))
+
+    @pytest.mark.parametrize(
+        ("cols", "rows", "shape"),
+        [(192, 150, (128, 32)), (256, 100, (32, 128)), (1024, 20, (8, 512)), (8192, 4, (1, 4096))],
+    )
+    def test_rows_of_all_widths_are_copied(self, copies, cols, rows, shape):
+        case = copies.random_copies(cols, BF16, BF16, align=cols, num_copies=10, max_rows=rows, max_cols=cols)
+        ones = np.ones(3, bool)
+        assert shape in {group.shape for group in cut(case.table, 4096, ones, ones)}
+        memories = case.memories(1)
+        assert_equal(run(case, memories), case.expected(memories, "source"))
 
     @pytest.mark.parametrize("pair", [(BF16, BF16), (FP32, BF16)], ids=str)
     def test_it_copies_alone_and_reads_alone(self, copies, pair):

@@ -32,11 +32,6 @@ def _mix32(number):
 
 
 @triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
 def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
     """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
     if BITS * PACKED == 32:
@@ -141,5 +136,5 @@ def copy_tiles(
         found = ((sent & MASK) + (NON_FINITE & -NON_FINITE) * REPEAT) & (1 << (BITS - 1)) * REPEAT
         if HALVES:
             found = tl.where((pos + col0 + row0 * pos_pitch + row * pos_pitch + col[None, :]) & 1 == 1, found, 0)
-        if tl.reduce(tl.reshape(found, [R * C], can_reorder=True), 0, _either) != 0:
+        if tl.max(found) != 0:
             tl.atomic_add(non_finite + tensor, _count(found, BITS, PACKED), sem="relaxed")
