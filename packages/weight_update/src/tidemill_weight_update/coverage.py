@@ -201,9 +201,9 @@ def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[s
             if before in coverage.hidden and turn == 1 and next_turn is not None:
                 continue
             moved: tuple[Write, ...] = ()
-            if next_turn is None or (turn == 1 and next_turn <= 1):
+            if turn == 1 and (next_turn is None or next_turn <= 1):
                 moved = first, second
-            elif turn is not None and turn > next_turn:
+            elif turn is not None and next_turn is not None and turn > next_turn:
                 moved = (second,)
             for write in moved:
                 for name in write.names or (() if write.during is None else (write.during,)):

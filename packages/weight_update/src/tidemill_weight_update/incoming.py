@@ -31,19 +31,18 @@ class Incoming:
     Attributes:
         counts: elements of each source of the line that are copied here, int64 [num_sources].
         digests: of what the last run copied, int64 [num_sources], on `device`.
-        staged: names of sources that go through the model's own loader; their copies need `run(staging=...)`.
+        staged: sources that go through the model's own loader; their copies need `run(staging=...)`.
     """
 
     def __init__(self, line: Line, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.line = line
         self._device = device
         names = {source.name for source in line.sources}
-        self.staged = tuple(source.name for source in line.sources if source.name in plan.through_loader)
+        self.staged = tuple(source for source in line.sources if source.name in plan.through_loader)
         copies = [copy for copy in plan.copies if copy.name in names]
         copies += [
             Copy(s.name, Box.whole(s.shape), f"staged {s.name}", 0, contiguous_strides(s.shape), s.dtype)
-            for s in line.sources
-            if s.name in plan.through_loader
+            for s in self.staged
         ]
         self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         shards = {source.name: shards for source, shards in zip(line.sources, line.shards, strict=True)}

@@ -20,6 +20,7 @@ class Known:
         self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
         self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
         self._forms = [_form(tensor) for _, tensor in items]
+        self._is_plain = not any(isinstance(tensor, LocalShard) or is_dtensor(tensor) for _, tensor in items)
 
     def hold(self, pieces: Sequence[Held]) -> bool:
         """Whether all pieces lie where the tensors lie, and none was made for the purpose."""
@@ -29,13 +30,23 @@ class Known:
         """Whether these are the same places in memory under the same names, in the same order."""
         if not items or len(items) != len(self._names) or not all(type(i) is tuple and len(i) == 2 for i in items):
             return False
-        names, tensors = zip(*items, strict=True)  # type: ignore[call-overload]
-        if list(names) != self._names or not all(isinstance(tensor, Tensor | LocalShard) for tensor in tensors):
+        names: list[object] = [item[0] for item in items]  # type: ignore[index]
+        tensors: list[object] = [item[1] for item in items]  # type: ignore[index]
+        if names != self._names:
             return False
-        if [local_values(tensor).data_ptr() for tensor in tensors] != self._addresses:
+        if all(map(operator.is_, tensors, self._parameters)):
+            return self._addresses_of(self._parameters) == self._addresses
+        if not all(isinstance(tensor, Tensor | LocalShard) for tensor in tensors):
             return False
-        same_objects = all(map(operator.is_, tensors, self._parameters))
-        return same_objects or [_form(tensor) for tensor in tensors] == self._forms
+        return [local_values(t).data_ptr() for t in tensors] == self._addresses and [  # type: ignore[arg-type]
+            _form(tensor)  # type: ignore[arg-type]
+            for tensor in tensors
+        ] == self._forms
+
+    def _addresses_of(self, parameters: Sequence[nn.Parameter | None]) -> list[int]:
+        if self._is_plain:  # spares a call for each
+            return [parameter.data_ptr() for parameter in parameters if parameter is not None]
+        return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
 
 
 def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:

@@ -45,7 +45,7 @@ class Manifest:
         """Adds up values of the lines' sources, one array for each line, by name: int64 [num_names]."""
         total = np.zeros(len(self.names), dtype=np.int64)
         for where, line_values in zip(self.where, values, strict=True):
-            np.add.at(total, where, line_values)
+            total[where] += line_values  # a line has each source once
         return total
 
 

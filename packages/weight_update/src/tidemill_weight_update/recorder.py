@@ -19,6 +19,7 @@ class Recorder:
         self._model = model
         self._fills: list[Fill] = []
         self._proven = False
+        self._came: dict[str, SourceSpec] = {}
         self.sources: dict[str, SourceSpec] = {}
         self.plan = CopyPlan(copies=())
 
@@ -26,7 +27,7 @@ class Recorder:
         """Makes `plan` that of exactly these sources; returns whether what was built on the old plan is void.
 
         Raises:
-            ValueError: the model refuses a source.
+            RuntimeError: the model refuses a source.
         """
         wanted = {source.name: source for source in sources}
         if wanted == self.sources:
@@ -37,16 +38,24 @@ class Recorder:
         self._proven = True
         return True
 
+    def begin(self) -> None:
+        """Starts an update whose sources are not known before, for `extend`."""
+        self._came = {}
+
     def extend(self, sources: Sequence[SourceSpec]) -> bool:
         """Adds sources to `plan`, which proves nothing about coverage then; returns as `cover` does.
 
+        If one has another shape or dtype than at the last update, all others may have, too: then `plan` is that of the
+        sources that came since `begin`.
+
         Raises:
-            ValueError: the model refuses a source.
+            RuntimeError: the model refuses a source.
         """
         new = [source for source in sources if self.sources.get(source.name) != source]
         void = any(source.name in self.sources for source in new)
+        self._came |= {source.name: source for source in sources}
         if void:
-            self.sources, self.plan, new = {}, CopyPlan(copies=()), list(sources)
+            self.sources, self.plan, self._fills, new = {}, CopyPlan(copies=()), [], list(self._came.values())
         if new:
             self._proven = False
             part = record(self._model, new)

@@ -22,6 +22,8 @@ class UpdateStats:
         fill_s: copying (and casting) into shared memory, and digests of what is sent.
         load_s: waiting for engines.
         finish_s: making the version visible, on the stock path also flushing the prefix caches.
+        engine_s: where the slowest engine rank spent its time, within `load_s`: "wait" for the trainer, "check" plans,
+            "copy", "finish" (what the model derives from its weights), "verify".
     """
 
     seconds: float
@@ -36,6 +38,7 @@ class UpdateStats:
     fill_s: float
     load_s: float
     finish_s: float
+    engine_s: dict[str, float] = field(default_factory=dict)
     through_loader: dict[str, str] = field(default_factory=dict)
     fenced: dict[str, str] = field(default_factory=dict)
 

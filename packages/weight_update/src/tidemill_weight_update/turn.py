@@ -12,6 +12,7 @@ from tidemill_weight_update.mailbox import ATTACHED, CHECKED, COPIED, LOADED, Ma
 from tidemill_weight_update.manifest import LineKey, Manifest
 from tidemill_weight_update.peers import Peers
 from tidemill_weight_update.request import Request
+from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.wait import Wait, has_ended
 
 if TYPE_CHECKING:
@@ -34,37 +35,37 @@ class Turn:
         self.changed = False
         self._came: list[tuple[LineKey, Incoming]] = []
         self._staging: dict[str, Tensor] = {}
+        self._stages = Stages()
 
     def run(self) -> None:
         """Raises when anything is wrong; the docstring of `WeightUpdater.update` lists what may be."""
         self.peers.report(ATTACHED)
-        listed = [self._wait_until_open(box) for box in self._boxes]
-        manifest = self._prepare(listed) if self._request.complete else None
-        self.peers.report(CHECKED)
-        self.peers.wait(CHECKED)
-        if manifest is not None:
-            self._refuse_unused(manifest)
+        with self._stages("wait"):
+            listed = [self._wait_until_open(box) for box in self._boxes]
+        with self._stages("check"):
+            manifest = self._prepare(listed) if self._request.complete else None
+        self._receiver.recorder.begin()
+            self.peers.report(CHECKED)
+            self.peers.wait(CHECKED)
+            if manifest is not None:
+                self._refuse_unused(manifest)
         self._copy()
-        if manifest is None:
-            manifest = self._check_what_came()
-        self._load_staged()
-        self._receiver.finish()
-        digests = [incoming.digests.cpu().numpy() for _, incoming in self._came]
-        self._synchronize()
-        by_line = dict(zip((key for key, _ in self._came), digests, strict=True))
-        counts = [self._receiver.incoming(*key).counts for key in manifest.keys]
-        self.peers.share_totals(manifest.sum([by_line[key] for key in manifest.keys]), manifest.sum(counts))
-        self.peers.report(COPIED)
-        self.peers.wait(COPIED)
-        if not self._request.complete:
-            self._refuse_unused(manifest)
-        num_unverified = self._verify(manifest)
+        with self._stages("check"):
+            if manifest is None:
+                manifest = self._check_what_came()
+        with self._stages("finish"):
+            self._load_staged()
+            self._receiver.finish()
+            self._synchronize()
+        with self._stages("verify"):
+            num_unverified = self._compare(manifest)
         plan = self._receiver.recorder.plan
         self.peers.report(
             LOADED,
             through_loader=plan.through_loader,
             num_unverified=num_unverified,
             num_overwritten=sum(plan.overwritten.values()),
+            seconds=self._stages.seconds,
         )
 
     # Before anything changes.
@@ -125,30 +126,33 @@ class Turn:
         pending = dict.fromkeys(range(len(self._boxes)), 0)
         wait = Wait(self._request.timeout_s, "the trainer's next bucket", self._check_trainer)
         while pending:
-            ready: list[int] = []
+            ready: dict[int, tuple[tuple[int, int], tuple[int, int] | None]] = {}
             for index, bucket in list(pending.items()):
                 announced = self._boxes[index].announced(self._request.sequence, bucket)
                 if announced is not None:
-                    self._copy_bucket(self._boxes[index], *announced)
-                    ready.append(index)
+                    ready[index] = announced
                 elif self._boxes[index].num_buckets(self._request.sequence) == bucket:
                     del pending[index]
-            if ready:
+            if not ready:
+                with self._stages("wait"):
+                    wait.pause()
+                continue
+            with self._stages("copy"):
+                for index, announced in ready.items():
+                    self._copy_bucket(self._boxes[index], *announced)
                 self._synchronize()
-                for index in ready:
-                    pending[index] += 1
-                    self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
-                wait.progress()
-            elif pending:
-                wait.pause()
+            for index in ready:
+                pending[index] += 1
+                self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
+            wait.progress()
 
     def _copy_bucket(self, box: Mailbox, place: tuple[int, int], arena: tuple[int, int] | None) -> None:
         receiver = self._receiver
         if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
             receiver.drop_incoming()
         incoming = receiver.incoming(box, place)
-        for source in incoming.line.sources:
-            if source.name in incoming.staged and source.name not in self._staging:
+        for source in incoming.staged:
+            if source.name not in self._staging:
                 self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=receiver.device)
         if not self.changed:
             self.changed = True
@@ -160,12 +164,10 @@ class Turn:
         """What `_prepare` checks, for an update whose tensors were not known before."""
         recorder = self._receiver.recorder
         manifest = self._receiver.manifest([key for key, _ in self._came])
-        if len(manifest.names) != len(recorder.sources) and not self._request.partial:
-            missing = sorted(recorder.sources.keys() - set(manifest.names))
-            raise ValueError(f"these tensors came with an earlier update and not with this one: {_some(missing)}")
+        if not self._request.partial:
+            recorder.cover(manifest.sources)  # without what came only with earlier updates
         recorder.prove()
-        self._check_dtypes()
-        self._check_coverage()
+        self._check_plan()
         return manifest
 
     def _load_staged(self) -> None:
@@ -174,6 +176,17 @@ class Turn:
             self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
 
     # Afterwards.
+
+    def _compare(self, manifest: Manifest) -> int:
+        """Compares with the other ranks and the trainer; see `_verify`."""
+        copied = {key: incoming.digests.cpu().numpy() for key, incoming in self._came}
+        counts = [self._receiver.incoming(*key).counts for key in manifest.keys]
+        self.peers.share_totals(manifest.sum([copied[key] for key in manifest.keys]), manifest.sum(counts))
+        self.peers.report(COPIED)
+        self.peers.wait(COPIED)
+        if not self._request.complete:
+            self._refuse_unused(manifest)
+        return self._verify(manifest)
 
     def _verify(self, manifest: Manifest) -> int:
         """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.

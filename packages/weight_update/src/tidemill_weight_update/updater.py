@@ -254,9 +254,15 @@ class WeightUpdater:
             "all_failed": all(member.error is not None for member in fleet.members),
             "through_loader": {k: v for m in fleet.members for r in m.replies for k, v in r["through_loader"].items()},
             "num_unverified": max((r["num_unverified"] for m in fleet.members for r in m.replies), default=0),
+            "engine_s": _slowest([r["seconds"] for m in fleet.members for r in m.replies]),
             "verified": all(member.rows for member in fleet.members if member.error is None),
         }
         outcome = json.loads(self._ranks.from_first(json.dumps(outcome)))
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["fenced"].items()))
         return outcome
+
+
+def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest value of each stage."""
+    return {stage: max(each.get(stage, 0.0) for each in seconds) for stage in sorted({s for e in seconds for s in e})}

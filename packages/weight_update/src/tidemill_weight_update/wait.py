@@ -28,8 +28,8 @@ class Wait:
         self._polls += 1
         if self._polls < 50:
             return
-        time.sleep(min(20e-6 * (self._polls - 49), 1e-3))
         now = time.monotonic()
+        time.sleep(50e-6 if now - self._started < 0.5 else 1e-3)
         if now - self._checked > 0.05:
             self._checked = now
             self._check()
