@@ -23,6 +23,7 @@ from weight_update.session import Effort, run_rank
 from weight_update.supervisor import run_ranks
 
 SILENCE_S = 120.0
+LIMIT_S = 570.0
 
 
 def main() -> int:
@@ -30,9 +31,10 @@ def main() -> int:
     args = _arguments()
     effort = Effort(repeats=args.repeats, max_s=args.max_s, only=tuple(args.only))
     reports = []
+    end = time.monotonic() + args.limit_s
     for name in args.case:
         case = CASES[name].tiny() if args.scale == "tiny" and name != "tiny" else CASES[name]
-        reports.append(_run(case, effort, args.silence_s))
+        reports.append(_run(case, effort, args.silence_s, end - time.monotonic()))
     for report in reports:
         print("\n" + report.table())
     print("\n" + "\n".join(report.summary() for report in reports))
@@ -46,17 +48,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=Effort().repeats, help="updates of each method after its first")
     parser.add_argument("--max-s", type=float, default=Effort().max_s, help="seconds for a method, but two repeats")
     parser.add_argument("--only", action="append", default=[], help="measure stock methods that contain this text")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest time for all cases together")
     parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="longest time in which nothing is heard")
     return parser.parse_args()
 
 
-def _run(case: Case, effort: Effort, silence_s: float) -> Report:
+def _run(case: Case, effort: Effort, silence_s: float, limit_s: float) -> Report:
     out = os.environ.get("OUT")
     path = None if not out else Path(out, f"weight_update_{case.name.replace(' ', '_').strip('()')}.json")
     report = Report(case, path, {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]})
     started = time.monotonic()
     try:
-        run_ranks(run_rank, case.num_trainers, (case, effort), report.on_message, silence_s=silence_s)
+        arguments = (case, effort)
+        run_ranks(run_rank, case.num_trainers, arguments, report.on_message, silence_s=silence_s, limit_s=limit_s)
     except RuntimeError as error:
         report.error = str(error)
         print(f"{case.name} failed:\n{error}", file=sys.stderr, flush=True)

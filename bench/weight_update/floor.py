@@ -52,8 +52,8 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
 def copy_rate(source: torch.device, target: torch.device) -> float:
     """Bytes per second of one large copy, one way."""
     num_bytes = 4 << 30 if source.type == "cuda" else 16 << 20
-    a = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=source)
-    b = torch.empty(num_bytes, dtype=torch.uint8, device=target)
+    a = torch.randint(1 << 62, (num_bytes // 8,), dtype=torch.int64, device=source)
+    b = torch.empty_like(a, device=target)
     for _ in range(2):
         b.copy_(a)
     _synchronize(source, target)

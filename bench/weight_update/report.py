@@ -8,6 +8,7 @@ from typing import Any
 from weight_update.case import Case
 from weight_update.session import OURS, label
 
+_COLUMNS = ("first", "median", "minimum")
 _ABOUT = ("date", "gpu", "torch", "triton", "sglang", "weight_update", "python", "wall_s", "engine_start_s", "checked")
 
 
@@ -62,10 +63,10 @@ class Report:
             f"{self.case.name}: {facts.get('num_tensors')} tensors, {facts.get('num_bytes', 0) / 1e9:.4g} GB, "
             f"{engine if self.case.is_cuda else engine.replace('GPU', 'CPU')}",
             "  " + ", ".join(f"{name} {_short(value)}" for name, value in facts.items() if name in _ABOUT),
-            f"  {'':46}{'first':>9}{'median':>9}{'minimum':>9} {'n':>2} {'GB/s':>6}  ours is faster by",
+            f"  {'milliseconds':46}{'first':>9}{'median':>9}{'minimum':>9} {'n':>2} {'GB/s':>6}  ours is faster by",
         ]
         lines += ["  " + self._line(timing) for timing in self.timings]
-        lines += [f"  floor{'':50}{floor['seconds']:9.4f}  {_floor_text(floor)}" for floor in self.floors]
+        lines += [f"  {'floor':55}{floor['seconds'] * 1e3:9.2f}  {_floor_text(floor)}" for floor in self.floors]
         ours = self._timing(OURS)
         if ours is not None and ours["stats"]:
             lines.append("  stages of ours, first:   " + _stages(ours["first_stats"]))
@@ -112,7 +113,7 @@ class Report:
     def _line(self, timing: dict[str, Any]) -> str:
         ours = self._timing(OURS)
         rate = self.facts["num_bytes"] / 1e9 / timing["median"]
-        line = f"{timing['method']:46}{timing['first']:9.4f}{timing['median']:9.4f}{timing['minimum']:9.4f}"
+        line = f"{timing['method']:46}" + "".join(f"{timing[name] * 1e3:9.2f}" for name in _COLUMNS)
         line += f" {len(timing['repeats']):2} {rate:6.4g}"
         if ours is not None and ours is not timing:
             line += f"  {_times(timing['median'] / ours['median'])}"

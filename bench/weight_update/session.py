@@ -37,6 +37,9 @@ _ENVIRONMENT = {
     # NVLink multicast can put GPUs that others share out of service.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # All on one machine, whatever its host name resolves to.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 

@@ -27,12 +27,14 @@ def run_ranks(
     on_message: Callable[[str, Any], None],
     *,
     silence_s: float,
+    limit_s: float,
 ) -> None:
     """Calls `main(rank, folder, tell, *args)` in `num_ranks` processes, `on_message(kind, value)` for what they tell.
 
     Args:
         silence_s: when no rank has told anything for so long, all are ended. A message of the kind "patience" sets the
             limit until the next message; one of the kind "alive" says only that.
+        limit_s: when this is over, all are ended, whatever they do.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), ended, or nothing was heard for too long.
@@ -48,7 +50,7 @@ def run_ranks(
                 sender.close()
                 processes.append(process)
                 connections.append(receiver)
-            _listen(connections, [process.pid for process in processes], on_message, silence_s)
+            _listen(connections, [process.pid for process in processes], on_message, silence_s, limit_s)
         finally:
             # Each rank leads a process group, in which its engine's processes are, too.
             for process in processes:
@@ -59,9 +61,14 @@ def run_ranks(
 
 
 def _listen(
-    connections: list[Connection], pids: list[int], on_message: Callable[[str, Any], None], silence_s: float
+    connections: list[Connection],
+    pids: list[int],
+    on_message: Callable[[str, Any], None],
+    silence_s: float,
+    limit_s: float,
 ) -> None:
     pending = dict(enumerate(connections))
+    limit = time.monotonic() + limit_s
     deadline = time.monotonic() + silence_s
     failures: list[str] = []
     while pending:
@@ -85,9 +92,11 @@ def _listen(
                 deadline = time.monotonic() + (value if kind == "patience" else silence_s)
             if kind not in ("done", "failed", "patience", "alive"):
                 on_message(kind, value)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > min(deadline, limit):
             if not failures:
-                failures.append(f"nothing was heard of ranks {sorted(pending)} for too long; their stacks are above")
+                why = f"{limit_s:g} s are over" if now > limit else "nothing was heard of them for too long"
+                failures.append(f"ranks {sorted(pending)} did not end, and {why}; their stacks are above")
                 for rank in pending:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pids[rank], signal.SIGUSR1)

@@ -85,13 +85,17 @@ def main(rank, folder, tell, what):
         time.sleep(600)
 
 if __name__ == "__main__":
-    run_ranks(main, 2, (sys.argv[1],), lambda kind, value: print(kind, value, flush=True), silence_s=5)
+    run_ranks(main, 2, (sys.argv[1],), lambda kind, value: print(kind, value, flush=True), silence_s=5, limit_s=50)
 """
 
 
 @pytest.mark.parametrize(
     ("what", "error"),
-    [("end", None), ("fail", r"rank 1: (.|\n)*as it should"), ("hang", r"nothing was heard of ranks \[0\]")],
+    [
+        ("end", None),
+        ("fail", r"rank 1: (.|\n)*as it should"),
+        ("hang", r"ranks \[0\] did not end, and nothing was heard"),
+    ],
 )
 def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
     script = tmp_path / "script.py"
