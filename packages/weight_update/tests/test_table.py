@@ -140,6 +140,7 @@ def test_what_is_contiguous_everywhere_is_one_row():
         copy = Copy("s", Box.whole(shape), "p", 10, contiguous_strides(shape), F32)
         (row,) = table_of(copy, whole(shape), shape)
         assert (row["rows"], row["cols"], row["dst"]) == (1, math.prod(shape), 10)
+        assert (row["src_pitch"], row["dst_pitch"], row["pos_pitch"]) == (0, 0, 0)
 
 
 def test_a_slice_of_columns_is_one_two_dimensional_copy():

@@ -79,47 +79,59 @@ def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
 
 
 class _Canvas:
-    """Cells of a parameter, and the cells that each write hits, as views into arrays of the canvas' shape."""
+    """Cells of a parameter, and the cells that each write hits, as views into arrays of the canvas' shape.
+
+    Attributes:
+        numel: elements in each cell.
+    """
 
     def __init__(self, place: Place, writes: Mapping[int, Write]) -> None:
         """Raises UntraceableError: no reasonable number of cells."""
         order = sorted(range(len(place.shape)), key=lambda dim: -place.strides[dim])
         shape = tuple(place.shape[dim] for dim in order)
         strides = tuple(place.strides[dim] for dim in order)
-        self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        self._boxes: dict[int, list[Box]] | None = None
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         self._writes = writes
-        if self._span == Box.whole(shape).numel:
-            self._boxes = _boxes(shape, writes)
-        if self._boxes is not None:
-            cuts = [{0, size} for size in shape]
-            for box in (box for boxes in self._boxes.values() for box in boxes):
-                for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
-                    cuts[dim] |= {start, start + size}
-            self._cuts = [np.array(sorted(cut)) for cut in cuts]
-            self.shape = tuple(len(cut) - 1 for cut in self._cuts)
-        else:
-            self._cuts = []
-            self.shape = (self._span,)
+        self._slices: dict[int, list[tuple[slice, ...]]] | None = None
+        boxes = _boxes(shape, writes) if span == Box.whole(shape).numel else None
+        if boxes is None:  # element by element
+            self.shape = (span,)
+            self._check_size()
+            self.numel = np.zeros(span, np.int64)
+            np.lib.stride_tricks.as_strided(self.numel, shape, [stride * 8 for stride in strides])[...] = 1
+            return
+        cuts = [{0, size} for size in shape]
+        for box in (box for parts in boxes.values() for box in parts):
+            for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
+                cuts[dim] |= {start, start + size}
+        edges = [sorted(cut) for cut in cuts]
+        self.shape = tuple(len(edge) - 1 for edge in edges)
+        self._check_size()
+        self.numel = np.ones(self.shape, np.int64)
+        for dim, edge in enumerate(edges):
+            self.numel *= np.diff(edge).reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
+        cell_of = [{position: cell for cell, position in enumerate(edge)} for edge in edges]
+        self._slices = {
+            index: [
+                tuple(slice(cell[a], cell[a + n]) for cell, a, n in zip(cell_of, box.start, box.shape, strict=True))
+                for box in parts
+            ]
+            for index, parts in boxes.items()
+        }
+
+    def _check_size(self) -> None:
         if Box.whole(self.shape).numel > MAX_ELEMENTWISE:
             raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
-        self.numel = np.ones(self.shape, np.int64)  # elements in each cell
-        for dim, cut in enumerate(self._cuts):
-            self.numel *= np.diff(cut).reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
-        if self._boxes is None:
-            self.numel[:] = 0
-            np.lib.stride_tricks.as_strided(self.numel, shape, [stride * 8 for stride in strides])[...] = 1
 
     def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
         """The cells that the write hits, of an array in the shape of the canvas."""
-        if self._boxes is None:
+        if self._slices is None:
             write = self._writes[index]
             strides = [stride * cells.itemsize for stride in write.strides]
             yield np.lib.stride_tricks.as_strided(cells[write.offset :], write.shape, strides)
-            return
-        for box in self._boxes[index]:
-            ranges = zip(self._cuts, box.start, box.shape, strict=True)
-            yield cells[tuple(slice(*np.searchsorted(cut, (start, start + size))) for cut, start, size in ranges)]
+        else:
+            for cut in self._slices[index]:
+                yield cells[cut]
 
 
 def _boxes(shape: tuple[int, ...], writes: Mapping[int, Write]) -> dict[int, list[Box]] | None:

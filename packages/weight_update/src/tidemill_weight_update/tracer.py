@@ -37,18 +37,16 @@ class Tracer:
         self.groups: list[frozenset[str]] = []
         self.current: str | None = None
         self._parameters = parameters
-        self._of_storage: dict[int, list[str]] = {}
+        self._of_storage: dict[int, list[tuple[int, int, str]]] = {}  # first element, end, name
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
         self._read: tuple[str, ...] = ()
         for name, parameter in parameters.items():
             place = Place(tuple(parameter.shape), parameter.stride())
+            start = _offset(parameter)
             others = self._of_storage.setdefault(parameter.untyped_storage()._cdata, [])
-            same = (parameters[other] for other in others)
-            if all(
-                other.storage_offset() != parameter.storage_offset() or other.shape != place.shape for other in same
-            ):
-                others.append(name)
+            if all((start, place) != (at, self.places[other]) for at, _, other in others):  # else it is the same
+                others.append((start, start + _span(parameter), name))
                 self.places[name] = place
 
     def source(self, spec: SourceSpec) -> Traced:
@@ -229,11 +227,10 @@ class Tracer:
         """The parameter that holds the elements of `tensor`, and its first element counted from the parameter's."""
         if isinstance(tensor, Traced):
             return None
-        for name in self._of_storage.get(tensor.untyped_storage()._cdata, ()):
-            parameter = self._parameters[name]
-            offset = _offset(tensor) - _offset(parameter)
-            if offset >= 0 and offset + _span(tensor) <= _span(parameter):
-                return name, offset
+        start = _offset(tensor)
+        for first, end, name in self._of_storage.get(tensor.untyped_storage()._cdata, ()):
+            if first <= start and start + _span(tensor) <= end:
+                return name, start - first
         return None
 
 
