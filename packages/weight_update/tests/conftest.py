@@ -17,6 +17,9 @@ from tidemill_weight_update import EngineClient
 
 SENDER = Path(__file__).with_name("sender.py")
 
+# For `toy_engines.py`, here and in the processes that tests start. Last, so that nothing else is hidden.
+sys.path.append(str(Path(__file__).parent))
+
 
 def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]:
     while True:

@@ -54,7 +54,7 @@ class FastPath:
     def begin(self, sequence: int) -> Mailbox:
         """Opens this rank's mailbox for an update."""
         if self._sender is None:
-            self._sender = Sender(self._allow_non_finite)
+            self._sender = Sender(self._bucket_bytes, self._allow_non_finite)
         self._sequence = sequence
         self.mailbox.begin(sequence)
         return self.mailbox

@@ -74,6 +74,11 @@ class Incoming:
         else:
             self._run_on_gpu(memories, mapped, places)
 
+    def forget(self) -> None:
+        """Lets go of memory that the last runs read."""
+        if self._host_copier is not None:
+            self._host_copier.forget()
+
     def _run_on_gpu(self, memories: Sequence[Memory], mapped: MappedMemories, places: Sequence[Tensor]) -> None:
         from tidemill_weight_update.copy_cuda import CudaCopier
 

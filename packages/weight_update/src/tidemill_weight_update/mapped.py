@@ -56,10 +56,16 @@ class MappedMemories:
         self._used.add(key)
         return self._gpu[key].address
 
-    def close_unused(self) -> None:
-        """Closes what was not asked for since the last call: its owner does not use it any more."""
+    def close_unused(self) -> bool:
+        """Closes what was not asked for since the last call: its owner does not use it any more.
+
+        Returns:
+            whether there was anything; host memory ends with the last tensor that lies in it.
+        """
+        num_open = len(self._host) + len(self._gpu)
         for key in [key for key in self._host if key not in self._used]:
             del self._host[key]
         for key in [key for key in self._gpu if key not in self._used]:
             self._gpu.pop(key).close()
         self._used.clear()
+        return len(self._host) + len(self._gpu) < num_open

@@ -23,7 +23,7 @@ class Receiver:
     """Loads what trainer ranks publish into a model.
 
     Args:
-        model: with SGLang's `load_weights`. Its parameters may move, not change their shapes.
+        model: with SGLang's `load_weights`. Between updates its parameters may move.
         rank, num_ranks: of this process in its engine, and of all of them.
         may_ignore: tells for a name that no parameter takes whether that is as it should be (`lm_head.weight` of a
             model with tied embeddings).
@@ -51,6 +51,7 @@ class Receiver:
         self._parsed: dict[LineKey, Line] = {}
         self._incoming: dict[LineKey, Incoming] = {}
         self._manifest: Manifest | None = None
+        self._layout = _layout(model)
 
     def handle(self, request: Request) -> None:
         """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
@@ -66,13 +67,16 @@ class Receiver:
             if self._num_ranks != request.num_receivers:
                 raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
             with torch.no_grad():
+                self._follow_model()
                 turn.run()
         except Exception as error:  # noqa: BLE001 - raised, it would end the engine
             turn.peers.report(MIXED if turn.changed else UNCHANGED, error=f"{type(error).__name__}: {error}")
         finally:
             for box in boxes:
                 box.acknowledge(request.sequence, turn.peers.row, FAR)
-            self.memories.close_unused()
+            if self.memories.close_unused():
+                for incoming in self._incoming.values():
+                    incoming.forget()
 
     def manifest(self, keys: Sequence[LineKey]) -> Manifest:
         """What these lines send in all; kept for the next update, which is likely to have the same lines."""
@@ -106,6 +110,15 @@ class Receiver:
     def arena(self, box: Mailbox, place: tuple[int, int]) -> Memory:
         return memory_from_json(box.read_journal(place))
 
+    def _follow_model(self) -> None:
+        """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
+        layout = _layout(self.model)
+        if layout != self._layout:
+            self._layout = layout
+            self.recorder = Recorder(self.model)
+            self.checked = None
+            self.drop_incoming()
+
     def _open(self, path: str) -> Mailbox:
         if path in self._mailboxes and not self._mailboxes[path].is_current():
             self._forget(path)
@@ -119,3 +132,8 @@ class Receiver:
         self._incoming = {key: line for key, line in self._incoming.items() if key[0] is not box}
         self._manifest = None
         box.close()
+
+
+def _layout(model: nn.Module) -> list[tuple[object, ...]]:
+    """Where the parameters are."""
+    return [(name, p.data_ptr(), p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()]

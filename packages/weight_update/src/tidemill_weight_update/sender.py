@@ -43,13 +43,16 @@ class Sender:
     """Publishes lines in this rank's mailbox, and the tensors they describe.
 
     Args:
+        bucket_bytes: of each half of the arena, at most.
         allow_non_finite: whether infinite and not-a-number elements may be sent.
     """
 
-    def __init__(self, allow_non_finite: bool) -> None:
+    def __init__(self, bucket_bytes: int, allow_non_finite: bool) -> None:
         self.mailbox = Mailbox.create()
         self._device = torch.device("cpu")
         self._allow_non_finite = allow_non_finite
+        self._bucket_bytes = bucket_bytes
+        self._room = 0
         self._end = 0
         self._num_digests = 0
         self._written: dict[bytes, Place] = {}
@@ -58,6 +61,8 @@ class Sender:
 
     def open(self, sequence: int, lines: Sequence[Prepared] | None) -> None:
         """Opens the update and tells which lines it will have, if they are known."""
+        # Both halves get all the room they will need: one that grows is mapped twice by the engines for a while.
+        self._room = self._bucket_bytes if lines is None else max((line.num_bytes for line in lines), default=0)
         listed = None if lines is None else self._write(list_to_json([line.place for line in lines]))
         self.mailbox.announce(sequence, listed)
 
@@ -149,6 +154,7 @@ class Sender:
         return None if arena is None else self._write(memory_to_json(arena.publish()))
 
     def _arena(self, half: int, num_bytes: int) -> Arena[Memory]:
+        num_bytes = max(num_bytes, self._room)
         arena = self._arenas[half]
         if arena is None or arena.data.numel() < num_bytes:
             if arena is not None:

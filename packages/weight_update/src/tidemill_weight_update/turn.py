@@ -1,6 +1,7 @@
 """One update, as one engine rank carries it out."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,8 @@ class Turn:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
+        # Not a method: a cycle would keep staged tensors and mappings until Python collects garbage.
+        self._check_trainer = partial(_check_trainer, boxes, request.sequence)
         self.peers = Peers(boxes[0], request, rank, self._check_trainer)
         self.changed = False
         self._came: list[tuple[LineKey, Incoming]] = []
@@ -44,7 +47,7 @@ class Turn:
             listed = [self._wait_until_open(box) for box in self._boxes]
         with self._stages("check"):
             manifest = self._prepare(listed) if self._request.complete else None
-        self._receiver.recorder.begin()
+            self._receiver.recorder.begin()
             self.peers.report(CHECKED)
             self.peers.wait(CHECKED)
             if manifest is not None:
@@ -167,7 +170,8 @@ class Turn:
         if not self._request.partial:
             recorder.cover(manifest.sources)  # without what came only with earlier updates
         recorder.prove()
-        self._check_plan()
+        self._check_dtypes()
+        self._check_coverage()
         return manifest
 
     def _load_staged(self) -> None:
@@ -179,9 +183,9 @@ class Turn:
 
     def _compare(self, manifest: Manifest) -> int:
         """Compares with the other ranks and the trainer; see `_verify`."""
-        copied = {key: incoming.digests.cpu().numpy() for key, incoming in self._came}
-        counts = [self._receiver.incoming(*key).counts for key in manifest.keys]
-        self.peers.share_totals(manifest.sum([copied[key] for key in manifest.keys]), manifest.sum(counts))
+        came = dict(self._came)
+        copied = [came[key].digests.cpu().numpy() for key in manifest.keys]
+        self.peers.share_totals(manifest.sum(copied), manifest.sum([came[key].counts for key in manifest.keys]))
         self.peers.report(COPIED)
         self.peers.wait(COPIED)
         if not self._request.complete:
@@ -211,11 +215,12 @@ class Turn:
         if self._receiver.device.type == "cuda":
             torch.cuda.current_stream(self._receiver.device).synchronize()
 
-    def _check_trainer(self) -> None:
-        for rank, box in enumerate(self._boxes):
-            if has_ended(box.owner_pid):
-                raise RuntimeError(f"trainer rank {rank} (process {box.owner_pid}) has ended")
-            box.num_buckets(self._request.sequence)
+
+def _check_trainer(boxes: Sequence[Mailbox], sequence: int) -> None:
+    for rank, box in enumerate(boxes):
+        if has_ended(box.owner_pid):
+            raise RuntimeError(f"trainer rank {rank} (process {box.owner_pid}) has ended")
+        box.num_buckets(sequence)
 
 
 def _some(items: Sequence[str]) -> str:

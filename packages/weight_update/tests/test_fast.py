@@ -1,0 +1,349 @@
+"""The fast path from one trainer process to engines of threads: what the parameters hold afterwards."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from tidemill_weight_update import WeightUpdater, recorder
+from tidemill_weight_update.receiver import Receiver
+from torch import Tensor, nn
+from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, same, state, tensors
+
+MODES = ["complete", "streaming"]
+
+
+def as_mode(checkpoint: dict[str, Tensor], mode: str):
+    """The tensors as `update` takes them; those that are streamed are temporaries."""
+    return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list[int]:
+    """The number of sources of each recording."""
+    counted: list[int] = []
+    original = recorder.record
+
+    def record(model, sources):
+        counted.append(len(sources))
+        return original(model, sources)
+
+    monkeypatch.setattr(recorder, "record", record)
+    return counted
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_parameters_equal_a_fresh_load_bit_for_bit(tp_size, mode, bucket_bytes):
+    engine = ToyEngine(tp_size)
+    updater = WeightUpdater([engine], bucket_bytes=bucket_bytes)
+    for version in range(3):
+        checkpoint = tensors(version)
+        stats = updater.update(as_mode(checkpoint, mode), version)
+        assert holds(engine, checkpoint)
+        assert engine.version == stats.weight_version == str(version)
+        assert (stats.verified, stats.num_unverified, stats.fenced, stats.through_loader) == (True, 0, {}, {})
+        assert stats.num_tensors == len(checkpoint)
+        assert stats.num_bytes == sum(tensor.nbytes for tensor in checkpoint.values())
+        assert (stats.num_buckets > 10) if bucket_bytes < 1000 else (stats.num_buckets == 1)
+        assert 0 < stats.prepare_s + stats.fill_s + stats.load_s + stats.finish_s <= stats.seconds
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_of_different_sizes_are_updated_together(mode):
+    engines = [ToyEngine(2), ToyEngine(1), ToyEngine(4), ToyEngine(1, model=lambda r, n: ToyModel(r, n, torch.float32))]
+    updater = WeightUpdater(engines, bucket_bytes=300)
+    for version in range(2):
+        checkpoint = tensors(version)
+        updater.update(as_mode(checkpoint, mode), version)
+        for engine in engines[:3]:
+            assert holds(engine, checkpoint)
+        reference = ToyModel(dtype=torch.float32)
+        reference.load_weights(checkpoint.items())
+        assert same(state(engines[3]), [dict(reference.named_parameters())])
+    assert [engine.requests[-1].num_receivers for engine in engines] == [2, 1, 4, 1]
+    assert [engine.requests[-1].first_receiver for engine in engines] == [0, 2, 3, 7]
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_are_cast_to_what_is_sent_and_then_to_the_parameter(held, dtype, mode):
+    engine = ToyEngine(2)
+    checkpoint = tensors(dtype=held)
+    updater = WeightUpdater([engine], bucket_bytes=500, dtype=dtype)
+    stats = updater.update(as_mode(checkpoint, mode), 1)
+    assert holds(engine, {name: tensor.to(dtype or held) for name, tensor in checkpoint.items()})
+    assert stats.num_bytes == sum(tensor.numel() for tensor in checkpoint.values()) * (dtype or held).itemsize
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_strides_and_parameters_that_need_gradients(mode):
+    engine = ToyEngine(2)
+    plain = tensors()
+    odd = {
+        name: (t.t().contiguous().t() if t.dim() == 2 else t.repeat_interleave(3)[::3] if t.dim() == 1 else t)
+        for name, t in plain.items()
+    }
+    odd[f"{ATTN}.o_proj.weight"] = nn.Parameter(plain[f"{ATTN}.o_proj.weight"])
+    assert not odd["embed.weight"].is_contiguous()
+    assert not odd["norm.weight"].is_contiguous()
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    items = odd.items() if mode == "complete" else iter(odd.items())
+    assert updater.update(items, 1).verified
+    assert holds(engine, plain)
+    updater.close()
+
+
+def mapped_bytes() -> int:
+    """Host memory that this process shares with others for tensors, each arena counted once."""
+    sizes = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:tidemill-weights" in line:
+            span, _, _, _, inode, *_ = line.split()
+            start, end = (int(part, 16) for part in span.split("-"))
+            sizes[inode] = end - start
+    return sum(sizes.values())
+
+
+class Wide(nn.Module):
+    """One large parameter, of 153,600 bytes on all ranks together."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rows = 256 // size
+        self.rank = rank
+        self.weight = nn.Parameter(torch.zeros(self.rows, 3, 100, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor.narrow(0, self.rank * self.rows, self.rows))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bucket_bytes", [1 << 15, 1000, 100])
+def test_a_tensor_larger_than_the_buckets_needs_no_more_memory(bucket_bytes, mode):
+    engine = ToyEngine(2, model=Wide)
+    checkpoint = {"weight": torch.randn(256, 3, 100)}
+    updater = WeightUpdater([engine], bucket_bytes=bucket_bytes, dtype=torch.bfloat16)
+    gc.collect()
+    before = mapped_bytes()
+    stats = updater.update(as_mode(checkpoint, mode), 1)
+    assert 0 < mapped_bytes() - before <= 2 * bucket_bytes + 2 * 4096
+    assert stats.num_buckets >= 153_600 // bucket_bytes
+    assert torch.equal(torch.cat([model.weight for model in engine.models]), checkpoint["weight"].bfloat16())
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_grew_is_given_back(mode):
+    class Steps(nn.Module):
+        def __init__(self, rank: int, size: int) -> None:
+            super().__init__()
+            rows = [nn.Parameter(torch.zeros(i * 1024), requires_grad=False) for i in range(1, 17)]
+            self.rows = nn.ParameterList(rows)
+
+        def load_weights(self, weights) -> None:
+            for name, tensor in weights:
+                self.rows[int(name)].data.copy_(tensor)
+
+    engine = ToyEngine(1, model=Steps)
+    updater = WeightUpdater([engine], bucket_bytes=1 << 16)
+    items = [(str(i), torch.full(((i + 1) * 1024,), float(i))) for i in range(16)]
+    gc.collect()
+    before = mapped_bytes()
+    for version, last in enumerate((4, 4, 8, 16, 16)):
+        stats = updater.update(items[:last] if mode == "complete" else iter(items[:last]), version, partial=True)
+        assert mapped_bytes() - before <= 2 * (1 << 16) + 2 * 4096
+    assert stats.num_buckets > 10
+    assert all(torch.equal(row, tensor) for row, (_, tensor) in zip(engine.models[0].rows, items, strict=True))
+    updater.close()
+
+
+def test_streamed_tensors_are_let_go_as_they_are_sent():
+    """Of 100 tensors of 4 kB in buckets of 16 kB, those of two buckets and of the modules at their ends are alive."""
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    class Rows(nn.Module):
+        def __init__(self, rank: int, size: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(100, 1000), requires_grad=False)
+
+        def load_weights(self, weights) -> None:
+            for name, tensor in weights:
+                self.weight.data[int(name)].copy_(tensor)
+
+    def items():
+        nonlocal most
+        for i in range(100):
+            tensor = torch.full((1000,), float(i))
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield str(i), tensor
+            del tensor
+
+    engine = ToyEngine(1, model=Rows)
+    updater = WeightUpdater([engine], bucket_bytes=16_384)
+    for version in range(2):
+        assert updater.update(items(), version).num_buckets == 25
+        assert torch.equal(engine.models[0].weight[:, 0], torch.arange(100.0))
+        assert len(alive) == 0
+    assert most <= 10
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_is_recorded_once(recordings, mode):
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(as_mode(tensors(0), mode), 0)
+    first = list(recordings)
+    assert first[-1] == len(tensors())  # streaming records in parts, then proves the whole
+    for version in (1, 2):
+        updater.update(as_mode(tensors(version), mode), version)
+    updater.update(as_mode(tensors(3), MODES[1 - MODES.index(mode)]), 3)
+    assert recordings == first
+    assert holds(engine, tensors(3))
+    updater.close()
+
+
+def test_parameters_that_stay_are_not_described_again(recordings):
+    engine = ToyEngine(2)
+    parameters = {name: nn.Parameter(tensor) for name, tensor in tensors().items()}
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(parameters.items(), 0)
+    first = list(recordings)
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, tensor in tensors(version).items():
+                parameters[name].copy_(tensor)
+        updater.update(parameters.items(), version)
+        assert holds(engine, tensors(version))
+    with torch.no_grad():
+        for name, tensor in tensors(3).items():
+            parameters[name].data = tensor  # other memory under the same parameter
+    updater.update(parameters.items(), 3)
+    assert holds(engine, tensors(3))
+    assert recordings == first
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_and_buckets_may_change_between_updates(mode):
+    engine = ToyEngine(2)
+    plain = tensors(1)
+    reverse = dict(reversed(tensors(2).items()))
+    half = {name: tensor.bfloat16() if "proj" in name else tensor for name, tensor in tensors(3).items()}
+    with_tied = tensors(4) | {TIED: torch.randn(10, 8)}
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    for version, checkpoint in enumerate((plain, reverse, half, with_tied, plain, half, plain)):
+        updater.update(as_mode(checkpoint, mode), version)
+        assert holds(engine, checkpoint), version
+    updater.close()
+    other = WeightUpdater([engine], bucket_bytes=1000)
+    assert other.update(as_mode(reverse, mode), "other").verified
+    assert holds(engine, reverse)
+    other.close()
+
+
+def test_several_updaters_of_one_process_take_turns():
+    engine = ToyEngine(2)
+    updaters = [WeightUpdater([engine], bucket_bytes=size) for size in (100, 1000)]
+    for version in range(6):
+        updaters[version % 2].update(tensors(version).items(), version)
+        assert holds(engine, tensors(version))
+    for updater in updaters:
+        updater.close()
+
+
+class Impure(ToyModel):
+    """Loads two tensors in a way that no copy is."""
+
+    def load_one(self, name: str, tensor: Tensor) -> None:
+        if name == "norm.weight":
+            self.norm.data.copy_(tensor + 1)
+        elif name == f"{ATTN}.o_proj.weight":
+            self.o.data.copy_((tensor.float() * 2).narrow(1, self.rank * self.o.shape[1], self.o.shape[1]))
+        else:
+            super().load_one(name, tensor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_what_is_no_copy_goes_through_the_models_own_loader(tp_size, mode):
+    engine = ToyEngine(tp_size, model=Impure)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    for version in range(2):
+        stats = updater.update(as_mode(tensors(version), mode), version)
+        assert sorted(stats.through_loader) == [f"{ATTN}.o_proj.weight", "norm.weight"]
+        assert all(stats.through_loader.values())
+        assert stats.verified
+        assert holds(engine, tensors(version))
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_of_the_tensors_leaves_the_others_alone(mode):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(as_mode(tensors(0), mode), 0)
+    part = {name: tensor for name, tensor in tensors(1).items() if ATTN in name}
+    updater.update(as_mode(part, mode), 1, partial=True)
+    assert holds(engine, tensors(0) | part)
+    updater.update(as_mode(tensors(2), mode), 2)
+    assert holds(engine, tensors(2))
+    updater.close()
+
+
+def test_an_engine_that_joins_late_gets_the_current_version():
+    first, late = ToyEngine(1, "first"), ToyEngine(2, "late")
+    updater = WeightUpdater([first])
+    updater.update(tensors(1).items(), 1)
+    updater.update(tensors(1).items(), 1, engines=[late])
+    assert holds(late, tensors(1))
+    assert (late.version, len(first.requests)) == ("1", 1)
+    updater.update(tensors(2).items(), 2)  # from now on it takes part
+    assert holds(first, tensors(2))
+    assert holds(late, tensors(2))
+    updater.close()
+
+
+def test_a_model_whose_memory_moved_is_loaded_where_it_is_now():
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(tensors(0).items(), 0)
+    for model in engine.models:
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter.data, 9.0)
+    updater.update(tensors(1).items(), 1)
+    assert holds(engine, tensors(1))
+    updater.close()
+
+
+class Corrupting(Receiver):
+    """Reads shared memory of which its first rank changes a bit after it was sent."""
+
+    def arena(self, box, place):
+        memory = super().arena(box, place)
+        if self.model.rank == 0:
+            self.memories.tensor(memory)[1] ^= 4
+        return memory
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_changed_bit_is_noticed_and_the_engine_is_fenced(tp_size, mode):
+    bad, good = ToyEngine(tp_size, "bad", receiver=Corrupting), ToyEngine(1, "good")
+    updater = WeightUpdater([bad], bucket_bytes=1 << 20)
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\).*did not arrive as they were sent: 'embed.weight'"):
+        updater.update(as_mode(tensors(), mode), 1)
+    assert (bad.version, bad.paused) == ("first", "abort")
+    stats = updater.update(as_mode(tensors(), mode), 2, engines=[good])
+    assert (stats.verified, good.version, bad.version) == (True, "2", "first")
+    updater.close()

@@ -1,0 +1,185 @@
+"""Engines of threads: each rank is a `Receiver` around a small model that loads weights as SGLang's models do."""
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from tidemill_weight_update import BucketHandle, PauseMode, Request
+from tidemill_weight_update.receiver import Receiver
+from torch import Tensor, nn
+
+ATTN, MLP = "layers.0.self_attn", "layers.0.mlp"
+HIDDEN, KV_ROWS, EXPERTS, VOCAB, PADDED_VOCAB = 8, 2, 4, 10, 12
+SHAPES = {
+    "embed.weight": (VOCAB, HIDDEN),
+    f"{ATTN}.q_proj.weight": (8, HIDDEN),
+    f"{ATTN}.k_proj.weight": (KV_ROWS, HIDDEN),
+    f"{ATTN}.v_proj.weight": (KV_ROWS, HIDDEN),
+    f"{ATTN}.o_proj.weight": (HIDDEN, 8),
+    f"{ATTN}.q_proj.bias": (8,),
+    **{f"{MLP}.experts.{e}.{part}.weight": (4, HIDDEN) for e in range(EXPERTS) for part in ("gate", "up")},
+    "norm.weight": (HIDDEN,),
+    "temperature": (),
+}
+TIED = "lm_head.weight"
+
+
+class ToyModel(nn.Module):
+    """One tensor-parallel rank, with what makes loading interesting: fused projections that are cut by rows, one that
+    is cut by columns, kv heads that several ranks hold, experts of which each rank has some, a padded vocabulary, a
+    tensor that is cast and one without dims."""
+
+    def __init__(self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.kv_rows = max(1, KV_ROWS // size)
+
+        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.full(shape, 7.0, dtype=dtype), requires_grad=False)
+
+        self.embed = parameter(PADDED_VOCAB // size, HIDDEN)
+        self.qkv = parameter(8 // size + 2 * self.kv_rows, HIDDEN)
+        self.q_bias = parameter(8 // size)
+        self.o = parameter(HIDDEN, 8 // size)
+        self.experts = parameter(EXPERTS // size, 8, HIDDEN)
+        self.norm = parameter(HIDDEN, dtype=torch.float32)
+        self.temperature = parameter(dtype=torch.float32)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.load_one(name, tensor)
+
+    def load_one(self, name: str, tensor: Tensor) -> None:
+        rank, size = self.rank, self.size
+        if name.startswith(ATTN):
+            self._load_attention(name, tensor)
+        elif name.startswith(f"{MLP}.experts."):
+            expert, part = name.removeprefix(f"{MLP}.experts.").split(".")[:2]
+            local = int(expert) - rank * (EXPERTS // size)
+            if 0 <= local < EXPERTS // size:
+                self.experts.data[local].narrow(0, 4 * (part == "up"), 4).copy_(tensor)
+        elif name == "embed.weight":
+            rows = PADDED_VOCAB // size
+            held = max(0, min(rows, VOCAB - rank * rows))
+            self.embed.data[:held].copy_(tensor.narrow(0, min(rank * rows, VOCAB), held))
+            self.embed.data[held:].fill_(0)
+        elif name == "norm.weight":
+            self.norm.data.copy_(tensor)
+        elif name == "temperature":
+            self.temperature.data.copy_(tensor)
+        # Others are ignored in silence, as SGLang's models do.
+
+    def _load_attention(self, name: str, tensor: Tensor) -> None:
+        part = name.removeprefix(ATTN + ".")
+        rows = 8 // self.size
+        kv_start = self.rank * KV_ROWS // self.size
+        if part == "q_proj.weight":
+            self.qkv.data[:rows].copy_(tensor.narrow(0, self.rank * rows, rows))
+        elif part in ("k_proj.weight", "v_proj.weight"):
+            start = rows + self.kv_rows * (part[0] == "v")
+            self.qkv.data.narrow(0, start, self.kv_rows).copy_(tensor.narrow(0, kv_start, self.kv_rows))
+        elif part == "q_proj.bias":
+            self.q_bias.data.copy_(tensor.narrow(0, self.rank * rows, rows))
+        elif part == "o_proj.weight":
+            self.o.data.copy_(tensor.narrow(1, self.rank * rows, rows))
+
+
+class ToyEngine:
+    """An `EngineClient` whose ranks are threads of this process.
+
+    Args:
+        tp_size: number of ranks.
+        name: in messages.
+        model: makes the model of a rank.
+        receiver: makes the receiver of a rank.
+    """
+
+    has_loader = True
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        name: str = "toy",
+        model: Callable[[int, int], nn.Module] = ToyModel,
+        receiver: type[Receiver] = Receiver,
+    ) -> None:
+        self.tp_size = tp_size
+        self.name = name
+        self.models = [model(rank, tp_size) for rank in range(tp_size)]
+        self.receivers = [
+            receiver(model, rank, tp_size, lambda name: name == TIED, lambda: self.calls.append("finish"))
+            for rank, model in enumerate(self.models)
+        ]
+        self.calls: list[str] = []
+        self.requests: list[Request] = []
+        self.version = "first"
+        self.paused: str | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        self.calls.append("load, flush" if flush_cache else "load")
+        self.requests.append(request)
+        threads = [threading.Thread(target=receiver.handle, args=(request,)) for receiver in self.receivers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def load_bucket(self, bucket: BucketHandle) -> None:
+        raise AssertionError("an engine with our loader gets no buckets")
+
+    def flush_cache(self) -> None:
+        raise AssertionError("an engine with our loader flushes in load()")
+
+    def pause(self, mode: PauseMode) -> None:
+        self.calls.append(f"pause {mode}")
+        self.paused = mode
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused = None
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+        self.version = version
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+
+def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A checkpoint for `ToyModel`, with values that a cast to bfloat16 has to round."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def state(engine: ToyEngine) -> list[dict[str, Tensor]]:
+    """A copy of the parameters of each rank."""
+    return [{name: p.detach().clone() for name, p in model.named_parameters()} for model in engine.models]
+
+
+def freshly_loaded(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What the ranks of such an engine hold after stock loading."""
+    fresh = ToyEngine(engine.tp_size, model=lambda rank, size: type(engine.models[0])(rank, size))
+    for model in fresh.models:
+        model.load_weights(checkpoint.items())  # type: ignore[operator]
+    return state(fresh)
+
+
+def same(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
+    """Bit for bit, whatever the values."""
+    return len(left) == len(right) and all(
+        a.keys() == b.keys()
+        and all(
+            a[n].dtype == b[n].dtype and a[n].view(-1).view(torch.uint8).equal(b[n].view(-1).view(torch.uint8))
+            for n in a
+        )
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def holds(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> bool:
+    """Whether the engine holds exactly what a fresh load of the checkpoint gives."""
+    return same(state(engine), freshly_loaded(engine, checkpoint))
