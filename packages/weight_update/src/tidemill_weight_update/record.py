@@ -1,6 +1,6 @@
 """Recording: a model's own `load_weights`, run on tensors without data, becomes a copy plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -112,27 +112,25 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
         elif replay.name not in left:
             copies.append(replay)
     copied = {copy.name for copy in copies}
+    rank = {name: index for index, name in enumerate(names)}
     return CopyPlan(
         copies=tuple(copies),
         fills=tuple(fills),
         through_loader={name: left[name] for name in names if name in left},
         unused=tuple(name for name in names if name not in left and name not in copied),
-        groups=tuple(tuple(name for name in names if name in group) for group in groups),
+        groups=tuple(sorted(tuple(sorted(group, key=rank.__getitem__)) for group in groups)),
         uncovered=coverage.uncovered,
         overwritten=coverage.overwritten,
     )
 
 
-def _merged(groups: Sequence[frozenset[str]]) -> list[set[str]]:
+def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
     """Groups that share a name become one."""
-    merged: list[set[str]] = []
+    group_of: dict[str, set[str]] = {}
     for group in groups:
-        joined = set(group)
-        for other in [other for other in merged if not other.isdisjoint(group)]:
-            joined |= other
-            merged.remove(other)
-        merged.append(joined)
-    return merged
+        joined = set(group).union(*(group_of.get(name, ()) for name in group))
+        group_of |= dict.fromkeys(joined, joined)
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None:

@@ -34,7 +34,7 @@ class Tracer:
         self.writes: list[Write] = []
         self.replays: list[Copy | Fill | None] = []
         self.untraceable: dict[str, str] = {}
-        self.groups: list[frozenset[str]] = []
+        self.groups: set[frozenset[str]] = set()
         self.current: str | None = None
         self._parameters = parameters
         self._of_storage: dict[int, list[tuple[int, int, str]]] = {}  # first element, end, name
@@ -62,7 +62,7 @@ class Tracer:
                 return self._without_sources(func, args, kwargs)
             names = frozenset[str]().union(*(tensor.sources for tensor in traced))
             if len(names) > 1:
-                self.groups.append(names)
+                self.groups.add(names)
             try:
                 return self._follow(func, args, kwargs)
             except UntraceableError as error:
@@ -166,7 +166,7 @@ class Tracer:
             where = self._find(tensor)
             if isinstance(tensor, Traced):
                 tensor.origin, tensor.sources = None, tensor.sources | names
-            elif where is not None:
+            elif where is not None and tensor.numel():
                 parameter, offset = where
                 order = tuple(sorted(names))
                 self._write("loader", parameter, offset, tuple(tensor.shape), tensor.stride(), order, None)
