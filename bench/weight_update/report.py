@@ -124,10 +124,17 @@ class Report:
 
 def _stages(stats: list[dict[str, Any]]) -> str:
     total = statistics.median(s["seconds"] for s in stats)
-    stages = [name for name in stats[0] if name.endswith("_s") and isinstance(stats[0][name], float)]
-    medians = {name.removesuffix("_s"): statistics.median(s[name] for s in stats) for name in stages}
-    told = [f"{name} {value * 1e3:.2f} ms ({value / total:.0%})" for name, value in medians.items()]
-    return f"total {total * 1e3:.2f} ms, " + ", ".join(told) + f"; {stats[0]['num_buckets']} buckets"
+    stages = [{n.removesuffix("_s"): v for n, v in s.items() if n.endswith("_s") and n != "engine_s"} for s in stats]
+    return (
+        f"total {total * 1e3:.2f} ms: {_shares(stages, total)}; {stats[0]['num_buckets']} buckets; "
+        f"slowest engine rank: {_shares([s['engine_s'] for s in stats], total)}"
+    )
+
+
+def _shares(stages: list[dict[str, float]], total: float) -> str:
+    names = dict.fromkeys(name for s in stages for name in s)
+    medians = {name: statistics.median(s.get(name, 0.0) for s in stages) for name in names}
+    return ", ".join(f"{name} {value * 1e3:.2f} ({value / total:.0%})" for name, value in medians.items())
 
 
 def _floor_text(floor: dict[str, Any]) -> str:
