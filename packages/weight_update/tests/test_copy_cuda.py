@@ -27,9 +27,9 @@ SIZE = {"num_copies": 6, "max_cols": 1500, "max_rows": 20} if INTERPRETED else {
 on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0):
+def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1):
     """Targets, digests and counts of one run; `skew`: bytes by which every block begins after a multiple of 512."""
-    from tidemill_weight_update.copy_cuda import CudaCopier
+    from tidemill_weight_update.copy_cuda import CudaCopier, Tiling
 
     def on_skew(block):
         room = torch.empty(block.numel() + 1024, dtype=torch.uint8, device=DEVICE)
@@ -39,7 +39,7 @@ def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0):
     sources, targets = [on_skew(memory) for memory in memories], [on_skew(target) for target in case.targets()]
     digests = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
     counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
-    copier = CudaCopier([case.table], DEVICE, digest_of)
+    copier = CudaCopier([case.table], DEVICE, digest_of, Tiling(steps=steps))
     addresses = [[block.data_ptr() for block in blocks] for blocks in (sources, targets)]
     copier.run(*addresses, digests, counts, write)
     return [target.cpu() for target in targets], digests, counts
@@ -89,6 +89,14 @@ class TestKernel:
         wanted, digests, counts = case.expected(memories, "target")
         assert_equal(run(case, memories, sums=False), (wanted, None, None))
         assert_equal(run(case, memories, "target", write=False), (case.targets(), digests, counts))
+
+    @pytest.mark.parametrize("write", [False, True])
+    @pytest.mark.parametrize(("cols", "rows"), [(192, 700), (1024, 90), (60_000, 3)])
+    def test_a_block_may_do_several_tiles(self, copies, cols, rows, write):
+        case = copies.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
+        memories = case.memories(1)
+        wanted, digests, counts = case.expected(memories, "source")
+        assert_equal(run(case, memories, write=write, steps=4), (wanted if write else case.targets(), digests, counts))
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
     def test_blocks_may_begin_anywhere(self, copies, dtype, skew):

@@ -1,7 +1,10 @@
 """The engine ranks that a trainer rank sends to, as it sees them."""
 
-from tidemill_weight_update.mailbox import Mailbox
-from tidemill_weight_update.wait import Wait, has_ended
+from torch import Tensor
+
+from tidemill_weight_update.channel import Channel, Place
+from tidemill_weight_update.journal import Line
+from tidemill_weight_update.wait import Wait
 
 
 class Audience:
@@ -15,12 +18,23 @@ class Audience:
         timeout_s: longest wait for one of them to make progress.
     """
 
-    def __init__(self, sequence: int, own: Mailbox, control: Mailbox, num_receivers: int, timeout_s: float) -> None:
+    def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
         self._sequence = sequence
         self._own = own
         self._control = control
         self._rows = set(range(num_receivers))
         self._timeout_s = timeout_s
+
+    def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
+        """Sends a bucket that was published to those who cannot read it where it is; here nobody.
+
+        Args:
+            place, line: of the bucket in this rank's journal.
+            arena: that holds it, uint8; None: it stays where it is.
+
+        Raises:
+            TimeoutError: an engine made no progress for too long.
+        """
 
     def wait(self, num_buckets: int) -> None:
         """Returns when nobody needs the first `num_buckets` buckets any more. Who has failed or ended needs none.
@@ -42,6 +56,6 @@ class Audience:
 
     def _drop_ended(self) -> None:
         for row in list(self._rows):
-            pid = self._control.receiver_pid(self._sequence, row)
-            if self._control.is_excluded(self._sequence, row) or (pid and has_ended(pid)):
+            excluded = self._control.is_excluded(self._sequence, row)
+            if excluded or self._control.receiver_has_ended(self._sequence, row):
                 self._rows.remove(row)

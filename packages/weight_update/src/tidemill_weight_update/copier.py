@@ -9,6 +9,9 @@ from torch import Tensor
 from tidemill_weight_update.copy_host import HostCopier
 from tidemill_weight_update.table import CopyTable
 
+READING_STEPS = 4
+"""Tiles that a block reads one after the other, where nothing is written."""
+
 
 class SendCopier(Protocol):
     """Copies pieces into an arena, casts them on the way, and digests what is sent."""
@@ -24,9 +27,9 @@ class SendCopier(Protocol):
         ...
 
 
-def send_copier(tables: Sequence[CopyTable], device: torch.device) -> SendCopier:
-    """The copier for an arena on `device`."""
-    return _HostSend(tables) if device.type == "cpu" else _CudaSend(tables, device)
+def send_copier(tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> SendCopier:
+    """The copier for an arena on `device`, or for pieces that stay on it and are only read."""
+    return _HostSend(tables) if device.type == "cpu" else _CudaSend(tables, device, stays=stays)
 
 
 class _HostSend:
@@ -45,20 +48,21 @@ class _HostSend:
 
 
 class _CudaSend:
-    def __init__(self, tables: Sequence[CopyTable], device: torch.device) -> None:
-        from tidemill_weight_update.copy_cuda import CudaCopier
+    def __init__(self, tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> None:
+        from tidemill_weight_update.copy_cuda import CudaCopier, Tiling
 
-        self._copier = CudaCopier(tables, device, digest_of="target")
+        tiling = Tiling(steps=READING_STEPS) if stays else None
+        self._copier = CudaCopier(tables, device, digest_of="target", tiling=tiling)
         self._device = device
 
     def run(
         self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
     ) -> None:
         # Memory of what was brought here is given out again in stream order, so it lives until it was read.
-        here = [_brought(piece, self._device) if isinstance(piece, Tensor) else piece for piece in pieces]
-        addresses = [piece.data_ptr() if isinstance(piece, Tensor) else piece for piece in here]
+        here = [_brought(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
+        addresses = [piece.data_ptr() for piece in here] or pieces
         target = 0 if arena is None else arena.data_ptr()
-        self._copier.run(addresses, [target], digests, non_finite, write=arena is not None)
+        self._copier.run(addresses, [target], digests, non_finite, write=arena is not None)  # type: ignore[arg-type]
 
 
 def _brought(piece: Tensor, device: torch.device) -> Tensor:

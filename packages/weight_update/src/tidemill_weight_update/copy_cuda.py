@@ -44,10 +44,13 @@ class Tiling:
     Attributes:
         tile_elements: numbers of up to 4 bytes per block, a power of two, at least 4096.
         num_warps: per block.
+        steps: tiles that a block does one after the other. More than one is faster for reading alone (4.1 TB/s against
+            3.4), and slower for copying.
     """
 
     tile_elements: int = 4096
     num_warps: int = 4
+    steps: int = 1
 
 
 class CudaCopier:
@@ -126,9 +129,9 @@ class CudaCopier:
 
     def _cut(self) -> list["_Launch"]:
         return [
-            _Launch(group, self._device, self._digest_target, self._tiling.num_warps)
+            _Launch(group, self._device, self._digest_target, self._tiling)
             for table in self._tables
-            for group in cut(table, self._tiling.tile_elements, *self._aligned)
+            for group in cut(table, self._tiling.tile_elements, *self._aligned, steps=self._tiling.steps)
         ]
 
     def _found(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
@@ -178,7 +181,7 @@ class _Bases:
 class _Launch:
     """A group of tiles on the device."""
 
-    def __init__(self, group: TileGroup, device: torch.device, digest_target: bool, num_warps: int) -> None:
+    def __init__(self, group: TileGroup, device: torch.device, digest_target: bool, tiling: Tiling) -> None:
         self.segments = torch.from_numpy(group.segments).to(device)
         self.tile_segment = torch.from_numpy(group.tile_segment).to(device)
         cast = group.src_dtype != group.dst_dtype
@@ -199,7 +202,8 @@ class _Launch:
             "C": group.shape[1],
             "STRIDE": SEGMENT_STRIDE,
             "HALVES": sent.itemsize == 8,
-            "num_warps": num_warps,
+            "STEPS": tiling.steps,
+            "num_warps": tiling.num_warps,
         }
 
     def start(

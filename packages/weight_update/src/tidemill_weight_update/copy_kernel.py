@@ -56,12 +56,12 @@ def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UN
 
 
 @triton.jit
-def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
-    bits = (found >> (BITS - 1)) & 1
+def _count(marks, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """The sum of all lanes of `marks`, uint32 [R, C]."""
+    number = marks & ((1 << BITS) - 1) if PACKED > 1 else marks
     for lane in tl.static_range(1, PACKED):
-        bits += (found >> (BITS * (lane + 1) - 1)) & 1
-    return tl.sum(bits.to(tl.int32))
+        number += (marks >> (BITS * lane)) & ((1 << BITS) - 1)
+    return tl.sum(number.to(tl.int32))
 
 
 @triton.jit
@@ -83,6 +83,7 @@ def copy_tiles(
     R: tl.constexpr,
     C: tl.constexpr,
     STRIDE: tl.constexpr,
+    STEPS: tl.constexpr,
     WRITE: tl.constexpr,
     DIGEST: tl.constexpr,
     NON_FINITE: tl.constexpr,
@@ -98,43 +99,55 @@ def copy_tiles(
     index = tile - tl.load(segment + 11).to(tl.int32)
     tiles_across = tl.load(segment + 12).to(tl.int32)
     down = index // tiles_across
-    row0, col0 = down.to(tl.int64) * R, (index - down * tiles_across).to(tl.int64) * C
+    across = index - down * tiles_across
 
     row, col = tl.arange(0, R), tl.arange(0, C)
-    num_cols = tl.multiple_of(tl.minimum(cols - col0, C).to(tl.int32), UNIT)
-    inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
-    row = row.to(tl.int64)[:, None]
+    rows_down = row.to(tl.int64)[:, None]
     if UNIT > 1:
         source = tl.multiple_of(source, 16)  # seen on a pointer only, not on the number it is made from
-    read = source + (src + row0 * src_pitch + col0)
-    value = tl.load(read + (row * src_pitch + col[None, :]), mask=inside, other=0, eviction_policy="evict_first")
-    cast = value
-    if CAST:
-        cast = value.to(DST)
     if WRITE:
         target = tl.load(targets + tl.load(segment + 3)).to(tl.pointer_type(DST))
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
-        written = target + (dst + row0 * dst_pitch + col0)
-        tl.store(written + (row * dst_pitch + col[None, :]), cast, mask=inside)
+    total = tl.zeros((), tl.int64)
+    marks = tl.zeros((R, C), tl.uint32)  # elements found not finite, counted in the lanes that they are in
+    for step in range(STEPS):
+        if R == 1:
+            row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
+        else:
+            row0, col0 = (down * STEPS + step).to(tl.int64) * R, across.to(tl.int64) * C
+        num_cols = tl.multiple_of(tl.maximum(tl.minimum(cols - col0, C), 0).to(tl.int32), UNIT)
+        inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
+        read = source + (src + row0 * src_pitch + col0)
+        value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
+        cast = value
+        if CAST:
+            cast = value.to(DST)
+        if WRITE:
+            written = target + (dst + row0 * dst_pitch + col0)
+            tl.store(written + (rows_down * dst_pitch + col[None, :]), cast, mask=inside)
 
-    sent = value
-    if DIGEST_TARGET:
-        sent = cast
-    if CAST:
-        sent = sent.to(SENT, bitcast=True)
-    sent = sent.to(tl.uint32)
+        sent = value
+        if DIGEST_TARGET:
+            sent = cast
+        if CAST:
+            sent = sent.to(SENT, bitcast=True)
+        sent = sent.to(tl.uint32)
+        if DIGEST:
+            position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
+            total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
+        if NON_FINITE:
+            # Adding the lowest of its bits carries into the element's highest bit if all of them are set, only then.
+            REPEAT: tl.constexpr = 1 if PACKED == 1 else (0x10001 if PACKED == 2 else 0x1010101)
+            MASK: tl.constexpr = NON_FINITE * REPEAT
+            found = ((sent & MASK) + (NON_FINITE & -NON_FINITE) * REPEAT) & (1 << (BITS - 1)) * REPEAT
+            if HALVES:
+                odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
+                found = tl.where(odd, found, 0)
+            marks += (found >> (BITS - 1)) & REPEAT
     if DIGEST:
-        position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
-        total = _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         tl.atomic_add(digests + tensor, total, sem="relaxed")
-    if NON_FINITE:
-        # Adding the lowest of its bits carries into the element's highest bit if all of them are set, and only then.
-        REPEAT: tl.constexpr = 1 if PACKED == 1 else (0x10001 if PACKED == 2 else 0x1010101)
-        MASK: tl.constexpr = NON_FINITE * REPEAT
-        found = ((sent & MASK) + (NON_FINITE & -NON_FINITE) * REPEAT) & (1 << (BITS - 1)) * REPEAT
-        if HALVES:
-            found = tl.where((pos + col0 + row0 * pos_pitch + row * pos_pitch + col[None, :]) & 1 == 1, found, 0)
-        if tl.max(found) != 0:
-            tl.atomic_add(non_finite + tensor, _count(found, BITS, PACKED), sem="relaxed")
+    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
+        if tl.max(marks) != 0:
+            tl.atomic_add(non_finite + tensor, _count(marks, BITS, PACKED), sem="relaxed")

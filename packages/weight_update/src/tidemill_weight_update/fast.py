@@ -1,19 +1,25 @@
 """The fast path on one trainer rank: from what it holds to engines that were launched with our loader."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from tidemill_weight_update.allocation import allocations
 from tidemill_weight_update.audience import Audience
+from tidemill_weight_update.channel import Channel
+from tidemill_weight_update.group_link import GroupLink
 from tidemill_weight_update.known import Known
-from tidemill_weight_update.mailbox import Mailbox
+from tidemill_weight_update.mailbox import Mailbox, path_of
 from tidemill_weight_update.outgoing import in_place
 from tidemill_weight_update.packing import pack
 from tidemill_weight_update.sender import Prepared, Sender
 from tidemill_weight_update.shards import Held
 from tidemill_weight_update.source import NamedTensors, pieces_of
 from tidemill_weight_update.stages import Stages
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.trainer_link import TrainerLink
 
 
 class FastPath:
@@ -26,6 +32,8 @@ class FastPath:
         allow_non_finite: whether infinite and not-a-number elements may be sent.
         timeout_s: longest wait for an engine to make progress.
         group_rank: of this process among the trainer's ranks.
+        link: to engines on other machines. Then everything travels through the arena, whose halves have half the size:
+            as much is needed to pack what each engine rank takes of it.
     """
 
     def __init__(
@@ -37,35 +45,61 @@ class FastPath:
         allow_non_finite: bool,
         timeout_s: float,
         group_rank: int,
+        link: GroupLink | None,
     ) -> None:
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes if link is None else max(1, bucket_bytes // 2)
         self._dtype = dtype
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._timeout_s = timeout_s
         self._group_rank = group_rank
+        self._link = None if link is None else _trainer_link(link, group_rank, bucket_bytes, timeout_s)
+        self._mailbox: Mailbox | None = None
         self._sequence = 0
         self._sender: Sender | None = None
-        self._control: Mailbox | None = None
+        self._control: Channel | None = None
         self._known = Known([])
         self._prepared: list[Prepared] = []
         self._pieces: list[Held] = []  # alive while an update reads them by their addresses
 
-    def begin(self, sequence: int) -> Mailbox:
-        """Opens this rank's mailbox for an update."""
-        if self._sender is None:
-            self._sender = Sender(self._bucket_bytes, self._allow_non_finite)
+    def begin(self, sequence: int) -> tuple[int, int]:
+        """Starts an update; returns what the other ranks have to know for `connect`."""
         self._sequence = sequence
-        self.mailbox.begin(sequence)
-        return self.mailbox
+        if self._link is not None:
+            return self._link.open()
+        if self._sender is None:
+            self._mailbox = Mailbox.create()
+            self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
+        assert self._mailbox is not None
+        self._mailbox.begin(sequence)
+        return self._mailbox.owner_pid, self._mailbox.fd
+
+    def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
+        """The paths of all ranks' mailboxes, in their order; this rank's is open for the update.
+
+        Args:
+            begun: what `begin` returned on each rank.
+
+        Raises:
+            RuntimeError: over a link, rank 0 cannot be reached.
+        """
+        if self._link is None:
+            return tuple(path_of(pid, fd) for pid, fd in begun)
+        mailbox = self._link.connect(begun[0], num_receivers)
+        if self._sender is None:
+            self._sender = Sender(mailbox, self._bucket_bytes, self._allow_non_finite)
+        mailbox.begin(self._sequence)
+        return self._link.paths(len(begun))
 
     @property
-    def mailbox(self) -> Mailbox:
+    def mailbox(self) -> Channel:
         return self._require_sender().mailbox
 
     def fail(self) -> None:
         """Tells the engines that this rank sends no more."""
         self.mailbox.fail(self._sequence)
+        if self._link is not None:
+            self._link.hang_up()
 
     def prepare(self, named_tensors: NamedTensors) -> list[Prepared]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
@@ -92,7 +126,7 @@ class FastPath:
 
     def _prepare_all(self, pieces: Sequence[Held], device: torch.device) -> list[Prepared]:
         sender = self._require_sender()
-        if device.type == "cuda":
+        if device.type == "cuda" and self._link is None:
             stay, memories, memory_of, move = allocations(pieces, device)
         else:
             stay, memories, memory_of, move = [], [], [], pieces
@@ -109,7 +143,14 @@ class FastPath:
         assert self._sender is not None, "begin() comes first"
         return self._sender
 
-    def send(self, lines: Iterable[Prepared], control: str, num_receivers: int, stages: Stages) -> tuple[int, int, int]:
+    def send(
+        self,
+        lines: Iterable[Prepared],
+        control: str,
+        num_receivers: int,
+        stages: Stages,
+        started: Callable[[], None],
+    ) -> tuple[int, int, int]:
         """Sends lines to all engine ranks; see `Sender.send`.
 
         Args:
@@ -118,15 +159,22 @@ class FastPath:
         """
         sender = self._require_sender()
         sender.open(self._sequence, lines if isinstance(lines, list) else None)
-        if self._control is None or self._control.path != control:
-            self._control = sender.mailbox if sender.mailbox.path == control else Mailbox.open(control)
-        audience = Audience(self._sequence, sender.mailbox, self._control, num_receivers, self._timeout_s)
+        audience = self._audience(sender.mailbox, control, num_receivers)
         try:
-            return sender.send(self._sequence, lines, audience, stages)
+            return sender.send(self._sequence, lines, audience, stages, started)
         finally:
             self._pieces = []
 
+    def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
+        if self._link is not None:
+            return self._link.audience(self._sequence, num_receivers)
+        if self._control is None or self._control.path != control:
+            self._control = own if own.path == control else Mailbox.open(control)
+        return Audience(self._sequence, own, self._control, num_receivers, self._timeout_s)
+
     def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
         if self._sender is None:
             return
         if self._control is not None and self._control is not self._sender.mailbox:
@@ -134,3 +182,9 @@ class FastPath:
         self._sender.close()
         self._sender = self._control = None
         self._known, self._prepared = Known([]), []
+
+
+def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":
+    from tidemill_weight_update.trainer_link import TrainerLink
+
+    return TrainerLink(link, rank, bucket_bytes, timeout_s)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tidemill_weight_update.channel import Channel
 from tidemill_weight_update.client import EngineClient
-from tidemill_weight_update.mailbox import IDLE, LOADED, UNCHANGED, Mailbox
+from tidemill_weight_update.mailbox import IDLE, LOADED, UNCHANGED
 from tidemill_weight_update.request import Request
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
@@ -85,7 +86,7 @@ class Fleet:
             member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
             member.paused = member.error is None
 
-    def load(self, request: Callable[[Member], Request], control: Mailbox) -> list[threading.Thread]:
+    def load(self, request: Callable[[Member], Request], control: Channel) -> list[threading.Thread]:
         """Asks all engines with our loader to load; the threads end when they have answered."""
         threads = []
         for member in self.members:
@@ -95,7 +96,12 @@ class Fleet:
                 threads[-1].start()
         return threads
 
-    def _load(self, member: Member, request: Request, control: Mailbox) -> None:
+    def exclude(self, sequence: int, control: Channel) -> None:
+        """Tells the other trainer ranks that no engine was asked."""
+        for row in range(self.num_receivers):
+            control.exclude(sequence, row)
+
+    def _load(self, member: Member, request: Request, control: Channel) -> None:
         # SGLang cannot empty a cache that paused requests use, and ends if it is asked to.
         flush = self._in_flight in ("wait", "abort")
         unchanged = False
@@ -110,12 +116,13 @@ class Fleet:
             for row in member.rows:
                 control.exclude(request.sequence, row)
 
-    def _judge(self, member: Member, sequence: int, control: Mailbox) -> None:
+    def _judge(self, member: Member, sequence: int, control: Channel) -> None:
         states = [control.state(sequence, row) for row in member.rows]
         if not any(states):
             raise RuntimeError(
                 "its ranks did not report: the loader refused the request (the engine's log says why), for example "
-                "because the engine was launched with another TIDEMILL_WEIGHT_TOKEN"
+                "because the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
+                "WeightUpdater has no link=GroupLink(...) that leads there"
             )
         replies = [control.reply(row) for row in member.rows]
         told = [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidemill_weight_update.box import Box, contiguous_strides
 from tidemill_weight_update.copy_host import HostCopier
-from tidemill_weight_update.handle import DeviceMemory, HostMemory, Memory
+from tidemill_weight_update.handle import DeviceMemory, Memory
 from tidemill_weight_update.journal import Line
 from tidemill_weight_update.mapped import MappedMemories
 from tidemill_weight_update.plan import Copy, CopyPlan
@@ -55,11 +55,12 @@ class Incoming:
         if device.type == "cpu" and not self.staged:
             self._host_copier = HostCopier(self._tables, self._places({}))
 
-    def run(self, arena: Memory | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
+    def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
         """Copies, and leaves the digests of what was copied. On a GPU it only queues that on the current stream.
 
         Args:
-            arena: that holds the line's pieces; None: the line names its memories.
+            arena: that holds the line's pieces, in the trainer's memory or in this process's; None: the line names
+                its memories.
             mapped: opens memories.
             staging: source name -> where to put a tensor that is staged.
         """
@@ -70,28 +71,28 @@ class Incoming:
         places = self._places(staging)
         if self._device.type == "cpu":
             copier = self._host_copier or HostCopier(self._tables, places)
-            copier.run([mapped.tensor(_on_host(memory)) for memory in memories], self.digests)
+            copier.run([_on_host(memory, mapped) for memory in memories], self.digests)
         else:
-            self._run_on_gpu(memories, mapped, places)
+            self._run_on_gpu(arena, mapped, places)
 
     def forget(self) -> None:
         """Lets go of memory that the last runs read."""
         if self._host_copier is not None:
             self._host_copier.forget()
 
-    def _run_on_gpu(self, memories: Sequence[Memory], mapped: MappedMemories, places: Sequence[Tensor]) -> None:
+    def _run_on_gpu(self, arena: Memory | Tensor | None, mapped: MappedMemories, places: Sequence[Tensor]) -> None:
         from tidemill_weight_update.copy_cuda import CudaCopier
 
         if self._gpu_copier is None:
             self._gpu_copier = CudaCopier(self._tables, self._device)
-        uploads = []  # alive until the copies are queued: the allocator hands memory out again in stream order
-        bases = []
-        for memory in memories:
-            if isinstance(memory, DeviceMemory):
-                bases.append(mapped.address(memory))
-            else:
-                uploads.append(mapped.tensor(memory).to(self._device))
-                bases.append(uploads[-1].data_ptr())
+        upload = None  # alive until the copies are queued: the allocator hands memory out again in stream order
+        if arena is None:
+            bases = mapped.addresses(self.line.memories)
+        elif isinstance(arena, DeviceMemory):
+            bases = [mapped.address(arena)]
+        else:
+            upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
+            bases = [upload.data_ptr()]
         self._gpu_copier.run(bases, [place.data_ptr() for place in places], self.digests)
 
     def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
@@ -106,7 +107,7 @@ def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
     return counts
 
 
-def _on_host(memory: Memory) -> HostMemory:
-    if not isinstance(memory, HostMemory):
+def _on_host(memory: Memory | Tensor, mapped: MappedMemories) -> Tensor:
+    if isinstance(memory, DeviceMemory):
         raise RuntimeError("an engine on a CPU cannot read GPU memory; give WeightUpdater device='cpu'")
-    return memory
+    return memory if isinstance(memory, Tensor) else mapped.tensor(memory)

@@ -28,10 +28,10 @@ class Known:
 
     def are(self, items: Sequence[object]) -> bool:
         """Whether these are the same places in memory under the same names, in the same order."""
-        if not items or len(items) != len(self._names) or not all(type(i) is tuple and len(i) == 2 for i in items):
+        if not items or len(items) != len(self._names) or set(map(type, items)) != {tuple}:
             return False
-        names: list[object] = [item[0] for item in items]  # type: ignore[index]
-        tensors: list[object] = [item[1] for item in items]  # type: ignore[index]
+        names = list(map(operator.itemgetter(0), items))  # type: ignore[arg-type]
+        tensors = list(map(operator.itemgetter(1), items))  # type: ignore[arg-type]
         if names != self._names:
             return False
         if all(map(operator.is_, tensors, self._parameters)):
@@ -45,7 +45,7 @@ class Known:
 
     def _addresses_of(self, parameters: Sequence[nn.Parameter | None]) -> list[int]:
         if self._is_plain:  # spares a call for each
-            return [parameter.data_ptr() for parameter in parameters if parameter is not None]
+            return list(map(nn.Parameter.data_ptr, parameters))  # type: ignore[arg-type]
         return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill_weight_update.channel import Inlet
+from tidemill_weight_update.wait import has_ended
+
 MAX_RECEIVERS = 256
 MAX_TENSORS = 1 << 18
 _REPLY_BYTES = 1 << 16
@@ -39,6 +42,14 @@ IDLE, ATTACHED, CHECKED, COPIED, LOADED, UNCHANGED, MIXED = range(7)
 _LOW = (1 << 32) - 1
 
 
+def reply_to_json(reply: dict[str, Any]) -> bytes:
+    """Cut to the room there is."""
+    text = json.dumps(reply).encode()
+    if len(text) > _REPLY_BYTES:
+        text = json.dumps({"error": str(reply.get("error", "the reply is too long"))[:4096]}).encode()
+    return text
+
+
 def _stamp(sequence: int, value: int) -> int:
     return sequence << 32 | value
 
@@ -49,7 +60,9 @@ def path_of(pid: int, fd: int) -> str:
 
 
 class Mailbox:
-    """One side's view of a mailbox; see `create` and `open`."""
+    """One side's view of a mailbox; see `create`, `open` and `Channel`."""
+
+    inlet: Inlet | None = None  # who opens a mailbox maps what it announces, too
 
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
@@ -80,7 +93,8 @@ class Mailbox:
         except OSError as error:
             raise RuntimeError(
                 f"cannot open the trainer's memory {path} ({error.strerror}): engine and trainer must run on one "
-                f"machine, in one PID namespace and under one user, and the trainer must be alive"
+                f"machine, in one PID namespace and under one user, and the trainer must be alive; for engines on "
+                f"other machines pass link=GroupLink(...) to WeightUpdater"
             ) from error
         return cls(fd, path)
 
@@ -100,6 +114,9 @@ class Mailbox:
     def owner_pid(self) -> int:
         return int(self._words[_PID])
 
+    def owner_has_ended(self) -> bool:
+        return has_ended(self.owner_pid)
+
     # The sender's side.
 
     def begin(self, sequence: int) -> None:
@@ -112,6 +129,10 @@ class Mailbox:
         if _JOURNAL + end > _TOTALS:
             raise RuntimeError(f"the description of the tensors takes more than {_TOTALS - _JOURNAL} bytes")
         self._map[_JOURNAL + offset : _JOURNAL + end] = text
+
+    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
+        """Notes the digests of a bucket, before it is published."""
+        self.digests[first : first + len(digests)] = digests
 
     def announce(self, sequence: int, lines: tuple[int, int] | None) -> None:
         """Opens the update. `lines`: the journal line that lists all lines of the update, if they are known."""
@@ -161,6 +182,11 @@ class Mailbox:
         both = np.frombuffer(self._map, dtype=np.int64, count=2 * MAX_TENSORS, offset=start).reshape(2, MAX_TENSORS)
         return both[0, :num_tensors], both[1, :num_tensors]
 
+    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Leaves what `receiver` has copied of each tensor; announced by the next `report`."""
+        places = self.totals(receiver, len(digests))
+        places[0][:], places[1][:] = digests, counts
+
     # The receivers' side.
 
     def lines(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
@@ -204,9 +230,7 @@ class Mailbox:
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
         """Makes `state` of `receiver` visible, with `reply` (JSON, cut to the room there is)."""
-        text = json.dumps(reply).encode()
-        if len(text) > _REPLY_BYTES:
-            text = json.dumps({"error": str(reply.get("error", "the reply is too long"))[:4096]}).encode()
+        text = reply_to_json(reply)
         start = _REPLIES + receiver * _REPLY_BYTES
         self._map[start : start + len(text)] = text
         self._rows[receiver, _REPLY_LENGTH] = len(text)
@@ -220,3 +244,8 @@ class Mailbox:
     def receiver_pid(self, sequence: int, receiver: int) -> int:
         """The process of `receiver`, 0 if it has not reported in this update."""
         return int(self._rows[receiver, _RECEIVER_PID]) if self.state(sequence, receiver) != IDLE else 0
+
+    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
+        """Whether `receiver` has ended after it reported."""
+        pid = self.receiver_pid(sequence, receiver)
+        return pid != 0 and has_ended(pid)

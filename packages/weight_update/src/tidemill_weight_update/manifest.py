@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill_weight_update.box import Box
+from tidemill_weight_update.channel import Channel
 from tidemill_weight_update.journal import Line
-from tidemill_weight_update.mailbox import Mailbox
 from tidemill_weight_update.plan import SourceSpec
 
-LineKey = tuple[Mailbox, tuple[int, int]]
+LineKey = tuple[Channel, tuple[int, int]]
 """A journal and the place (offset, length) of a line in it."""
 
 

@@ -24,6 +24,7 @@ class MappedMemories:
         self._host: dict[tuple[str, int, int], Tensor] = {}
         self._gpu: dict[tuple[int, int], ImportedMemory] = {}
         self._used: set[tuple[str, int, int] | tuple[int, int]] = set()
+        self._lists: dict[int, tuple[tuple[DeviceMemory, ...], list[int], set[tuple[int, int]]]] = {}
 
     def tensor(self, memory: HostMemory) -> Tensor:
         """uint8 [num_bytes], sharing the trainer's host memory; not to be written to.
@@ -56,6 +57,15 @@ class MappedMemories:
         self._used.add(key)
         return self._gpu[key].address
 
+    def addresses(self, memories: tuple[DeviceMemory, ...]) -> list[int]:
+        """`address` of each. A model may lie in thousands of allocations, so the answer is kept with the tuple."""
+        if id(memories) not in self._lists:
+            keys = {(memory.pid, memory.buffer_id) for memory in memories}
+            self._lists[id(memories)] = memories, [self.address(memory) for memory in memories], keys
+        _, addresses, keys = self._lists[id(memories)]
+        self._used |= keys
+        return addresses
+
     def close_unused(self) -> bool:
         """Closes what was not asked for since the last call: its owner does not use it any more.
 
@@ -67,5 +77,6 @@ class MappedMemories:
             del self._host[key]
         for key in [key for key in self._gpu if key not in self._used]:
             self._gpu.pop(key).close()
+            self._lists.clear()
         self._used.clear()
         return len(self._host) + len(self._gpu) < num_open

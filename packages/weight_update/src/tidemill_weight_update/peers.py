@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.mailbox import MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.channel import Channel
+from tidemill_weight_update.mailbox import MIXED, UNCHANGED
 from tidemill_weight_update.request import Request
-from tidemill_weight_update.wait import Wait, has_ended
+from tidemill_weight_update.wait import Wait
 
 
 class Peers:
@@ -21,7 +22,7 @@ class Peers:
         check: raises if the trainer is gone.
     """
 
-    def __init__(self, control: Mailbox, request: Request, rank: int, check: Callable[[], None]) -> None:
+    def __init__(self, control: Channel, request: Request, rank: int, check: Callable[[], None]) -> None:
         self._control = control
         self._sequence = request.sequence
         self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)
@@ -55,8 +56,7 @@ class Peers:
 
     def share_totals(self, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Leaves this rank's digest and element count of each tensor for the others; announced by the next `report`."""
-        places = self._control.totals(self.row, len(digests))
-        places[0][:], places[1][:] = digests, counts
+        self._control.write_totals(self.row, digests, counts)
 
     def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sums over all ranks of what they left: digests modulo 2**64, and element counts."""
@@ -71,6 +71,6 @@ class Peers:
     def _check(self, pending: set[int]) -> None:
         self._check_trainer()
         for row in pending:
-            pid = self._control.receiver_pid(self._sequence, row)
-            if pid and has_ended(pid):
+            if self._control.receiver_has_ended(self._sequence, row):
+                pid = self._control.receiver_pid(self._sequence, row)
                 raise RuntimeError(f"rank {row - self._rows[0]} of this engine (process {pid}) has ended")

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from tidemill_weight_update.channel import Channel, Place
+from tidemill_weight_update.engine_link import EngineLinks
+from tidemill_weight_update.group_link import LinkAddress
 from tidemill_weight_update.handle import Memory
 from tidemill_weight_update.incoming import Incoming
 from tidemill_weight_update.journal import Line, line_from_json, list_from_json, memory_from_json
@@ -47,7 +50,8 @@ class Receiver:
         self.checked: Manifest | None = None
         self._rank = rank
         self._num_ranks = num_ranks
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._links = EngineLinks(self.device)
+        self._mailboxes: dict[str, Channel] = {}
         self._parsed: dict[LineKey, Line] = {}
         self._incoming: dict[LineKey, Incoming] = {}
         self._manifest: Manifest | None = None
@@ -61,7 +65,8 @@ class Receiver:
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
-        boxes = [self._open(path) for path in request.mailboxes]
+        self._links.keep(request.mailboxes)
+        boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
         turn = Turn(self, request, boxes, min(self._rank, request.num_receivers - 1))
         try:
             if self._num_ranks != request.num_receivers:
@@ -72,11 +77,11 @@ class Receiver:
         except Exception as error:  # noqa: BLE001 - raised, it would end the engine
             turn.peers.report(MIXED if turn.changed else UNCHANGED, error=f"{type(error).__name__}: {error}")
         finally:
-            for box in boxes:
-                box.acknowledge(request.sequence, turn.peers.row, FAR)
             if self.memories.close_unused():
                 for incoming in self._incoming.values():
                     incoming.forget()
+            for box in boxes:
+                box.acknowledge(request.sequence, turn.peers.row, FAR)
 
     def manifest(self, keys: Sequence[LineKey]) -> Manifest:
         """What these lines send in all; kept for the next update, which is likely to have the same lines."""
@@ -84,30 +89,33 @@ class Receiver:
             self._manifest = Manifest(keys, [self.line(*key) for key in keys])
         return self._manifest
 
-    def lines(self, box: Mailbox, listed: tuple[int, int]) -> list[tuple[int, int]]:
+    def lines(self, box: Channel, listed: Place) -> list[Place]:
         """The lines of an update that lists them."""
         return list_from_json(box.read_journal(listed))
 
-    def line(self, box: Mailbox, place: tuple[int, int]) -> Line:
+    def line(self, box: Channel, place: Place) -> Line:
         """A line of a journal, parsed once. What stands at a place of a journal never changes."""
         key = (box, place)
         if key not in self._parsed:
             self._parsed[key] = line_from_json(box.read_journal(place))
         return self._parsed[key]
 
-    def incoming(self, box: Mailbox, place: tuple[int, int]) -> Incoming:
+    def incoming(self, box: Channel, place: Place) -> Incoming:
         """The copies of a line, for the present plan."""
         key = (box, place)
         if key not in self._incoming:
             parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-            self._incoming[key] = Incoming(self.line(box, place), self.recorder.plan, parameters, self.device)
+            line, plan = self.line(box, place), self.recorder.plan
+            if box.inlet is not None:
+                line = box.inlet.pack(place, line, plan)
+            self._incoming[key] = Incoming(line, plan, parameters, self.device)
         return self._incoming[key]
 
     def drop_incoming(self) -> None:
         """Forgets all copies: the plan has changed."""
         self._incoming.clear()
 
-    def arena(self, box: Mailbox, place: tuple[int, int]) -> Memory:
+    def arena(self, box: Channel, place: Place) -> Memory:
         return memory_from_json(box.read_journal(place))
 
     def _follow_model(self) -> None:
@@ -119,11 +127,12 @@ class Receiver:
             self.checked = None
             self.drop_incoming()
 
-    def _open(self, path: str) -> Mailbox:
+    def _open(self, path: str, timeout_s: float) -> Channel:
         if path in self._mailboxes and not self._mailboxes[path].is_current():
             self._forget(path)
         if path not in self._mailboxes:
-            self._mailboxes[path] = Mailbox.open(path)
+            is_far = LinkAddress.is_path(path)
+            self._mailboxes[path] = self._links.open(path, timeout_s) if is_far else Mailbox.open(path)
         return self._mailboxes[path]
 
     def _forget(self, path: str) -> None:

@@ -1,6 +1,6 @@
 """The trainer's side of the fast path: one trainer rank, which publishes what it holds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,14 +8,12 @@ from torch import Tensor
 
 from tidemill_weight_update.arena import Arena, new_arena
 from tidemill_weight_update.audience import Audience
+from tidemill_weight_update.channel import Channel, Place
 from tidemill_weight_update.copier import SendCopier, send_copier
 from tidemill_weight_update.handle import Memory
-from tidemill_weight_update.journal import line_to_json, list_to_json, memory_to_json
-from tidemill_weight_update.mailbox import Mailbox
+from tidemill_weight_update.journal import Line, line_to_json, list_to_json, memory_to_json
 from tidemill_weight_update.outgoing import Outgoing
 from tidemill_weight_update.stages import Stages
-
-Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,15 +21,15 @@ class Prepared:
     """A line that stands in the journal, and what fills it.
 
     Attributes:
-        place: of the line in the journal.
-        first_digest, names: of its sources.
+        place, line: in the journal.
+        names: of its sources.
         copier: fills the arena, or only reads.
         pieces: what is copied to the arena, tensors or their addresses, or the addresses of the memories that stay.
         num_bytes, payload_bytes: in the arena, and of the pieces alone.
     """
 
     place: Place
-    first_digest: int
+    line: Line
     names: tuple[str, ...]
     copier: SendCopier
     pieces: Sequence[Tensor] | Sequence[int]
@@ -43,12 +41,13 @@ class Sender:
     """Publishes lines in this rank's mailbox, and the tensors they describe.
 
     Args:
+        mailbox: of this rank.
         bucket_bytes: of each half of the arena, at most.
         allow_non_finite: whether infinite and not-a-number elements may be sent.
     """
 
-    def __init__(self, bucket_bytes: int, allow_non_finite: bool) -> None:
-        self.mailbox = Mailbox.create()
+    def __init__(self, mailbox: Channel, bucket_bytes: int, allow_non_finite: bool) -> None:
+        self.mailbox = mailbox
         self._device = torch.device("cpu")
         self._allow_non_finite = allow_non_finite
         self._bucket_bytes = bucket_bytes
@@ -56,7 +55,7 @@ class Sender:
         self._end = 0
         self._num_digests = 0
         self._written: dict[bytes, Place] = {}
-        self._lines: dict[object, tuple[Place, int, SendCopier]] = {}
+        self._lines: dict[object, tuple[Place, Line, SendCopier]] = {}
         self._arenas: list[Arena[Memory] | None] = [None, None]
 
     def open(self, sequence: int, lines: Sequence[Prepared] | None) -> None:
@@ -78,13 +77,13 @@ class Sender:
         if layout not in self._lines:
             line = replace(outgoing.line, first_digest=self._num_digests)
             self._num_digests += len(line.sources)
-            copier = send_copier(outgoing.tables(self._device), self._device)
-            self._lines[layout] = (self._append(line_to_json(line)), line.first_digest, copier)
-        place, first_digest, copier = self._lines[layout]
+            copier = send_copier(outgoing.tables(self._device), self._device, stays=bool(outgoing.line.memories))
+            self._lines[layout] = (self._append(line_to_json(line)), line, copier)
+        place, line, copier = self._lines[layout]
         return Prepared(
             place=place,
-            first_digest=first_digest,
-            names=tuple(source.name for source in outgoing.line.sources),
+            line=line,
+            names=tuple(source.name for source in line.sources),
             copier=copier,
             pieces=outgoing.addresses or self._pieces(outgoing),
             num_bytes=outgoing.num_bytes,
@@ -99,9 +98,16 @@ class Sender:
         return [piece.data_ptr() for piece in pieces]
 
     def send(
-        self, sequence: int, lines: Iterable[Prepared], audience: Audience, stages: Stages
+        self,
+        sequence: int,
+        lines: Iterable[Prepared],
+        audience: Audience,
+        stages: Stages,
+        started: Callable[[], None],
     ) -> tuple[int, int, int]:
         """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
+
+        `started` is called once, as soon as a GPU is busy with the first line: what it does takes no time of its own.
 
         Returns:
             numbers of lines and of tensors that they have parts of, and bytes.
@@ -116,11 +122,19 @@ class Sender:
             with stages("load"):
                 audience.wait(bucket - 1)
             with stages("fill"):
-                arena = self._fill(line, bucket)
+                filling = self._fill(line, bucket)
+            if bucket == 0:
+                started()
+            with stages("fill"):
+                arena = self._filled(line, *filling)
             self.mailbox.publish(sequence, bucket, line.place, arena)
+            with stages("load"):
+                audience.deliver(bucket, line.place, line.line, None if filling[0] is None else filling[0].data)
             num_bytes += line.payload_bytes
             names.update(line.names)
             bucket += 1
+        if bucket == 0:
+            started()
         self.mailbox.finish(sequence, bucket)
         with stages("load"):
             audience.wait(bucket)
@@ -137,12 +151,20 @@ class Sender:
                 arena.close()
         self._arenas = [None, None]
 
-    def _fill(self, line: Prepared, bucket: int) -> Place | None:
-        """Fills the arena, or only reads what stays where it is; returns the journal's line about the arena."""
+    def _fill(self, line: Prepared, bucket: int) -> tuple[Arena[Memory] | None, Tensor, Tensor]:
+        """Fills the arena, or only reads what stays where it is.
+
+        Returns:
+            the arena, digests int64 and numbers of non-finite elements int32 of the line's sources, on the device.
+        """
         arena = self._arena(bucket % 2, line.num_bytes) if line.num_bytes else None
         digests = torch.zeros(len(line.names), dtype=torch.int64, device=self._device)
         non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
         line.copier.run(line.pieces, None if arena is None else arena.data, digests, non_finite)
+        return arena, digests, non_finite
+
+    def _filled(self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor) -> Place | None:
+        """Waits for `_fill` and looks at what it found; returns the journal's line about the arena."""
         found = non_finite.cpu().nonzero().flatten().tolist()
         if found and not self._allow_non_finite:
             names = ", ".join(repr(line.names[i]) for i in found[:5])
@@ -150,7 +172,7 @@ class Sender:
                 f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; the engines "
                 f"were not given them (allow_non_finite=True sends them)"
             )
-        self.mailbox.digests[line.first_digest : line.first_digest + len(line.names)] = digests.cpu().numpy()
+        self.mailbox.write_digests(line.line.first_digest, digests.cpu().numpy())
         return None if arena is None else self._write(memory_to_json(arena.publish()))
 
     def _arena(self, half: int, num_bytes: int) -> Arena[Memory]:

@@ -42,7 +42,8 @@ class TileGroup:
             the group is not aligned. pos and pos_pitch are counted in numbers, always.
         shape: R, C of a tile, in numbers.
         segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
-        tile_segment: int32 [num_tiles], the segment of each tile. Its tiles follow one another, row by row.
+        tile_segment: int32 [num_blocks], the segment of each block of `steps` tiles. Its blocks follow one another, row
+            by row.
     """
 
     src_dtype: torch.dtype
@@ -55,7 +56,12 @@ class TileGroup:
 
 
 def cut(
-    table: CopyTable, tile_elements: int, memory_aligned: NDArray[np.bool_], target_aligned: NDArray[np.bool_]
+    table: CopyTable,
+    tile_elements: int,
+    memory_aligned: NDArray[np.bool_],
+    target_aligned: NDArray[np.bool_],
+    *,
+    steps: int = 1,
 ) -> list[TileGroup]:
     """Cuts the copies of a table into tiles.
 
@@ -63,6 +69,7 @@ def cut(
         tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
         memory_aligned, target_aligned: for each memory and target, whether its base address is a multiple of
             VECTOR_BYTES.
+        steps: neighbouring tiles that one block does: to the right of each other if a tile is one row, else below.
 
     Returns:
         The groups that have tiles.
@@ -91,7 +98,7 @@ def cut(
             part[name] //= number * unit
         for name in ("pos", "pos_pitch"):
             part[name] //= number
-        groups += _by_shape(table, part, number, unit, tile_elements)
+        groups += _by_shape(table, part, number, unit, tile_elements, steps)
     return groups
 
 
@@ -100,12 +107,12 @@ def _multiples(columns: dict[str, NDArray[np.int64]], names: tuple[str, ...], of
 
 
 def _by_shape(
-    table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int
+    table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int, steps: int
 ) -> list[TileGroup]:
     shapes = [(width, tile_elements // width) for width in TILE_WIDTHS]
     down = [-(-part["rows"] // rows) for rows, _ in shapes]
-    across = [-(-part["cols"] * unit // cols) for _, cols in shapes]
-    tiles = np.stack([d * a for d, a in zip(down, across, strict=True)])
+    right = [-(-part["cols"] * unit // cols) for _, cols in shapes]
+    tiles = np.stack([d * r for d, r in zip(down, right, strict=True)])
     # The widest shape that needs hardly more tiles than the best one.
     chosen = np.argmax(tiles * 10 <= tiles.min(axis=0) * 11, axis=0)
     groups = []
@@ -113,11 +120,13 @@ def _by_shape(
         mask = chosen == index
         if not mask.any():
             continue
-        counts = tiles[index][mask]
+        span = (1, shape[1] * steps) if shape[0] == 1 else (shape[0] * steps, shape[1])
+        across = -(-part["cols"] * unit // span[1])
+        counts = (-(-part["rows"] // span[0]) * across)[mask]
         if counts.sum() >= 2**31:
             raise ValueError(f"{counts.sum()} tiles are more than one launch can have; send fewer bytes per table")
         segments = np.zeros((len(counts), SEGMENT_STRIDE), np.int64)
-        values = part | {"first_tile": np.cumsum(counts) - counts, "tiles_across": across[index]}
+        values = part | {"first_tile": np.cumsum(counts) - counts, "tiles_across": across}
         for field, name in enumerate(SEGMENT_FIELDS):
             segments[:, field] = values[name] if name == "first_tile" else values[name][mask]
         groups.append(

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill_weight_update.channel import Channel, Place
 from tidemill_weight_update.incoming import Incoming
-from tidemill_weight_update.mailbox import ATTACHED, CHECKED, COPIED, LOADED, Mailbox
+from tidemill_weight_update.mailbox import ATTACHED, CHECKED, COPIED, LOADED
 from tidemill_weight_update.manifest import LineKey, Manifest
 from tidemill_weight_update.peers import Peers
 from tidemill_weight_update.request import Request
 from tidemill_weight_update.stages import Stages
-from tidemill_weight_update.wait import Wait, has_ended
+from tidemill_weight_update.wait import Wait
 
 if TYPE_CHECKING:
     from tidemill_weight_update.receiver import Receiver
@@ -28,7 +29,7 @@ class Turn:
         changed: whether parameters may have been written to.
     """
 
-    def __init__(self, receiver: "Receiver", request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
+    def __init__(self, receiver: "Receiver", request: Request, boxes: Sequence[Channel], rank: int) -> None:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
@@ -73,7 +74,7 @@ class Turn:
 
     # Before anything changes.
 
-    def _wait_until_open(self, box: Mailbox) -> tuple[int, int] | None:
+    def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
         wait = Wait(self._request.timeout_s, "the trainer to begin", self._check_trainer)
         while True:
             is_open, listed = box.lines(self._request.sequence)
@@ -126,10 +127,12 @@ class Turn:
 
     def _copy(self) -> None:
         """Copies the buckets of all trainer ranks as they come."""
-        pending = dict.fromkeys(range(len(self._boxes)), 0)
+        # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
+        num_boxes = len(self._boxes)
+        pending = {(index + self.peers.row) % num_boxes: 0 for index in range(num_boxes)}
         wait = Wait(self._request.timeout_s, "the trainer's next bucket", self._check_trainer)
         while pending:
-            ready: dict[int, tuple[tuple[int, int], tuple[int, int] | None]] = {}
+            ready: dict[int, tuple[Place, Place | None]] = {}
             for index, bucket in list(pending.items()):
                 announced = self._boxes[index].announced(self._request.sequence, bucket)
                 if announced is not None:
@@ -142,14 +145,14 @@ class Turn:
                 continue
             with self._stages("copy"):
                 for index, announced in ready.items():
-                    self._copy_bucket(self._boxes[index], *announced)
+                    self._copy_bucket(self._boxes[index], pending[index], *announced)
                 self._synchronize()
             for index in ready:
                 pending[index] += 1
                 self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
             wait.progress()
 
-    def _copy_bucket(self, box: Mailbox, place: tuple[int, int], arena: tuple[int, int] | None) -> None:
+    def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place | None) -> None:
         receiver = self._receiver
         if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
             receiver.drop_incoming()
@@ -160,7 +163,11 @@ class Turn:
         if not self.changed:
             self.changed = True
             receiver.recorder.write_fills()
-        incoming.run(None if arena is None else receiver.arena(box, arena), receiver.memories, self._staging)
+        memory = None if arena is None else receiver.arena(box, arena)
+        if box.inlet is not None and memory is not None:
+            at = self._request.sequence, self.peers.row, bucket, place
+            memory = box.inlet.take(*at, memory, self._check_trainer)
+        incoming.run(memory, receiver.memories, self._staging)
         self._came.append(((box, place), incoming))
 
     def _check_what_came(self) -> Manifest:
@@ -216,9 +223,9 @@ class Turn:
             torch.cuda.current_stream(self._receiver.device).synchronize()
 
 
-def _check_trainer(boxes: Sequence[Mailbox], sequence: int) -> None:
+def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
     for rank, box in enumerate(boxes):
-        if has_ended(box.owner_pid):
+        if box.owner_has_ended():
             raise RuntimeError(f"trainer rank {rank} (process {box.owner_pid}) has ended")
         box.num_buckets(sequence)
 

@@ -1,6 +1,7 @@
 """The updater: from named tensors to engines that serve them."""
 
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.fast import FastPath
 from tidemill_weight_update.fleet import Fleet, InFlight, Member
-from tidemill_weight_update.mailbox import path_of
+from tidemill_weight_update.group_link import GroupLink
 from tidemill_weight_update.ranks import Ranks
 from tidemill_weight_update.request import Request
 from tidemill_weight_update.sender import Prepared
@@ -47,6 +48,8 @@ class WeightUpdater:
             computed. With the last two the prefix cache is not flushed; give requests the version as `extra_key`.
         allow_non_finite: whether infinite and not-a-number elements may be sent (fast path; the stock path does not
             look).
+        link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and
+            engines need the run's token.
         timeout_s: longest wait for an engine, or an engine's wait for a trainer rank, without progress.
     """
 
@@ -60,6 +63,7 @@ class WeightUpdater:
         device: torch.device | str | None = None,
         in_flight: InFlight = "wait",
         allow_non_finite: bool = False,
+        link: GroupLink | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if bucket_bytes <= 0:
@@ -77,7 +81,9 @@ class WeightUpdater:
             allow_non_finite=allow_non_finite,
             timeout_s=timeout_s,
             group_rank=self._ranks.rank,
+            link=link,
         )
+        self._link = link
         self._stock = StockPath(self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place)
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
@@ -120,21 +126,19 @@ class WeightUpdater:
         started = time.perf_counter()
         version = str(weight_version)
         stages, failure = Stages(), Failure()
-        fleet = Fleet([], self._in_flight)
+        fleet, begun = Fleet([], self._in_flight), (0, 0)
+        self._sequence += 1
         with failure:
             self._check_ready(version)
             fleet = self._assemble(engines)
-        self._sequence += 1
-        mailbox = self._fast.begin(self._sequence)
-        rows = self._ranks.exchange(
-            failure.error, [mailbox.owner_pid, mailbox.fd, fleet.num_receivers, len(fleet.stock)]
-        )
+            begun = self._fast.begin(self._sequence)
+        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock)])
         _, _, num_receivers, num_stock = rows[0]
         num_buckets = num_tensors = num_bytes = 0
         try:
             fleet.pause()
             if num_receivers:
-                mailboxes = tuple(path_of(pid, fd) for pid, fd, *_ in rows)
+                mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 num_buckets, num_tensors, num_bytes = self._send(
                     named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages
                 )
@@ -189,6 +193,16 @@ class WeightUpdater:
             member.paused = any(member.client is fenced for fenced, _ in self._fenced)
         return fleet
 
+    def _connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
+        """The paths of all ranks' mailboxes, once they can be opened."""
+        failure = Failure()
+        mailboxes: tuple[str, ...] = ()
+        with failure:
+            mailboxes = self._fast.connect(begun, num_receivers)
+        if self._link is not None:
+            self._ranks.exchange(failure.error, [])
+        return mailboxes
+
     def _send(
         self,
         named_tensors: NamedTensors,
@@ -203,9 +217,13 @@ class WeightUpdater:
         failure = Failure()
         counts = (0, 0, 0)
         is_stream = isinstance(named_tensors, Iterator)
-        threads = fleet.load(
-            lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox
-        )
+        threads: list[threading.Thread] = []
+
+        def ask() -> None:
+            threads.extend(
+                fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
+            )
+
         with failure, torch.no_grad():
             if is_stream and num_stock:
                 raise TypeError("a generator can be read once, but engines of both paths need it; pass a collection")
@@ -215,9 +233,11 @@ class WeightUpdater:
             else:
                 with stages("prepare"):
                     lines = self._fast.prepare(named_tensors)
-            counts = self._fast.send(lines, mailboxes[0], num_receivers, stages)
+            counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask)
         if failure.error is not None:
             self._fast.fail()
+            if not threads:
+                fleet.exclude(self._sequence, self._fast.mailbox)
         with stages("load"):
             for thread in threads:
                 thread.join()

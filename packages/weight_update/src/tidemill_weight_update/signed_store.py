@@ -1,0 +1,103 @@
+"""A torch store whose values are believed only if they were signed with the run's token."""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+_MAC_BYTES = 32
+_PART_BYTES = 4 << 20
+"""TCPStore closes the connection on a message of more than 8 MiB."""
+
+
+class LinkError(RuntimeError):
+    """The connection of a link broke, or what came over it was not signed with the run's token."""
+
+
+class SignedStore(Store):
+    """Signs what is set and checks what is got; a value is good for its own key only.
+
+    torch's process groups accept it as they accept any store, so what they exchange is signed, too.
+
+    Args:
+        store: what carries the values.
+        session: every link has one of its own; what was signed for another link counts nothing.
+        token: of the run.
+
+    Attributes:
+        is_broken: whether an operation failed; then there is no use in further ones.
+    """
+
+    def __init__(self, store: Store, session: str, token: str) -> None:
+        super().__init__()
+        self._store = store
+        self._prefix = f"{session}/"
+        self._key = hmac.digest(token.encode(), f"tidemill link {session}".encode(), "sha256")
+        self.is_broken = False
+
+    def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
+        data = value.encode() if isinstance(value, str) else value
+        self._attempt(lambda: self._store.set(self._prefix + key, self._mac(key, data) + data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that somebody has set or will set soon.
+
+        Raises:
+            LinkError: it does not come, or it is not signed with the run's token.
+        """
+        return self._checked(key, self._attempt(lambda: self._store.get(self._prefix + key)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
+        """The values of several keys, in one round trip."""
+        names = [self._prefix + key for key in keys]
+        values = self._attempt(lambda: self._store.multi_get(names))
+        return [self._checked(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        names = [self._prefix + key for key in keys]
+        self._attempt(lambda: self._store.wait(names) if timeout is None else self._store.wait(names, timeout))
+
+    def delete_key(self, key: str) -> bool:
+        return self._attempt(lambda: self._store.delete_key(self._prefix + key))
+
+    def write(self, key: str, value: bytes) -> None:
+        """Sets a value of any length; who reads it must know the length."""
+        for index, start in enumerate(range(0, len(value), _PART_BYTES)):
+            self.set(f"{key}/{index}", value[start : start + _PART_BYTES])
+
+    def read(self, key: str, num_bytes: int) -> bytes:
+        """A value that was set by `write`."""
+        value = b"".join(self.get(name) for name in self._parts(key, num_bytes))
+        if len(value) != num_bytes:
+            raise LinkError(f"expected {num_bytes} bytes as {key!r}, got {len(value)}")
+        return value
+
+    def drop(self, key: str, num_bytes: int) -> None:
+        """Deletes a value that was set by `write`."""
+        for name in self._parts(key, num_bytes):
+            self.delete_key(name)
+
+    @staticmethod
+    def _parts(key: str, num_bytes: int) -> list[str]:
+        return [f"{key}/{index}" for index in range(-(-num_bytes // _PART_BYTES))]
+
+    def _mac(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._key, hashlib.sha256(key.encode()).digest() + data, "sha256")
+
+    def _checked(self, key: str, value: bytes) -> bytes:
+        if not hmac.compare_digest(value[:_MAC_BYTES], self._mac(key, value[_MAC_BYTES:])):
+            raise LinkError(f"the value of {key!r} in the link's store was not signed with this run's token; refused")
+        return value[_MAC_BYTES:]
+
+    def _attempt(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except DistError as error:
+            self.is_broken = True
+            raise LinkError(f"the store of the link does not answer (is trainer rank 0 alive?): {error}") from error
