@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,3 +13,25 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[tuple[Any, str, str]]:
+    """A Ray cluster of real nodes on this machine: the cluster, the ids of a node with 1 GPU and of one with 2.
+
+    The GPUs are declared, not there; each node has 4 CPUs, as declared. The driver is on a third node with none.
+    """
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    memory = {"object_store_memory": 200 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+    try:
+        small = cluster.add_node(num_cpus=4, num_gpus=1, **memory)
+        large = cluster.add_node(num_cpus=4, num_gpus=2, **memory)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        cluster.wait_for_nodes()
+        yield cluster, small.node_id, large.node_id
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

@@ -7,13 +7,12 @@ import threading
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tidemill_dispatch import (
     CallTimeoutError,
     Dispatch,
     Execute,
     ListBatch,
+    Shard,
     Worker,
     WorkerError,
     make_nd_compute_dataproto_dispatch_fn,
@@ -23,6 +22,8 @@ from tidemill_dispatch import (
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from tidemill_dispatch.ray.arguments import pack  # noqa: E402
+from tidemill_dispatch.ray.packing import pack_calls  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import a test module
@@ -40,6 +41,17 @@ class CountsPickles:
     def __reduce__(self):
         CountsPickles.pickles += 1
         return (bytes, (100_000,))
+
+
+class Picky(ListBatch):
+    """A batch that joins only with its equals."""
+
+    def __init__(self, column):
+        object.__setattr__(self, "items", [column])
+
+    @staticmethod
+    def concat(parts):
+        raise KeyError(f"columns {[part.items[0] for part in parts]}")
 
 
 class EchoWorker(Worker):
@@ -113,6 +125,21 @@ class EchoWorker(Worker):
     def lock_unless_collected(self, batch):
         return batch if self.registered_meshes()["crossed"].is_collect else threading.Lock()
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def raise_unless_collected(self, batch):
+        if not self.registered_meshes()["crossed"].is_collect:
+            raise OverflowError("gradients")
+        return batch
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    def ragged_results(self, batch):
+        return Picky(self.registered_meshes()["crossed"].dp_rank)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"), blocking=False)
+    def sharded(self, batch, tensor, whole):
+        tensor.add_(1)  # a private copy, which no other rank sees
+        return ListBatch([(row, tensor[i].tolist(), whole.tolist()) for i, row in enumerate(batch)])
+
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def ask(self, handles):
         return ray.get([handle.not_registered.remote("x") for handle in handles])
@@ -149,31 +176,6 @@ def test_a_call_over_a_non_monotone_mesh_is_the_identity(group, rows):
     assert group.place_and_rows(batch) == [(0, 1, first.items), (1, 2, second.items)]
 
 
-@st.composite
-def meshes(draw):
-    dp = draw(st.sampled_from([1, 2, 4]))
-    others = NUM_RANKS // dp  # tp x pp
-    places = draw(st.permutations([(d, other) for d in range(dp) for other in range(others)]))
-    collect = [draw(st.integers(0, others - 1)) for _ in range(dp)]
-    return [(d, other == collect[d]) for d, other in places]
-
-
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(places=meshes(), rows=st.lists(st.integers(), max_size=9))
-def test_random_meshes_on_real_actors(group, places, rows):
-    name = f"random-{abs(hash(tuple(places)))}"
-    group.register_places([name] * NUM_RANKS, places)
-    mode = make_nd_compute_dataproto_dispatch_fn(name)
-    dp_size = 1 + max(dp_rank for dp_rank, _ in places)
-    assert group.dp_size(name) == dp_size
-    calls = mode.dispatch_fn(group, (ListBatch(rows),), {})
-    shards = ListBatch(rows).chunk(dp_size)
-    assert [args[0] for args, _ in calls] == [shards[dp_rank] for dp_rank, _ in places]
-    sending = [group.workers[rank].not_registered.remote(calls[rank][0][0]) for rank in mode.result_ranks_fn(group)]
-    results = ray.get(sending)
-    assert mode.collect_fn(group, [shard for _, shard in results]) == ListBatch(rows)
-
-
 def test_only_collect_ranks_send_data(group):
     assert group.lock_unless_collected(ListBatch([1, 2])) == ListBatch([1, 2])  # a lock cannot be sent
 
@@ -184,6 +186,32 @@ def test_mesh_errors_reach_the_caller(group):
     group.register_places(["half"] * 4, [(0, True), (0, True), (1, False), (2, True)])
     with pytest.raises(ValueError, match=r"mesh 'half': dp_rank 0 \(ranks \[0, 1\]\) has collect ranks \[0, 1\]"):
         group.over_half_mesh(ListBatch([1]))
+
+
+def test_an_error_on_a_rank_that_is_not_collected_is_raised(group):
+    with pytest.raises(WorkerError, match=r"OverflowError on rank [03] of group 'echo'") as caught:
+        group.raise_unless_collected(ListBatch([1, 2]))
+    assert len(caught.value.other_errors) == 1
+
+
+def test_results_that_cannot_be_concatenated_say_why(group):
+    with pytest.raises(
+        ValueError, match=r"Pickys of \[1, 1\] rows, in dp order, cannot be concatenated: .*columns \[0, 1\]"
+    ):
+        group.ragged_results(ListBatch([1, 2]))
+
+
+@pytest.mark.parametrize("columns", [2, 60_000])
+def test_tensors_are_sharded_and_shared_as_copies_of_their_own_rows(group, columns):
+    torch = pytest.importorskip("torch")
+    table = torch.arange(3.0 * columns).reshape(3, columns)
+    view = table[:, ::columns]  # every row's first number; its storage is the whole table
+    future = group.sharded(ListBatch([0, 1, 2]), Shard(view), whole=torch.tensor([True, False]))
+    assert future.get().items == [(row, [row * columns + 1.0], [True, False]) for row in range(3)]
+    assert table[0, 0] == 0.0
+    packed = pack("view", view)
+    assert packed.num_bytes < 1000
+    assert torch.equal(packed.unpack(), view)
 
 
 def test_results_that_are_batches_on_some_ranks_are_refused(group):
@@ -202,6 +230,20 @@ def test_a_shared_argument_is_pickled_once(group):
     CountsPickles.pickles = 0
     assert group.store_size(CountsPickles()) == [100_000] * NUM_RANKS
     assert CountsPickles.pickles == 1
+
+
+def test_what_is_large_is_stored_once_and_shards_once_per_dp_group(group):
+    rows = [bytes(100_000) for _ in range(4)]
+    config = bytes(200_000)
+    mode = make_nd_compute_dataproto_dispatch_fn("crossed")
+    calls = mode.dispatch_fn(group, (ListBatch(rows),), {"extra": config})
+    flat, links = pack_calls("call", calls, range(NUM_RANKS), lambda rank: "node")
+    assert links.receipts == []
+    shards, extras = zip(*flat, strict=True)
+    assert all(isinstance(ref, ray.ObjectRef) for ref in (*shards, *extras))
+    assert len(set(extras)) == 1
+    assert (shards[0], shards[1]) == (shards[2], shards[3])  # dp ranks 1, 0, 1, 0
+    assert shards[0] != shards[1]
 
 
 @pytest.mark.parametrize("size", [10, 300_000])

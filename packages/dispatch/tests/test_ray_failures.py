@@ -151,6 +151,21 @@ def test_a_dead_rank_fails_a_call_that_leaves_it_out(group):
     assert time.monotonic() - started < 10
 
 
+def test_a_death_between_calls_is_noticed_by_who_asks(group):
+    pids = [row[0] for row in group.start_children()]
+    group.check_alive()
+    busy = group.hang()
+    started = time.monotonic()
+    group.check_alive(timeout_s=0.5)  # busy is alive
+    assert time.monotonic() - started < 2
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
+        group.check_alive(timeout_s=10)
+    assert time.monotonic() - started < 10
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
+        busy.get()
+
+
 def test_every_pending_call_fails_and_children_of_a_killed_worker_end(group):
     first, second = group.start_children()
     futures = [group.hang(), group.hang()]

@@ -94,6 +94,9 @@ def test_arrays_and_tensors_are_sharded_by_rows():
     assert [len(a) for a in first_args(calls)] == [2, 2, 1]
     np.testing.assert_array_equal(np.concatenate(first_args(calls)), array)
     assert torch.equal(torch.cat([args[1] for args, _ in calls]), tensor)
+    table = pytest.importorskip("tensordict").TensorDict({"x": tensor}, batch_size=[5])
+    parts = first_args(split_call((Shard(table),), {}, 3))
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("value", [3, None, {"a": 1}, "abc", {1, 2}])

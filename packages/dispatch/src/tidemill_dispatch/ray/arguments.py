@@ -42,8 +42,8 @@ class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImport
             raise _HoldsRayReferenceError
         if (torch := sys.modules.get("torch")) is not None and type(obj) is torch.Tensor and _is_plain(obj):
             # torch would write the whole storage that the tensor is a slice of, and copy it three times.
-            array = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor_of, (pickle.PickleBuffer(array), obj.dtype, tuple(obj.shape))
+            flat = obj.detach().contiguous().as_strided((obj.numel(),), (1,))
+            return _tensor_of, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
 
 

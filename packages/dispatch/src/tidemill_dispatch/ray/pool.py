@@ -14,7 +14,8 @@ class RayResourcePool:
     The resources are reserved when the first group starts and given back when the last one ends.
 
     Args:
-        process_on_nodes: processes per node; the processes of one entry share a node. Ranks count through the entries.
+        process_on_nodes: processes per node; the processes of one entry share a node, and two entries may if it has
+            room. Ranks count through the entries; entries of one size are in the order of their nodes' addresses.
         num_cpus_per_worker, num_gpus_per_worker: what is reserved for each process; fractions share a device.
         max_colocate_count: how many groups may use the pool at a time. Each of their workers gets this part of a
             process's resources, so that rank r of every group is on the same device.
@@ -107,8 +108,9 @@ class RayResourcePool:
             reservation.release(name, indices)
 
     def _by_reservation(self) -> dict[Reservation, list[int]]:
+        """The processes used of each reservation, the reservation with the largest node first, as it is made first."""
         found: dict[Reservation, list[int]] = {}
-        for reservation, _, index in self._slots:
+        for reservation, _, index in sorted(self._slots, key=lambda slot: -slot[0].largest):
             found.setdefault(reservation, []).append(index)
         return found
 

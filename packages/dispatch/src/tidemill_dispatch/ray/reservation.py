@@ -41,6 +41,7 @@ class Reservation:
 
     def __init__(self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_users: int, timeout_s: float):
         self._process_on_nodes = tuple(process_on_nodes)
+        self.largest = max(process_on_nodes)
         self._bundle = bundle
         self._max_users = max_users
         self._timeout_s = timeout_s
