@@ -1,5 +1,6 @@
 """What a trainer rank holds of a tensor, whatever the trainer: plain tensors, DTensors, Megatron's local shards."""
 
+import math
 import sys
 import zlib
 from dataclasses import dataclass
@@ -43,10 +44,14 @@ class LocalShard:
         """The part, in the indices of the whole tensor.
 
         Raises:
-            ValueError: `tensor` does not have the shape of that part.
+            ValueError: there is no such part or replica, or `tensor` does not have the shape of that part.
         """
         start, shape = [0] * len(self.global_shape), list(self.global_shape)
+        if not 0 <= self.replica < self.num_replicas:
+            raise ValueError(f"there is no replica {self.replica} of {self.num_replicas}; they are counted from 0")
         if self.dim is not None:
+            if not -len(shape) <= self.dim < len(shape):
+                raise ValueError(f"there is no dim {self.dim} of {self.global_shape}")
             if not 0 <= self.rank < self.size or shape[self.dim] % self.size:
                 raise ValueError(f"part {self.rank} of {self.size} of dim {self.dim} of {self.global_shape}: not even")
             shape[self.dim] //= self.size
@@ -82,9 +87,11 @@ def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, grou
         ValueError: a LocalShard that does not fit.
     """
     if isinstance(tensor, LocalShard):
-        return _held(
-            name, tensor.tensor, tensor.global_shape, tensor.box(), dtype, (tensor.replica, tensor.num_replicas)
-        )
+        try:
+            box = tensor.box()
+        except ValueError as error:
+            raise ValueError(f"the LocalShard of tensor {name!r} does not fit: {error}") from error
+        return _held(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
     if is_dtensor(tensor):
         return _held_of_dtensor(name, tensor, dtype)
     return _held(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
@@ -130,6 +137,7 @@ def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
 
 def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Held | None:
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     if any(placement.is_partial() for placement in tensor.placements):
         tensor = tensor.redistribute(
@@ -142,13 +150,16 @@ def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) ->
     replica, num_replicas = 0, 1
     plain: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []
-    for axis, placement in enumerate(tensor.placements):
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
         if isinstance(placement, Replicate):
-            replica, num_replicas = replica * mesh.size(axis) + coordinate[axis], num_replicas * mesh.size(axis)
-        elif type(placement) is Shard:
-            plain.append((axis, placement.dim % tensor.ndim))
-        elif placement.is_shard():  # FSDP over tensor parallelism: cut after the axes to its right
-            strided.insert(0, (axis, placement.dim % tensor.ndim))  # type: ignore[attr-defined]
+            replica, num_replicas = replica + num_replicas * coordinate[axis], num_replicas * mesh.size(axis)
+        elif isinstance(placement, _StridedShard):  # FSDP over tensor parallelism: cut after the axes to its right
+            dim = placement.dim % tensor.ndim
+            if placement.split_factor != math.prod(mesh.size(a) for a, d in plain + strided if d == dim):
+                raise TypeError(f"tensor {name!r} has placements that are not supported: {tensor.placements}")
+            strided.append((axis, dim))
+        elif isinstance(placement, Shard):
+            plain.insert(0, (axis, placement.dim % tensor.ndim))
         else:
             raise TypeError(f"tensor {name!r} has a placement that is not supported: {placement}")
     start, shape = [0] * tensor.ndim, list(tensor.shape)

@@ -1,0 +1,176 @@
+"""What a rank says it holds of a tensor, compared with what it holds indeed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tidemill_testing import run_ranks
+from tidemill_weight_update import LocalShard
+from tidemill_weight_update.shards import held
+
+SIZES = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 1), (4, 1), (0, 3)]
+
+
+def placements_of(mesh) -> list[tuple[Any, ...]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    one = [Shard(0), Shard(1), Shard(-1), Replicate()]
+    return [(a,) for a in one] if mesh.ndim == 1 else [(a, b) for a in one for b in one]
+
+
+def box_of(tensor: torch.Tensor, box) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
+
+
+def _boxes(shape: tuple[int, ...]) -> int:
+    """On each rank: the number of layouts that were compared, after all have been."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", shape)
+    checked = 0
+    for size in SIZES:
+        whole = torch.arange(size[0] * size[1], dtype=torch.float32).view(size)
+        for placements in placements_of(mesh):
+            tensor = distribute_tensor(whole, mesh, placements)
+            for name in ("a", "b", "c", "d"):  # which of equal copies is sent depends on the name
+                piece = held(name, tensor, None, dist.get_rank())
+                sent = torch.zeros(size)
+                if piece is not None:
+                    assert piece.spec.shape == size
+                    assert torch.equal(piece.local, box_of(whole, piece.box)), (size, placements)
+                    box_of(sent, piece.box).fill_(1)
+                dist.all_reduce(sent)
+                assert (sent == 1).all(), (size, placements, sent)  # each element by one rank
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
+def test_boxes_of_dtensors_hold_each_element_once(shape):
+    world_size = torch.Size(shape).numel()
+    layouts = 4 if len(shape) == 1 else 16
+    assert run_ranks(_boxes, world_size, shape) == [len(SIZES) * layouts * 4] * world_size
+
+
+def _fsdp_over_tp(rows: int) -> list[str]:
+    """The placements of a linear layer under FSDP over tensor parallelism; its boxes are right."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, rows), torch.nn.Linear(rows, 4))
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["fsdp"])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), whole[name])
+        piece = held(name, tensor, None, dist.get_rank())
+        sent = torch.zeros(whole[name].shape)
+        if piece is not None:
+            assert torch.equal(piece.local, box_of(whole[name], piece.box)), (name, tensor.placements)
+            box_of(sent, piece.box).fill_(1)
+        dist.all_reduce(sent)
+        assert (sent == 1).all(), (name, tensor.placements, sent)
+    return [str(tensor.placements) for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("rows", [8, 12, 10, 6, 2])
+def test_boxes_of_fsdp_over_tensor_parallelism(rows):
+    for placements in run_ranks(_fsdp_over_tp, 4, rows):
+        assert any("StridedShard" in text for text in placements)
+
+
+def _strides_without_reason() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 1))
+    placements = [_StridedShard(0, split_factor=2), Replicate()]
+    with pytest.raises(TypeError) as caught:
+        held("w", DTensor.from_local(torch.zeros(4), mesh, placements), None, 0)
+    return str(caught.value)
+
+
+def test_rows_that_are_no_box_are_refused():
+    for message in run_ranks(_strides_without_reason, 2):
+        assert message.startswith("tensor 'w' has placements that are not supported: (_StridedShard(dim=0, sf=2)")
+
+
+def _partial_sums() -> tuple[int, ...] | None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    piece = held("a", DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()]), None, 0)
+    return None if piece is None else tuple(piece.local.tolist())
+
+
+def test_partial_sums_are_summed():
+    assert sorted(run_ranks(_partial_sums, 2), key=str) == [(3.0, 3.0, 3.0, 3.0), None]
+
+
+def _other_mesh() -> bool:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return True
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return held("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
+
+
+def test_ranks_outside_a_tensors_mesh_hold_nothing_of_it():
+    assert run_ranks(_other_mesh, 3) == [True, True, True]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_local_shards_tile_the_tensor(dim):
+    whole = torch.arange(24.0).view(4, 6)
+    parts = [whole] if dim is None else whole.chunk(2, dim)
+    covered = torch.zeros(4, 6)
+    for rank, part in enumerate(parts):
+        size = len(parts)
+        shard = LocalShard(tensor=part, global_shape=(4, 6), dim=dim, rank=rank, size=size)
+        piece = held("a", shard, torch.bfloat16, group_rank=5)
+        assert piece is not None
+        assert (piece.spec.shape, piece.spec.dtype) == ((4, 6), torch.bfloat16)
+        assert torch.equal(piece.local, box_of(whole, piece.box))
+        box_of(covered, piece.box).add_(1)
+    assert (covered == 1).all()
+
+
+def test_one_of_several_replicas_is_sent_and_names_take_turns():
+    senders = []
+    for name in map(str, range(40)):
+        shard = {"tensor": torch.ones(2), "global_shape": (2,), "num_replicas": 4}
+        pieces = [held(name, LocalShard(**shard, replica=replica), None, 0) for replica in range(4)]
+        assert sum(piece is not None for piece in pieces) == 1
+        senders.append([piece is not None for piece in pieces].index(True))
+    assert set(senders) == {0, 1, 2, 3}
+
+
+def test_a_plain_tensor_is_that_of_the_first_rank():
+    assert held("a", torch.zeros(2), None, 0) is not None
+    assert held("a", torch.zeros(2), None, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 3}, r"'w'.*part 0 of 3 of dim 0 of \(4, 6\): not even"),
+        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 2, "rank": 2}, r"'w'.*part 2 of 2"),
+        ({"tensor": torch.zeros(2, 5), "dim": 0, "size": 2}, r"'w'.*has the shape \(2, 6\), got a tensor of \(2, 5\)"),
+        ({"tensor": torch.zeros(4), "dim": None}, r"'w'.*has the shape \(4, 6\), got a tensor of \(4,\)"),
+        ({"tensor": torch.zeros(2, 6), "dim": 2, "size": 2}, r"'w'.*dim 2 of \(4, 6\)"),
+        ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica 2 of 2"),
+    ],
+)
+def test_a_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
+    with pytest.raises(ValueError, match=message):
+        held("w", LocalShard(global_shape=(4, 6), **shard), None, 0)
