@@ -51,31 +51,42 @@ class Recorder:
         Raises:
             RuntimeError: the model refuses a source.
         """
-        new = [source for source in sources if self.sources.get(source.name) != source]
-        void = any(source.name in self.sources for source in new)
-        self._came |= {source.name: source for source in sources}
+        void = any(source != self.sources.get(source.name, source) for source in sources)
         if void:
-            self.sources, self.plan, self._fills, new = {}, CopyPlan(copies=()), [], list(self._came.values())
-        if new:
-            self._proven = False
-            part = record(self._model, new)
-            self.sources |= {source.name: source for source in new}
-            self._fills += part.fills
-            self.plan = CopyPlan(
-                copies=self.plan.copies + part.copies,
-                through_loader=self.plan.through_loader | part.through_loader,
-                unused=self.plan.unused + part.unused,
-                groups=self.plan.groups + part.groups,
-            )
+            self.sources, self.plan, self._fills = {}, CopyPlan(copies=()), []
+            self._add(list(self._came.values()))
+            self._fills = []  # they are written, and copies that came since may lie there
+        self._came |= {source.name: source for source in sources}
+        self._add([source for source in sources if source.name not in self.sources])
         return void
 
-    def prove(self) -> None:
-        """Records as a whole what was recorded in parts, so that `plan` tells what is covered."""
-        if not self._proven:
-            self.plan = record(self._model, list(self.sources.values()))
+    def _add(self, new: Sequence[SourceSpec]) -> None:
+        if not new:
+            return
+        part = record(self._model, new)
+        self.sources |= {source.name: source for source in new}
+        self._fills += part.fills
+        self._proven = False
+        self.plan = CopyPlan(
+            copies=self.plan.copies + part.copies,
+            through_loader=self.plan.through_loader | part.through_loader,
+            unused=self.plan.unused + part.unused,
+            groups=self.plan.groups + part.groups,
+        )
+
+    def settle(self, sources: Sequence[SourceSpec]) -> None:
+        """Makes `plan` that of exactly these sources, recorded as a whole, so that it tells what is covered.
+
+        All of them have been loaded since `begin`, their constants too.
+        """
+        wanted = {source.name: source for source in sources}
+        if not self._proven or wanted != self.sources:
+            self.plan = record(self._model, list(wanted.values()))
+            self.sources = wanted
             self._proven = True
 
     def write_fills(self) -> None:
-        """Writes the constants of the plan, unless that was done before."""
-        write_fills(dict(self._model.named_parameters()), self._fills)
-        self._fills = []
+        """Writes the constants that came to the plan since the last call. Copies of their sources come afterwards."""
+        if self._fills:
+            write_fills(dict(self._model.named_parameters()), self._fills)
+            self._fills = []

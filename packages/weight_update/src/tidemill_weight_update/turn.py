@@ -160,9 +160,8 @@ class Turn:
         for source in incoming.staged:
             if source.name not in self._staging:
                 self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=receiver.device)
-        if not self.changed:
-            self.changed = True
-            receiver.recorder.write_fills()
+        self.changed = True
+        receiver.recorder.write_fills()
         memory = None if arena is None else receiver.arena(box, arena)
         if box.inlet is not None and memory is not None:
             at = self._request.sequence, self.peers.row, bucket, place
@@ -174,9 +173,8 @@ class Turn:
         """What `_prepare` checks, for an update whose tensors were not known before."""
         recorder = self._receiver.recorder
         manifest = self._receiver.manifest([key for key, _ in self._came])
-        if not self._request.partial:
-            recorder.cover(manifest.sources)  # without what came only with earlier updates
-        recorder.prove()
+        # Without what came only with earlier updates, unless that keeps its values.
+        recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
         self._check_coverage()
         return manifest

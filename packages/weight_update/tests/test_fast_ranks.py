@@ -1,0 +1,263 @@
+"""The fast path from several trainer ranks, each of which sends what it holds. One function per test runs on all."""
+
+import random
+import re
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tidemill_testing import run_ranks
+from tidemill_weight_update import LocalShard, WeightUpdater
+from toy_engines import ATTN, EXPERTS, MLP, ToyEngine, holds, tensors
+
+MODES = ["complete", "streaming"]
+
+
+def engines_of(*tp_sizes: int) -> list[ToyEngine]:
+    """On rank 0, which alone talks to engines."""
+    return [ToyEngine(size, f"toy {size}") for size in tp_sizes] if dist.get_rank() == 0 else []
+
+
+def as_mode(items: Iterable, mode: str):
+    return list(items) if mode == "complete" else iter(list(items))
+
+
+def sharded(checkpoint: dict, layout: str) -> dict:
+    """The tensors as a trainer of this layout holds them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    world = dist.get_world_size()
+    if layout in ("rows", "columns", "replicated"):
+        mesh = init_device_mesh("cpu", (world,))
+        one = {"rows": lambda t: Shard(0), "columns": lambda t: Shard(t.dim() - 1), "replicated": lambda t: Replicate()}
+        return {
+            name: distribute_tensor(t, mesh, [one[layout](t) if t.dim() else Replicate()])
+            for name, t in checkpoint.items()
+        }
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+    outer = Replicate() if layout == "hybrid" else Shard(0)
+    return {
+        name: distribute_tensor(t, mesh, [outer, Shard(t.dim() - 1)] if t.dim() else [Replicate(), Replicate()])
+        for name, t in checkpoint.items()
+    }
+
+
+def _send(layout: str, mode: str, bucket_bytes: int, dtype: torch.dtype | None) -> list[tuple]:
+    engines = engines_of(2, 1, 4)
+    updater = WeightUpdater(engines, bucket_bytes=bucket_bytes, dtype=dtype)
+    told = []
+    for version in range(3):
+        checkpoint = tensors(version)
+        held = list(sharded(checkpoint, layout).items())
+        random.Random(dist.get_rank() + version).shuffle(held)  # another order on each rank
+        stats = updater.update(as_mode(held, mode), version)
+        for engine in engines:
+            assert holds(engine, {n: t.to(dtype or t.dtype) for n, t in checkpoint.items()}), version
+            assert engine.version == str(version)
+        told.append((stats.verified, stats.num_bytes, stats.num_tensors))
+    updater.close()
+    return told
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("layout", "world_size", "bucket_bytes", "dtype"),
+    [
+        ("rows", 2, 100, None),
+        ("rows", 3, 1 << 20, torch.bfloat16),
+        ("columns", 3, 300, torch.bfloat16),
+        ("replicated", 2, 300, None),
+        ("hybrid", 4, 300, None),
+        ("grid", 4, 100, torch.bfloat16),
+    ],
+)
+def test_each_rank_sends_what_it_holds(layout, world_size, bucket_bytes, dtype, mode):
+    ranks = run_ranks(_send, world_size, layout, mode, bucket_bytes, dtype)
+    itemsize = (dtype or torch.float32).itemsize
+    for update in zip(*ranks, strict=True):
+        assert all(verified for verified, _, _ in update)
+        sent = [num_bytes for _, num_bytes, _ in update]
+        assert sum(sent) == itemsize * sum(tensor.numel() for tensor in tensors().values())
+        assert all(0 < num_bytes < sum(sent) for num_bytes in sent)
+
+
+def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tuple[str, LocalShard]]:
+    """What a rank of four holds: two pipeline stages of two ranks, which are tensor- or expert-parallel, or replicas.
+
+    `tp`, `ep`: 2 if the ranks of a stage share the layers, or the experts; 1 if they are replicas there.
+    """
+    stage, inner = divmod(dist.get_rank(), 2)
+    items = []
+    for name, tensor in checkpoint.items():
+        is_first = name in ("embed.weight",) or name.startswith(ATTN)
+        if is_first != (stage == 0):
+            continue
+        shard = {"global_shape": tuple(tensor.shape)}
+        expert = re.match(rf"{MLP}\.experts\.(\d+)", name)
+        dim = 1 if "o_proj" in name else 0
+        if expert and ep == 2:
+            if int(expert[1]) // (EXPERTS // 2) != inner:
+                continue
+        elif tensor.dim() and tp == 2 and not name.startswith("norm"):
+            shard |= {"dim": dim, "rank": inner, "size": 2}
+            tensor = tensor.chunk(2, dim)[inner]
+        else:
+            shard |= {"replica": inner, "num_replicas": 2}
+        items.append((name, LocalShard(tensor=tensor, **shard)))
+    return items
+
+
+def _send_megatron(tp: int, ep: int, mode: str) -> list[tuple[bool, int]]:
+    engines = engines_of(1, 4)
+    updater = WeightUpdater(engines, bucket_bytes=300, dtype=torch.bfloat16)
+    told = []
+    for version in range(2):
+        checkpoint = tensors(version)
+        stats = updater.update(as_mode(megatron(checkpoint, tp, ep), mode), version)
+        for engine in engines:
+            assert holds(engine, {name: tensor.bfloat16() for name, tensor in checkpoint.items()})
+        told.append((stats.verified, stats.num_bytes))
+    updater.close()
+    return told
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (1, 2), (1, 1)])
+def test_local_shards_of_stages_and_experts(tp, ep, mode):
+    ranks = run_ranks(_send_megatron, 4, tp, ep, mode)
+    for update in zip(*ranks, strict=True):
+        assert all(verified for verified, _ in update)
+        assert sum(num_bytes for _, num_bytes in update) == 2 * sum(tensor.numel() for tensor in tensors().values())
+
+
+def _fsdp2(mode: str) -> bool:
+    from torch.distributed.fsdp import fully_shard
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.o_proj = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
+            self.k_proj, self.v_proj = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(8, 2, bias=False)
+
+        def forward(self, x):
+            return self.o_proj(self.q_proj(x)) + (self.k_proj(x) * self.v_proj(x)).sum()
+
+    torch.manual_seed(0)
+    model = Attention()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engines = engines_of(2)
+    updater = WeightUpdater(engines, bucket_bytes=200)
+    rest = {name: tensor for name, tensor in tensors().items() if not name.startswith(ATTN)}
+    for version in range(3):
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        named = [(f"{ATTN}.{name}", parameter) for name, parameter in model.named_parameters()]
+        assert updater.update(as_mode([*named, *rest.items()], mode), version).verified
+        full = {name: parameter.full_tensor().detach() for name, parameter in named}
+        for engine in engines:
+            assert holds(engine, rest | full)
+    updater.close()
+    return True
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_fsdp2_model_is_sent_as_it_trains(mode):
+    assert run_ranks(_fsdp2, 2, mode) == [True, True]
+
+
+def _subgroup() -> bool | None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    engines = [ToyEngine(2)] if dist.get_rank() == 1 else []
+    updater = WeightUpdater(engines, process_group=group, bucket_bytes=300)
+    items = [(n, distribute_tensor(t, mesh, [Shard(0)]) if t.dim() else t) for n, t in tensors().items()]
+    updater.update(items, 1)
+    updater.close()
+    return all(holds(engine, tensors()) for engine in engines)
+
+
+def test_some_ranks_of_a_larger_job_can_update():
+    assert run_ranks(_subgroup, 3) == [None, True, True]
+
+
+def outcome(updater: WeightUpdater, items) -> str:
+    try:
+        stats = updater.update(items, "bad")
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"fenced {stats.fenced}"
+
+
+def _bad(kind: str, bad_rank: int, mode: str) -> list[str]:
+    engines = engines_of(2)
+    updater = WeightUpdater(engines, bucket_bytes=300)
+    good = sharded(tensors(0), "rows")
+    updater.update(good.items(), "good")
+    items = dict(good)
+    name = f"{ATTN}.k_proj.weight"
+    if dist.get_rank() == bad_rank:
+        local = good[name].to_local()
+        part = {"tensor": local.clone(), "global_shape": (2, 8), "dim": 0, "rank": bad_rank, "size": 2}
+        if kind == "nan":
+            part["tensor"][0, 0] = float("nan")
+            items[name] = LocalShard(**part)
+        elif kind == "dtype":
+            items[name] = LocalShard(**part | {"tensor": local.bfloat16()})
+        elif kind == "shape":
+            items[name] = LocalShard(**part | {"global_shape": (2, 9), "tensor": torch.zeros(1, 9)})
+        elif kind == "overlap":
+            items[name] = LocalShard(**part | {"rank": 1 - bad_rank})
+        elif kind == "twice":
+            items = [*items.items(), (name, good[name])]
+        elif kind == "missing part":
+            del items[name]
+        elif kind == "empty":
+            items = {}
+    given = list(items.items() if isinstance(items, dict) else items)
+
+    def raising():
+        yield from given[:7]
+        raise KeyError("lost")
+
+    stream = raising() if kind == "raises" and dist.get_rank() == bad_rank else iter(given)
+    told = outcome(updater, given if mode == "complete" else stream)
+    is_checked_before = mode == "complete" and kind != "nan"  # values are looked at as they are sent
+    if engines and is_checked_before:
+        assert holds(engines[0], tensors(0)), "changed although all was checked before"
+    if engines:
+        told = [told, engines[0].version, str(engines[0].paused)]
+        assert told[1:] == ["good", "None"] or (told[1:] == ["good", "abort"] and not is_checked_before)
+    updater.update(sharded(tensors(1), "rows").items(), "again")
+    assert all(holds(engine, tensors(1)) and engine.version == "again" for engine in engines)
+    updater.close()
+    return told if isinstance(told, str) else told[0]
+
+
+K = f"'{ATTN}.k_proj.weight'".replace(".", r"\.")
+BAD = {
+    "nan": (rf"ValueError: .*infinite or not a number: {K}", rf"rank {{bad}} of 2: ValueError: .*not a number: {K}"),
+    "dtype": (rf"trainer ranks disagree about {K}", rf"trainer ranks disagree about {K}"),
+    "shape": (rf"(disagree about|load_weights failed at source) {K}", rf"(disagree about|failed at source) {K}"),
+    "overlap": (rf"{K} has 16 elements, .* some twice", rf"{K} has 16 elements, .* some twice"),
+    "twice": (rf"ValueError: tensor {K} came twice", rf"rank {{bad}} of 2: ValueError: tensor {K} came twice"),
+    "missing part": (rf"{K} has 16 elements, the trainer ranks send 8", rf"{K} has 16 elements, .* send 8"),
+    "empty": ("ValueError: .*empty iterable", "rank {bad} of 2: ValueError: .*empty iterable"),
+    "raises": ("KeyError: 'lost'", "rank {bad} of 2: KeyError: 'lost'"),
+}
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(("kind", "mode"), [*((k, m) for k in BAD for m in MODES if (k, m) != ("raises", "complete"))])
+def test_what_one_rank_does_wrong_is_told_on_all(kind, mode, bad_rank):
+    told = run_ranks(_bad, 2, kind, bad_rank, mode, timeout_s=60)
+    own, others = BAD[kind]
+    assert re.search(own, told[bad_rank]), told
+    assert re.search(others.replace("{bad}", str(bad_rank)), told[1 - bad_rank]), told
