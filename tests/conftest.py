@@ -30,7 +30,7 @@ def quiet():
 
 @pytest.fixture(scope="session")
 def make_config(tmp_path_factory):
-    """A small configuration of the demo: 8 prompts with 8 responses, two optimizer steps for each batch."""
+    """A small configuration of the demo: 8 prompts with 8 responses."""
     folder = tmp_path_factory.mktemp("assets")
     assets = write_assets(folder)
     (folder / "rewards.py").write_text(_REWARDS)
@@ -38,9 +38,9 @@ def make_config(tmp_path_factory):
         f"reward.function={folder / 'rewards.py'}:right_digits",
         "data.train_batch_size=8",
         "rollout.n=8",
-        "actor.ppo_mini_batch_size=4",
         "trainer.total_steps=8",
         "trainer.save_freq=4",
+        "trainer.max_ckpt_to_keep=3",
         "trainer.test_freq=4",
         "warmup.max_steps=20",
         "warmup.test_freq=20",

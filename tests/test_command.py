@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from tidemill_trainer.demo import write_assets
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -21,11 +23,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.sglang, pytest.mark
 _SMALL = (
     "data.train_batch_size=8",
     "rollout.n=4",
-    "actor.ppo_mini_batch_size=8",
     "warmup.max_steps=0",
     "trainer.test_freq=0",
     "trainer.val_before_train=false",
 )
+_REWARDS = """
+def right_digits(data_source, solution_str, ground_truth, extra_info):
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+"""
+_TIMES = ("timing_s/", "perf/time_per_step", "perf/throughput", "weight_update/seconds", "weight_update/gb_per_s")
 # Made once for all runs of a user, by libraries that SGLang imports.
 _CACHES = {f"torchinductor_{getpass.getuser()}", getpass.getuser()}
 
@@ -148,6 +154,33 @@ def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
     assert sorted(_steps(run)) == list(range(1, done + 3))
 
 
+def test_fresh_processes_continue_bit_for_bit(start, recipe):
+    """8 steps equal 4 steps, and 4 more of processes that knew nothing of the first ones but the checkpoint."""
+    rewards = _run_dir(recipe).parent / "rewards.py"
+    rewards.write_text(_REWARDS)  # the model is not warmed up: exact matches would be too rare to learn anything
+    args = [*recipe, f"reward.function={rewards}:right_digits", "actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
+    whole, halves = _run_dir(recipe) / "whole", _run_dir(recipe) / "halves"
+    for command in (
+        ["trainer.name=whole", "trainer.total_steps=8"],
+        ["trainer.name=halves", "trainer.total_steps=4"],
+        ["trainer.name=halves", "trainer.total_steps=8", "--resume"],
+    ):
+        assert start(*args, *command).end(timeout_s=240) == 0
+    expected, steps = _steps(whole), _steps(halves)
+    assert sorted(steps) == sorted(expected) == list(range(1, 9))
+    for step, row in expected.items():
+        assert row["actor/grad_norm"] > 0
+        for name, value in row.items():
+            if not name.startswith(_TIMES):
+                assert steps[step][name] == value, (step, name)
+    weights = [
+        load_file(run / "checkpoints" / "step_000008" / "huggingface" / "model.safetensors") for run in (whole, halves)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name
+
+
 @pytest.mark.parametrize(
     ("victim", "message"),
     [("sglang::scheduler", "rollout"), ("ray::ActorWorker", "rank 0 of group 'actor'|rank 1 of group 'actor'")],
@@ -196,7 +229,7 @@ def _check_one_error(command: Command, message: str) -> None:
 
 
 def test_shuffled_rewards_do_not_learn(start, tmp_path):
-    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=30", "trainer.test_freq=30"]
+    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=60", "trainer.test_freq=60"]
     accuracy = {}
     for name, flags in (("real", []), ("shuffled", ["--shuffle-rewards"])):
         command = start(*common, f"trainer.name={name}", *flags)
@@ -213,7 +246,11 @@ def test_the_demo_reaches_its_goal(start, tmp_path):
     command = start("demo", f"trainer.run_dir={tmp_path}", "trainer.name=demo")
     command.wait_for(r"rl +1 ")
     assert command.end(timeout_s=600) == 0
+    steps = _steps(tmp_path / "demo")
     before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])
     assert 0.2 <= before <= 0.6
     assert after >= 0.9
+    assert abs(steps[1]["actor/ppo_kl"]) < 1e-6  # the first step is on policy
+    assert steps[1]["actor/pg_clipfrac"] == 0.0
+    assert all(row["rollout/log_prob_abs_diff/mean"] < 1e-4 for row in steps.values())
     assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,14 +22,14 @@ _TIMES = ("timing_s/", "perf/time_per_step", "perf/throughput", "weight_update/s
 
 @pytest.fixture(scope="session")
 def train_in(cluster, make_config, quiet):
-    """Trains in a folder, from whatever checkpoint is there."""
+    """Trains in a folder, from the checkpoint that is there or else after a warm-up of the weights the cluster has."""
 
-    def train(path, *overrides):
+    def train(path, *overrides, progress=quiet):
         config = make_config(*overrides)
         inputs = load_inputs(config, quiet)
         assert inputs.val is not None
         run = RunDir(path)
-        result = Trainer(config, cluster, replace(inputs, val=inputs.val[:64]), run, quiet).fit()
+        result = Trainer(config, cluster, replace(inputs, val=inputs.val[:64]), run, progress).fit()
         return run, result
 
     return train
@@ -37,6 +38,14 @@ def train_in(cluster, make_config, quiet):
 @pytest.fixture(scope="session")
 def eight_steps(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("eight"))
+
+
+@pytest.fixture
+def warmed_up(eight_steps, tmp_path):
+    """A folder with the checkpoint from which `eight_steps` started after its warm-up."""
+    run, _ = eight_steps
+    shutil.copytree(run.checkpoints / "step_000000", tmp_path / "checkpoints" / "step_000000")
+    return tmp_path
 
 
 def _steps(run):
@@ -76,12 +85,18 @@ def test_metrics_have_their_names_and_are_finite(eight_steps):
     assert row["prompt_length/mean"] == 6.0  # "12+34="
 
 
-def test_the_first_optimizer_step_is_on_policy(train_in, tmp_path):
-    run, _ = train_in(tmp_path, "actor.ppo_mini_batch_size=8", "trainer.total_steps=1", "warmup.max_steps=0")
+def test_one_optimizer_step_per_batch_is_on_policy(eight_steps):
+    for row in _steps(eight_steps[0]).values():
+        assert row["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+        assert row["actor/pg_clipfrac"] == 0.0
+
+
+def test_mini_batches_are_optimizer_steps(train_in, warmed_up, make_config):
+    run, _ = train_in(warmed_up, "actor.ppo_mini_batch_size=4", "trainer.total_steps=1")
     row = _steps(run)[1]
-    assert row["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
-    assert row["actor/pg_clipfrac"] == 0.0
-    assert row["actor/grad_norm"] > 0
+    optimizer = make_config().optimizer
+    assert row["actor/lr"] == pytest.approx(optimizer.lr * 1.5 / optimizer.lr_warmup_steps)  # the mean of two steps
+    assert abs(row["actor/ppo_kl"]) > 1e-6  # the second is not on policy any more
 
 
 def test_the_checkpoint_loads_in_transformers_and_answers_as_the_engine_did(eight_steps, make_config):
@@ -115,9 +130,28 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
         assert torch.equal(weights[1][name], value), name
 
 
-def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, make_config, tmp_path):
-    function = make_config().reward.function.replace(":right_digits", ":broken")
-    run, result = train_in(tmp_path, f"reward.function={function}", "trainer.total_steps=1", "warmup.max_steps=0")
+def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, warmed_up, make_config):
+    run, result = train_in(warmed_up, _broken(make_config), "trainer.total_steps=1")
     assert result.steps == 1
     assert _steps(run)[1]["reward/num_errors"] == 64
     assert _steps(run)[1]["actor/grad_norm"] == 0.0
+
+
+class _Crash(Progress):
+    """Ends the run when it reports the failed rewards of a step, just before that step's metrics are written."""
+
+    def warn(self, text):
+        raise KeyboardInterrupt
+
+
+def test_a_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, make_config, quiet):
+    overrides = [_broken(make_config), "trainer.save_freq=1", "trainer.test_freq=0", "trainer.total_steps=2"]
+    with pytest.raises(KeyboardInterrupt):
+        train_in(warmed_up, *overrides, progress=_Crash(quiet.console))
+    run, _ = train_in(warmed_up, *overrides)
+    assert sorted(_steps(run)) == [1, 2]
+    assert {row["step"] for row in run.read_rollouts()} == {1, 2}
+
+
+def _broken(make_config):
+    return f"reward.function={make_config().reward.function.replace(':right_digits', ':broken')}"
