@@ -38,6 +38,7 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("actor.ppo_mini_batch_size=-4", r"ppo_mini_batch_size must be at least 1; got -4"),
         ("actor.ppo_mini_batch_size=65", r"65 is more than the 64 prompts of data\.train_batch_size"),
         ("trainer.max_ckpt_to_keep=0", r"max_ckpt_to_keep must be at least 1"),
+        ("reward.timeout_s=0", r"timeout_s must be above 0 seconds; got 0"),
         ("trainer.seed=-1", r"seed must be 0 or more; got -1"),
         ("engine.max_token_len_per_gpu=100", r"is 1024, more than a micro-batch may hold"),
         ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy needs data\.val_files"),

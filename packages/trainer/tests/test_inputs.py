@@ -86,6 +86,15 @@ def test_a_demo_does_not_write_into_an_old_run(tmp_path, capfd, monkeypatch):
     assert list((tmp_path / "old").iterdir()) == []
 
 
+def test_a_demo_that_cannot_write_says_so(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "file").touch()
+    assert main(["demo", f"trainer.run_dir={tmp_path / 'file'}"]) == 1
+    err = capfd.readouterr().err
+    assert "error: [Errno 20] Not a directory: " in err
+    assert "Traceback" not in err
+
+
 def test_help_lists_the_options(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--help"])

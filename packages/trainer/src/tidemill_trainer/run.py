@@ -40,7 +40,7 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
         with progress.waiting("making a tiny Qwen3 and its problems"):
             assets = write_assets(folder / "assets", config.trainer.seed)
         config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # a full disk, for example
         progress.fail(str(error))
         return 1
     return _run(config, "demo", progress, resume=False)
