@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ class Line:
     shards: tuple[tuple[Shard, ...], ...]
     memories: tuple[DeviceMemory, ...]
     first_digest: int
+
+
+def joined(lines: Sequence[Line]) -> Line:
+    """Lines whose pieces stay where they are, as one; the digests are those of none of them."""
+    sources: dict[SourceSpec, list[Shard]] = {}
+    memories: list[DeviceMemory] = []
+    for line in lines:
+        for source, shards in zip(line.sources, line.shards, strict=True):
+            places = [replace(shard, memory=shard.memory + len(memories)) for shard in shards]
+            sources.setdefault(source, []).extend(places)
+        memories += line.memories
+    shards = tuple(tuple(places) for places in sources.values())
+    return Line(sources=tuple(sources), shards=shards, memories=tuple(memories), first_digest=0)
 
 
 def line_to_json(line: Line) -> bytes:

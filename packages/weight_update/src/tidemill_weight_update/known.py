@@ -20,7 +20,8 @@ class Known:
         self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
         self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
         self._forms = [_form(tensor) for _, tensor in items]
-        self._is_plain = not any(isinstance(tensor, LocalShard) or is_dtensor(tensor) for _, tensor in items)
+        kinds = {"dtensor" if is_dtensor(t) else "plain" for _, t in items if isinstance(t, Tensor)}
+        self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def hold(self, pieces: Sequence[Held]) -> bool:
         """Whether all pieces lie where the tensors lie, and none was made for the purpose."""
@@ -44,8 +45,11 @@ class Known:
         ] == self._forms
 
     def _addresses_of(self, parameters: Sequence[nn.Parameter | None]) -> list[int]:
-        if self._is_plain:  # spares a call for each
+        # Without a function of ours for each: there may be thousands.
+        if self._kind == "plain":
             return list(map(nn.Parameter.data_ptr, parameters))  # type: ignore[arg-type]
+        if self._kind == "dtensor":  # what `to_local` returns while no gradients are recorded
+            return [parameter._local_tensor.data_ptr() for parameter in parameters]  # type: ignore[union-attr]
         return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
 
 

@@ -25,7 +25,7 @@ class Manifest:
         sources: each tensor once, in order of arrival.
         names: sorted.
         numel: of each name, at least 1, int64 [num_names].
-        where: for each line, the index in `names` of each of its sources.
+        num_in_place: lines whose pieces are read where they are.
 
     Raises:
         ValueError: trainer ranks disagree about a tensor, or do not send each of its elements exactly once.
@@ -35,17 +35,21 @@ class Manifest:
         self.keys = tuple(keys)
         self.sources = _checked_sources(lines)
         self.names = sorted(source.name for source in self.sources)
-        index = {name: i for i, name in enumerate(self.names)}
-        self.where = [np.array([index[source.name] for source in line.sources], dtype=np.int64) for line in lines]
+        self.num_in_place = sum(bool(line.memories) for line in lines)
         self.numel = np.ones(len(self.names), dtype=np.int64)
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self._where: dict[int, tuple[Line, NDArray[np.int64]]] = {}
         for source in self.sources:
-            self.numel[index[source.name]] = max(1, Box.whole(source.shape).numel)
+            self.numel[self._index[source.name]] = max(1, Box.whole(source.shape).numel)
 
-    def sum(self, values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    def sum(self, lines: Sequence[Line], values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Adds up values of the lines' sources, one array for each line, by name: int64 [num_names]."""
         total = np.zeros(len(self.names), dtype=np.int64)
-        for where, line_values in zip(self.where, values, strict=True):
-            total[where] += line_values  # a line has each source once
+        for line, line_values in zip(lines, values, strict=True):
+            if id(line) not in self._where:  # kept with the line, so that no other has its id
+                where = np.array([self._index[source.name] for source in line.sources], dtype=np.int64)
+                self._where[id(line)] = line, where
+            total[self._where[id(line)][1]] += line_values  # a line has each source once
         return total
 
 

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+_SHORT = 4096
+"""Bytes that are sent at once, their number included."""
+
 
 class Ranks:
     """The ranks that call `update` together: those of `process_group`, or this process alone.
@@ -68,8 +71,27 @@ class Ranks:
             raise RuntimeError(f"the ranks disagree about this update; all must pass the same. {told}")
 
     def from_first(self, text: str) -> str:
-        """The text of rank 0, on all ranks."""
-        return text if self.size == 1 else self._gather_texts(text if self.rank == 0 else "")[0]
+        """The text of rank 0, on all ranks; in one message if it is short."""
+        if self.size == 1:
+            return text
+        data = text.encode()
+        head = torch.zeros(_SHORT, dtype=torch.uint8)
+        if self.rank == 0:
+            start = len(data).to_bytes(8, "little") + data[: _SHORT - 8]
+            head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        received = self._broadcast(head)
+        size = int.from_bytes(received[:8], "little")
+        if size <= _SHORT - 8:
+            return received[8 : 8 + size].decode()
+        tail = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == 0:
+            tail[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._broadcast(tail).decode()
+
+    def _broadcast(self, data: torch.Tensor) -> bytes:
+        data = data.to(self._device)
+        dist.broadcast(data, self.owner, group=self._group)
+        return data.cpu().numpy().tobytes()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)

@@ -10,7 +10,7 @@ from tidemill_weight_update.engine_link import EngineLinks
 from tidemill_weight_update.group_link import LinkAddress
 from tidemill_weight_update.handle import Memory
 from tidemill_weight_update.incoming import Incoming
-from tidemill_weight_update.journal import Line, line_from_json, list_from_json, memory_from_json
+from tidemill_weight_update.journal import Line, joined, line_from_json, list_from_json, memory_from_json
 from tidemill_weight_update.mailbox import MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.manifest import LineKey, Manifest
 from tidemill_weight_update.mapped import MappedMemories
@@ -54,8 +54,10 @@ class Receiver:
         self._mailboxes: dict[str, Channel] = {}
         self._parsed: dict[LineKey, Line] = {}
         self._incoming: dict[LineKey, Incoming] = {}
+        self._joined: dict[tuple[LineKey, ...], Incoming] = {}
         self._manifest: Manifest | None = None
-        self._layout = _layout(model)
+        self._modules = list(model.modules())
+        self._layout = self._find_parameters()
 
     def handle(self, request: Request) -> None:
         """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
@@ -111,21 +113,42 @@ class Receiver:
             self._incoming[key] = Incoming(line, plan, parameters, self.device)
         return self._incoming[key]
 
+    def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming:
+        """The copies of lines whose pieces stay where they are, as one.
+
+        The parts of a tensor that lie on several GPUs are then copied at about the same time, and no GPU has to serve
+        all others at once.
+        """
+        if len(keys) == 1:
+            return self.incoming(*keys[0])
+        if keys not in self._joined:
+            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            line = joined([self.line(*key) for key in keys])
+            self._joined[keys] = Incoming(line, self.recorder.plan, parameters, self.device)
+        return self._joined[keys]
+
     def drop_incoming(self) -> None:
         """Forgets all copies: the plan has changed."""
         self._incoming.clear()
+        self._joined.clear()
 
     def arena(self, box: Channel, place: Place) -> Memory:
         return memory_from_json(box.read_journal(place))
 
     def _follow_model(self) -> None:
         """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
-        layout = _layout(self.model)
+        layout = self._find_parameters()
         if layout != self._layout:
             self._layout = layout
             self.recorder = Recorder(self.model)
             self.checked = None
             self.drop_incoming()
+
+    def _find_parameters(self) -> list[tuple[object, ...]]:
+        """Where the parameters are."""
+        # Their registries are read directly: `named_parameters` takes milliseconds for a large model.
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
 
     def _open(self, path: str, timeout_s: float) -> Channel:
         if path in self._mailboxes and not self._mailboxes[path].is_current():
@@ -139,10 +162,6 @@ class Receiver:
         box = self._mailboxes.pop(path)
         self._parsed = {key: line for key, line in self._parsed.items() if key[0] is not box}
         self._incoming = {key: line for key, line in self._incoming.items() if key[0] is not box}
+        self._joined.clear()
         self._manifest = None
         box.close()
-
-
-def _layout(model: nn.Module) -> list[tuple[object, ...]]:
-    """Where the parameters are."""
-    return [(name, p.data_ptr(), p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.channel import Channel, Place
+from tidemill_weight_update.handle import Memory
 from tidemill_weight_update.incoming import Incoming
 from tidemill_weight_update.mailbox import ATTACHED, CHECKED, COPIED, LOADED
 from tidemill_weight_update.manifest import LineKey, Manifest
@@ -37,7 +38,8 @@ class Turn:
         self._check_trainer = partial(_check_trainer, boxes, request.sequence)
         self.peers = Peers(boxes[0], request, rank, self._check_trainer)
         self.changed = False
-        self._came: list[tuple[LineKey, Incoming]] = []
+        self._came: list[tuple[tuple[LineKey, ...], Incoming]] = []
+        self._num_in_place = 0
         self._staging: dict[str, Tensor] = {}
         self._stages = Stages()
 
@@ -99,7 +101,9 @@ class Turn:
             self._check_dtypes()
             receiver.checked = manifest
         self._check_coverage()
-        counts = manifest.sum([receiver.incoming(*key).counts for key in keys])
+        self._num_in_place = manifest.num_in_place
+        incoming = [receiver.incoming(*key) for key in keys]
+        counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
         self.peers.share_totals(np.zeros_like(counts), counts)
         return manifest
 
@@ -139,40 +143,51 @@ class Turn:
                     ready[index] = announced
                 elif self._boxes[index].num_buckets(self._request.sequence) == bucket:
                     del pending[index]
+            in_place = tuple((self._boxes[index], place) for index, (place, arena) in ready.items() if arena is None)
+            if 0 < len(in_place) < self._num_in_place:  # what stays where it is waits for the others that do
+                ready = {index: announced for index, announced in ready.items() if announced[1] is not None}
+                in_place = ()
             if not ready:
                 with self._stages("wait"):
                     wait.pause()
                 continue
             with self._stages("copy"):
-                for index, announced in ready.items():
-                    self._copy_bucket(self._boxes[index], pending[index], *announced)
+                if in_place:
+                    self._run(in_place, self._receiver.incoming_of_all(in_place), None)
+                for index, (place, arena) in ready.items():
+                    if arena is not None:
+                        self._copy_bucket(self._boxes[index], pending[index], place, arena)
                 self._synchronize()
             for index in ready:
                 pending[index] += 1
                 self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
             wait.progress()
 
-    def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place | None) -> None:
+    def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place) -> None:
         receiver = self._receiver
         if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
             receiver.drop_incoming()
         incoming = receiver.incoming(box, place)
-        for source in incoming.staged:
-            if source.name not in self._staging:
-                self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=receiver.device)
-        self.changed = True
-        receiver.recorder.write_fills()
-        memory = None if arena is None else receiver.arena(box, arena)
-        if box.inlet is not None and memory is not None:
+        memory: Memory | Tensor = receiver.arena(box, arena)
+        if box.inlet is not None:
             at = self._request.sequence, self.peers.row, bucket, place
             memory = box.inlet.take(*at, memory, self._check_trainer)
-        incoming.run(memory, receiver.memories, self._staging)
-        self._came.append(((box, place), incoming))
+        self._run(((box, place),), incoming, memory)
+
+    def _run(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
+        for source in incoming.staged:
+            if source.name not in self._staging:
+                staged = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
+                self._staging[source.name] = staged
+        self.changed = True
+        self._receiver.recorder.write_fills()
+        incoming.run(memory, self._receiver.memories, self._staging)
+        self._came.append((keys, incoming))
 
     def _check_what_came(self) -> Manifest:
         """What `_prepare` checks, for an update whose tensors were not known before."""
         recorder = self._receiver.recorder
-        manifest = self._receiver.manifest([key for key, _ in self._came])
+        manifest = self._receiver.manifest([key for keys, _ in self._came for key in keys])
         # Without what came only with earlier updates, unless that keeps its values.
         recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
@@ -188,9 +203,10 @@ class Turn:
 
     def _compare(self, manifest: Manifest) -> int:
         """Compares with the other ranks and the trainer; see `_verify`."""
-        came = dict(self._came)
-        copied = [came[key].digests.cpu().numpy() for key in manifest.keys]
-        self.peers.share_totals(manifest.sum(copied), manifest.sum([came[key].counts for key in manifest.keys]))
+        lines = [incoming.line for _, incoming in self._came]
+        digests = [incoming.digests.cpu().numpy() for _, incoming in self._came]
+        counts = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        self.peers.share_totals(manifest.sum(lines, digests), counts)
         self.peers.report(COPIED)
         self.peers.wait(COPIED)
         if not self._request.complete:
@@ -206,8 +222,10 @@ class Turn:
         Raises:
             RuntimeError: a tensor arrived with other values than it was sent with.
         """
-        lines = [(box, self._receiver.line(box, place)) for box, place in manifest.keys]
-        sent = manifest.sum([box.sent(line.first_digest, len(line.sources)) for box, line in lines])
+        lines = [self._receiver.line(*key) for key in manifest.keys]
+        boxes = [box for box, _ in manifest.keys]
+        own = [box.sent(line.first_digest, len(line.sources)) for box, line in zip(boxes, lines, strict=True)]
+        sent = manifest.sum(lines, own)
         digests, counts = self.peers.sum_totals(len(manifest.names))
         comparable = counts % manifest.numel == 0
         wrong = comparable & (digests != sent * (counts // manifest.numel))
