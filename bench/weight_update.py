@@ -13,6 +13,7 @@ Needs tidemill_weight_update and SGLang; the cases with GPUs need as many as the
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ LIMIT_S = 570.0
 def main() -> int:
     """Returns 0 if everything was measured and arrived as it should, whether the ratios were reached or not."""
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end the ranks
     effort = Effort(repeats=args.repeats, max_s=args.max_s, only=tuple(args.only))
     reports = []
     end = time.monotonic() + args.limit_s

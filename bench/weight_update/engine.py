@@ -1,9 +1,7 @@
 """A stock SGLang engine, as the benchmark launches and calls it."""
 
 import asyncio
-import contextlib
 import json
-import os
 import pickle
 from collections.abc import Coroutine
 from pathlib import Path
@@ -66,6 +64,11 @@ class BenchEngine:
         return self.engine.loop.run_until_complete(asyncio.wait_for(coroutine, CALL_TIMEOUT_S))
 
     @property
+    def left_over(self) -> str:
+        """A file in /dev/shm that SGLang leaves behind."""
+        return self.manager.load_snapshot_reader.path
+
+    @property
     def weight_version(self) -> str:
         return self.manager.config_value("weight_version")
 
@@ -96,10 +99,7 @@ class BenchEngine:
         return [json.loads(Path(self._folder, f"answer{rank}.json").read_text()) for rank in range(self._tp_size)]
 
     def shut_down(self) -> None:
-        left_over = self.manager.load_snapshot_reader.path  # SGLang leaves it in /dev/shm
         self.engine.shutdown()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(left_over)
 
 
 class _Empty:

@@ -73,6 +73,7 @@ def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> 
             tell("patience", ENGINE_START_S)
             engine = BenchEngine(case, folder)
             stack.callback(engine.shut_down)
+            tell("file", engine.left_over)
             tell("fact", {"engine_start_s": time.perf_counter() - started})
             tell("fact", _versions(case))
         weights = weights_of(case.config)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 Tell = Callable[[str, Any], None]
@@ -33,7 +34,7 @@ def run_ranks(
 
     Args:
         silence_s: when no rank has told anything for so long, all are ended. A message of the kind "patience" sets the
-            limit until the next message; one of the kind "alive" says only that.
+            limit until the next message; one of the kind "alive" says only that; "file" names one to remove in the end.
         limit_s: when this is over, all are ended, whatever they do.
 
     Raises:
@@ -42,6 +43,14 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tm-bench-") as folder:
         processes, connections = [], []
+        files: list[str] = []
+
+        def take(kind: str, value: Any) -> None:
+            if kind == "file":
+                files.append(value)
+            elif kind not in ("done", "failed", "patience", "alive"):
+                on_message(kind, value)
+
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
@@ -50,7 +59,7 @@ def run_ranks(
                 sender.close()
                 processes.append(process)
                 connections.append(receiver)
-            _listen(connections, [process.pid for process in processes], on_message, silence_s, limit_s)
+            _listen(connections, [process.pid for process in processes], take, silence_s, limit_s)
         finally:
             # Each rank leads a process group, in which its engine's processes are, too.
             for process in processes:
@@ -58,6 +67,8 @@ def run_ranks(
                     os.killpg(process.pid, signal.SIGKILL)
             for process in processes:
                 process.join()
+            for path in files:
+                Path(path).unlink(missing_ok=True)
 
 
 def _listen(
@@ -90,8 +101,7 @@ def _listen(
                 deadline = min(deadline, time.monotonic() + 5)  # the others may have something to say about it
             elif not failures:
                 deadline = time.monotonic() + (value if kind == "patience" else silence_s)
-            if kind not in ("done", "failed", "patience", "alive"):
-                on_message(kind, value)
+            on_message(kind, value)
         now = time.monotonic()
         if now > min(deadline, limit):
             if not failures:
