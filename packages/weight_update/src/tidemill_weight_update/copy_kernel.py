@@ -55,13 +55,28 @@ def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UN
     return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
 
 
+@triton.constexpr_function
+def _repeat(packed):
+    """A 1 in each lane of a number."""
+    return {1: 1, 2: 0x10001, 4: 0x1010101}[packed]
+
+
 @triton.jit
-def _count(marks, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """The sum of all lanes of `marks`, uint32 [R, C]."""
-    number = marks & ((1 << BITS) - 1) if PACKED > 1 else marks
+def _carries(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
+    """Numbers whose elements have their highest bit set if all bits NON_FINITE of the element are set, only then.
+
+    Adding the lowest of these bits carries into the highest. What the other bits hold means nothing.
+    """
+    return (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
+
+
+@triton.jit
+def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
+    bits = (found >> (BITS - 1)) & 1
     for lane in tl.static_range(1, PACKED):
-        number += (marks >> (BITS * lane)) & ((1 << BITS) - 1)
-    return tl.sum(number.to(tl.int32))
+        bits += (found >> (BITS * (lane + 1) - 1)) & 1
+    return tl.sum(bits.to(tl.int32))
 
 
 @triton.jit
@@ -111,7 +126,7 @@ def copy_tiles(
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
     total = tl.zeros((), tl.int64)
-    marks = tl.zeros((R, C), tl.uint32)  # elements found not finite, counted in the lanes that they are in
+    seen = tl.zeros((R, C), tl.uint32)
     for step in range(STEPS):
         if R == 1:
             row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
@@ -138,16 +153,41 @@ def copy_tiles(
             position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
             total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         if NON_FINITE:
-            # Adding the lowest of its bits carries into the element's highest bit if all of them are set, only then.
-            REPEAT: tl.constexpr = 1 if PACKED == 1 else (0x10001 if PACKED == 2 else 0x1010101)
-            MASK: tl.constexpr = NON_FINITE * REPEAT
-            found = ((sent & MASK) + (NON_FINITE & -NON_FINITE) * REPEAT) & (1 << (BITS - 1)) * REPEAT
+            found = _carries(sent, BITS, PACKED, NON_FINITE)
             if HALVES:
                 odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
                 found = tl.where(odd, found, 0)
-            marks += (found >> (BITS - 1)) & REPEAT
+            if STEPS > 1:
+                seen |= found
+            else:
+                seen = found
     if DIGEST:
         tl.atomic_add(digests + tensor, total, sem="relaxed")
-    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
-        if tl.max(marks) != 0:
-            tl.atomic_add(non_finite + tensor, _count(marks, BITS, PACKED), sem="relaxed")
+    if NON_FINITE:
+        HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
+        if tl.max(seen & HIGHEST) != 0:
+            if STEPS > 1:
+                # Counted exactly by reading again, which is rare.
+                number = tl.zeros((), tl.int32)
+                for step in range(STEPS):
+                    if R == 1:
+                        row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
+                    else:
+                        row0, col0 = (down * STEPS + step).to(tl.int64) * R, across.to(tl.int64) * C
+                    num_cols = tl.maximum(tl.minimum(cols - col0, C), 0).to(tl.int32)
+                    inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
+                    read = source + (src + row0 * src_pitch + col0)
+                    value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
+                    sent = value
+                    if CAST and DIGEST_TARGET:
+                        sent = value.to(DST)
+                    if CAST:
+                        sent = sent.to(SENT, bitcast=True)
+                    found = _carries(sent.to(tl.uint32), BITS, PACKED, NON_FINITE)
+                    if HALVES:
+                        odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
+                        found = tl.where(odd, found, 0)
+                    number += _count(found, BITS, PACKED)
+                tl.atomic_add(non_finite + tensor, number, sem="relaxed")
+            else:
+                tl.atomic_add(non_finite + tensor, _count(seen, BITS, PACKED), sem="relaxed")
