@@ -47,3 +47,6 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     sys.path.remove(str(_LOADERS))
     yield engine
     engine.shutdown()
+    addresses = [value for value in vars(engine.port_args).values() if str(value).startswith("ipc://")]
+    for path in [engine.tokenizer_manager.load_snapshot_reader.path, *(a.removeprefix("ipc://") for a in addresses)]:
+        Path(path).unlink(missing_ok=True)  # SGLang leaves them
