@@ -21,9 +21,10 @@ print(json.dumps([own, [m for m in new if m.split(".")[0] not in known]]))
 
 # What a trainer needs. What an engine needs, and what needs a GPU, comes when it is used.
 SENDER = (
-    *("alignment", "allocation", "arena", "audience", "box", "bucket", "client", "copier", "copy_host", "digest"),
-    *("failure", "fast", "fleet", "gather", "handle", "journal", "known", "mailbox", "modules", "outgoing", "packing"),
-    *("plan", "ranks", "request", "sender", "shards", "source", "stages", "stats", "stock", "table", "updater", "wait"),
+    *("alignment", "allocation", "arena", "audience", "box", "bucket", "channel", "client", "copier", "copy_host"),
+    *("digest", "failure", "fast", "fleet", "gather", "group_link", "handle", "journal", "known", "mailbox", "modules"),
+    *("outgoing", "packing", "plan", "ranks", "request", "sender", "shards", "source", "stages", "stats", "stock"),
+    *("table", "updater", "wait"),
 )
 
 
@@ -52,7 +53,8 @@ def test_the_sglang_clients_do_not_load_sglang():
 
 def test_exports_are_pinned():
     assert tidemill_weight_update.__all__ == [
-        *("BucketHandle", "EngineClient", "LocalShard", "PauseMode", "Request", "UpdateStats", "WeightUpdater"),
+        *("BucketHandle", "EngineClient", "GroupLink", "LocalShard", "PauseMode", "Request", "UpdateStats"),
+        "WeightUpdater",
     ]
     assert tidemill_weight_update.sglang.__all__ == ["HttpEngine", "LocalEngine", "sglang_launch_args"]
     assert all(hasattr(tidemill_weight_update, name) for name in tidemill_weight_update.__all__)

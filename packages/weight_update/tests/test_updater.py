@@ -153,6 +153,24 @@ def test_an_update_that_reaches_no_engine_is_an_error():
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
+@pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
+def test_an_iterator_that_raises_half_way_fences_engines_that_hold_a_mix(error):
+    engine = MemoryEngine()
+    updater = WeightUpdater([engine], bucket_bytes=64)
+
+    def items():
+        yield "t0", torch.zeros(8)
+        yield "t1", torch.zeros(8)
+        yield "t2", torch.zeros(8)
+        raise error
+
+    with pytest.raises(type(error)):
+        updater.update(items(), 1)
+    assert engine.calls == ["load 0 None", "pause abort"]
+    updater.update([("t0", torch.ones(8))], 2)
+    assert (engine.version, engine.calls[-1]) == ("2", "resume")
+
+
 def test_a_prefix_cache_that_is_not_flushed_is_an_error():
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*did not flush its prefix cache: 1 running request"):
         WeightUpdater([MemoryEngine(busy=True)]).update([("a", torch.zeros(1))], 1)

@@ -39,17 +39,32 @@ class Audience:
     def wait(self, num_buckets: int) -> None:
         """Returns when nobody needs the first `num_buckets` buckets any more. Who has failed or ended needs none.
 
+        Rank 0 gives up engine ranks that make no progress, for all trainer ranks; these wait longer than it.
+
         Raises:
-            TimeoutError: an engine made no progress for too long.
+            TimeoutError: an engine made no progress for too long, and rank 0 does not know.
         """
-        wait = Wait(self._timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        is_first = self._own is self._control
+        timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
+        wait = Wait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
         slowest = self._slowest()
         while slowest < num_buckets:
-            wait.pause()
+            try:
+                wait.pause()
+            except TimeoutError:
+                if not is_first:
+                    raise
+                self._give_up(num_buckets)
             now = self._slowest()
             if now != slowest:
                 wait.progress()
             slowest = now
+
+    def _give_up(self, num_buckets: int) -> None:
+        for row in list(self._rows):
+            if self._own.acknowledged(self._sequence, row) < num_buckets:
+                self._control.exclude(self._sequence, row)
+                self._rows.remove(row)
 
     def _slowest(self) -> float:
         return min((self._own.acknowledged(self._sequence, row) for row in self._rows), default=float("inf"))

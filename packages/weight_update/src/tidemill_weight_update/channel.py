@@ -116,6 +116,10 @@ class Channel(Protocol):
 
     # All read.
 
+    def is_at(self, sequence: int) -> bool:
+        """Whether this is the update that goes on; in later ones, other engine ranks may have the same numbers."""
+        ...
+
     def lines(self, sequence: int) -> tuple[bool, Place | None]:
         """Whether the update is open, and the journal line that lists its lines, if there is one."""
         ...

@@ -90,10 +90,14 @@ class Fleet:
         """Asks all engines with our loader to load; the threads end when they have answered."""
         threads = []
         for member in self.members:
-            if member.rows and member.error is None:
-                asked = request(member)
-                threads.append(threading.Thread(target=self._load, args=(member, asked, control), daemon=True))
-                threads[-1].start()
+            if not member.rows:
+                continue
+            asked = request(member)
+            if member.error is not None:
+                self._exclude(member, asked.sequence, control)
+                continue
+            threads.append(threading.Thread(target=self._load, args=(member, asked, control), daemon=True))
+            threads[-1].start()
         return threads
 
     def exclude(self, sequence: int, control: Channel) -> None:
@@ -113,8 +117,11 @@ class Fleet:
             unchanged = all(state in (IDLE, UNCHANGED) for state in states)
             member.fail(str(error) or type(error).__name__, unchanged=unchanged)
         if member.error is not None:
-            for row in member.rows:
-                control.exclude(request.sequence, row)
+            self._exclude(member, request.sequence, control)
+
+    def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
+        for row in member.rows:
+            control.exclude(sequence, row)
 
     def _judge(self, member: Member, sequence: int, control: Channel) -> None:
         states = [control.state(sequence, row) for row in member.rows]
@@ -124,7 +131,8 @@ class Fleet:
                 "because the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
                 "WeightUpdater has no link=GroupLink(...) that leads there"
             )
-        replies = [control.reply(row) for row in member.rows]
+        # What stands there of a rank that has not reported is of an earlier update.
+        replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
         told = [
             f"rank {rank}: {reply.get('error', 'it did not come to the end')}"
             for rank, (state, reply) in enumerate(zip(states, replies, strict=True))
@@ -134,6 +142,12 @@ class Fleet:
             raise RuntimeError("; ".join(told))
         member.replies = replies
         member.unchanged = False
+
+    def abandon(self, why: str) -> None:
+        """The update ends before its end: engines that may have changed something hold what nobody can tell."""
+        for member in self.members:
+            if member.error is None and not member.unchanged:
+                member.fail(why, unchanged=False)
 
     def make_visible(self, version: str) -> None:
         """Makes the version visible on all engines that have loaded everything."""

@@ -225,7 +225,12 @@ class Mailbox:
             raise RuntimeError("the trainer failed while it sent; its own error says why")
         return None if total & _LOW == _LOW else total & _LOW
 
+    def is_at(self, sequence: int) -> bool:
+        return int(self._words[_TOTAL]) >> 32 == sequence
+
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
+        if not self.is_at(sequence):  # another engine has this row now
+            return
         self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:

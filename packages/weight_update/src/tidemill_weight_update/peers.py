@@ -31,8 +31,9 @@ class Peers:
         self.row = request.first_receiver + rank
 
     def report(self, state: int, **reply: Any) -> None:
-        """Makes this rank's state known."""
-        self._control.report(self._sequence, self.row, state, reply)
+        """Makes this rank's state known, unless the trainer has gone on."""
+        if self._control.is_at(self._sequence):
+            self._control.report(self._sequence, self.row, state, reply)
 
     def wait(self, state: int) -> None:
         """Returns when all ranks have come to `state`.
@@ -56,6 +57,7 @@ class Peers:
 
     def share_totals(self, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Leaves this rank's digest and element count of each tensor for the others; announced by the next `report`."""
+        self._check_trainer()
         self._control.write_totals(self.row, digests, counts)
 
     def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

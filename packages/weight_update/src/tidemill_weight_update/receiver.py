@@ -63,12 +63,14 @@ class Receiver:
         """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
 
         Raises:
-            RuntimeError: the trainer's mailboxes cannot be opened, so there is nobody to report to.
+            RuntimeError: nobody waits for a report: the trainer's mailboxes cannot be opened, or are at another update.
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
         self._links.keep(request.mailboxes)
         boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
+        if not boxes[0].is_at(request.sequence):
+            raise RuntimeError(f"the trainer gave up update {request.sequence} before this engine came to it")
         turn = Turn(self, request, boxes, min(self._rank, request.num_receivers - 1))
         try:
             if self._num_ranks != request.num_receivers:
@@ -82,7 +84,7 @@ class Receiver:
             if self.memories.close_unused():
                 for incoming in self._incoming.values():
                     incoming.forget()
-            for box in boxes:
+            for box in [box for box in boxes if box.is_at(request.sequence)]:
                 box.acknowledge(request.sequence, turn.peers.row, FAR)
 
     def manifest(self, keys: Sequence[LineKey]) -> Manifest:

@@ -108,6 +108,7 @@ class StockPath:
         for member in members:
             if member.error is not None:
                 continue
+            member.unchanged = False
             try:
                 member.client.load_bucket(handle)
             except Exception as error:  # noqa: BLE001 - whatever a client raises is its failure

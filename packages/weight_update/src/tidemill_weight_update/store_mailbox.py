@@ -185,6 +185,9 @@ class StoreMailbox:
         head = self.head()
         return head.location == here() and has_ended(head.pid)
 
+    def is_at(self, sequence: int) -> bool:
+        return self.head().sequence == sequence
+
     def lines(self, sequence: int) -> tuple[bool, Place | None]:
         head = self.head()
         is_open = head.sequence == sequence and head.is_open

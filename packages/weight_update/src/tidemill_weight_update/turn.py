@@ -21,6 +21,9 @@ from tidemill_weight_update.wait import Wait
 if TYPE_CHECKING:
     from tidemill_weight_update.receiver import Receiver
 
+_CONVERTED = "it is cast from "
+"""How `traced.rounding` begins to tell that no cast between floating-point dtypes leads to a parameter."""
+
 
 class Turn:
     """What one engine rank does in one update, and what it knows during it.
@@ -108,11 +111,10 @@ class Turn:
         return manifest
 
     def _check_dtypes(self) -> None:
-        recorder = self._receiver.recorder
-        for copy in recorder.plan.copies:
-            dtype = recorder.sources[copy.name].dtype
-            if dtype.is_floating_point != copy.dtype.is_floating_point:
-                raise ValueError(f"{copy.name!r} is sent as {dtype}, the engine's {copy.parameter!r} is {copy.dtype}")
+        """Loading would convert integers to floating-point numbers in silence, and the reverse."""
+        for name, why in self._receiver.recorder.plan.through_loader.items():
+            if why.startswith(_CONVERTED):
+                raise ValueError(f"{name!r} has the wrong dtype: {why}; send it in the dtype of its parameter")
 
     def _check_coverage(self) -> None:
         plan = self._receiver.recorder.plan

@@ -147,6 +147,9 @@ class WeightUpdater:
                     num_buckets, num_tensors, num_bytes = self._stock.send(named_tensors, version, fleet.stock, stages)
             with stages("finish"):
                 fleet.make_visible(version)
+        except BaseException as error:
+            fleet.abandon(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
+            raise
         finally:
             fleet.resume()
             self._remember(fleet)
@@ -215,7 +218,7 @@ class WeightUpdater:
     ) -> tuple[int, int, int]:
         """The fast path: all engines read while all ranks publish."""
         failure = Failure()
-        counts = (0, 0, 0)
+        counts, is_sent = (0, 0, 0), False
         is_stream = isinstance(named_tensors, Iterator)
         threads: list[threading.Thread] = []
 
@@ -224,23 +227,28 @@ class WeightUpdater:
                 fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
             )
 
-        with failure, torch.no_grad():
-            if is_stream and num_stock:
-                raise TypeError("a generator can be read once, but engines of both paths need it; pass a collection")
-            lines: Iterable[Prepared]
-            if is_stream:
-                lines = self._fast.stream(named_tensors)
-            else:
-                with stages("prepare"):
-                    lines = self._fast.prepare(named_tensors)
-            counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask)
-        if failure.error is not None:
-            self._fast.fail()
-            if not threads:
-                fleet.exclude(self._sequence, self._fast.mailbox)
-        with stages("load"):
-            for thread in threads:
-                thread.join()
+        try:
+            with failure, torch.no_grad():
+                if is_stream and num_stock:
+                    raise TypeError(
+                        "a generator can be read once, but engines of both paths need it; pass a collection"
+                    )
+                lines: Iterable[Prepared]
+                if is_stream:
+                    lines = self._fast.stream(named_tensors)
+                else:
+                    with stages("prepare"):
+                        lines = self._fast.prepare(named_tensors)
+                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask)
+            is_sent = failure.error is None
+        finally:  # after an interrupt, too: the engines would wait
+            if not is_sent:
+                self._fast.fail()
+                if not threads:
+                    fleet.exclude(self._sequence, self._fast.mailbox)
+            with stages("load"):
+                for thread in threads:
+                    thread.join()
         self._ranks.exchange(failure.error, [])
         return counts
 

@@ -1,0 +1,179 @@
+"""Tensors that must not reach the engines: who is told what, and what the engines hold afterwards."""
+
+import time
+
+import pytest
+import torch
+from tidemill_weight_update import WeightUpdater
+from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, tensors
+
+MODES = ["complete", "streaming"]
+K = f"{ATTN}.k_proj.weight"
+
+
+def given(items, mode: str):
+    return list(items) if mode == "complete" else iter(list(items))
+
+
+def nan(checkpoint):
+    checkpoint[K][1, 3] = float("nan")
+
+
+def infinite(checkpoint):
+    checkpoint[K][1, 3] = -float("inf")
+
+
+def wider(checkpoint):
+    checkpoint[K] = torch.zeros(2, 9)
+
+
+def integers(checkpoint):
+    checkpoint[K] = torch.zeros(2, 8, dtype=torch.int32)
+
+
+def unknown(checkpoint):
+    checkpoint["layers.7.mlp.weight"] = torch.zeros(3)
+
+
+def missing(checkpoint):
+    del checkpoint[K]
+
+
+NOT_FINITE = rf"1 of the tensors have elements that are infinite or not a number: '{K}'"
+RANK = r"engine 0 of 1 \(toy\): rank \d: .*"
+BAD = {
+    nan: (ValueError, NOT_FINITE),
+    infinite: (ValueError, NOT_FINITE),
+    wider: (RuntimeError, rf"{RANK}load_weights failed at source '{K}' \(2, 9\)"),
+    integers: (RuntimeError, rf"{RANK}'{K}' has the wrong dtype: it is cast from torch.int32 to torch.bfloat16"),
+    unknown: (RuntimeError, rf"{RANK}no parameter for these tensors: 'layers.7.mlp.weight'"),
+    missing: (RuntimeError, rf"{RANK}no tensor was sent for these parameters of the engine: 'qkv' \(\d+ elements\)"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
+def test_bad_tensors_are_refused_by_name(spoil, tp_size, mode):
+    engine = ToyEngine(tp_size)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(given(tensors(0).items(), mode), "good")
+    bad = tensors(1)
+    spoil(bad)
+    error, message = BAD[spoil]
+    with pytest.raises(error, match=message):
+        updater.update(given(bad.items(), mode), "bad")
+    assert engine.version == "good"
+    if mode == "complete" and spoil not in (nan, infinite):
+        assert holds(engine, tensors(0))
+        assert engine.paused is None
+    else:
+        assert engine.paused == "abort"  # it holds a mix
+    updater.update(given(tensors(2).items(), mode), "again")
+    assert holds(engine, tensors(2))
+    assert (engine.version, engine.paused) == ("again", None)
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_that_are_not_finite_may_be_allowed(mode):
+    engine = ToyEngine(2)
+    checkpoint = tensors()
+    nan(checkpoint)
+    checkpoint["norm.weight"][0] = float("inf")
+    updater = WeightUpdater([engine], bucket_bytes=300, allow_non_finite=True)
+    assert updater.update(given(checkpoint.items(), mode), 1).verified
+    assert holds(engine, checkpoint)
+    updater.close()
+
+
+def test_a_cast_that_overflows_is_not_finite():
+    engine = ToyEngine()
+    checkpoint = tensors()
+    checkpoint[K][0, 0] = 1e30
+    with pytest.raises(ValueError, match=f"not a number: '{K}'"):
+        WeightUpdater([engine], dtype=torch.float16).update(checkpoint.items(), 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ([], ValueError, "empty iterable"),
+        ([*tensors().items(), (K, torch.zeros(2, 8))], ValueError, f"'{K}' came twice"),
+        ([*tensors().items(), K], TypeError, r"\(name, tensor\) pairs"),
+        ([(K, torch.zeros(2, 8).to_sparse())], TypeError, f"'{K}' must be dense"),
+        ([(K, torch.zeros(2, 8, device="meta"))], TypeError, f"'{K}' must be dense and hold data"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(items, error, message, mode):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(tensors(0).items(), "good")
+    with pytest.raises(error, match=message):
+        updater.update(given(items, mode), "bad")
+    assert engine.version == "good"
+    if mode == "complete":
+        assert holds(engine, tensors(0))
+        assert engine.paused is None
+    assert updater.update(given(tensors(1).items(), mode), "again").fenced == {}
+    assert holds(engine, tensors(1))
+    updater.close()
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
+def test_an_iterator_that_raises_half_way_fences_the_engines(error):
+    engines = [ToyEngine(2), ToyEngine(1)]
+    updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=30)
+
+    def items():
+        for count, item in enumerate(tensors(1).items()):
+            if count == 7:
+                raise error
+            yield item
+
+    updater.update(tensors(0).items(), "good")
+    started = time.monotonic()
+    with pytest.raises(type(error)):
+        updater.update(items(), "bad")
+    assert time.monotonic() - started < 10  # the engines were told
+    assert [(engine.version, engine.paused) for engine in engines] == [("good", "abort")] * 2
+    assert updater.update(tensors(2).items(), "again").fenced == {}
+    assert all(holds(engine, tensors(2)) and engine.paused is None for engine in engines)
+    updater.close()
+
+
+def test_tied_embeddings_may_be_sent_or_not():
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine])
+    assert updater.update((tensors() | {TIED: torch.zeros(10, 8)}).items(), 1).verified
+    assert updater.update(tensors().items(), 2).verified
+    updater.close()
+
+
+class Counted(ToyModel):
+    """Has a parameter of integers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.counts = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
+    def load_one(self, name, tensor):
+        if name == "counts":
+            self.counts.data.copy_(tensor)
+        else:
+            super().load_one(name, tensor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_integers_go_to_integers(mode):
+    engine = ToyEngine(1, model=Counted)
+    updater = WeightUpdater([engine], dtype=torch.bfloat16)
+    counts = torch.tensor([2**53 + 1, -1, 7])
+    updater.update(given((tensors() | {"counts": counts}).items(), mode), 1)
+    assert torch.equal(engine.models[0].counts, counts)
+    with pytest.raises(
+        RuntimeError, match=r"'counts' has the wrong dtype: it is cast from torch.bfloat16 to torch.int64"
+    ):
+        updater.update(given((tensors() | {"counts": counts.float()}).items(), mode), 2)
+    updater.close()
