@@ -19,7 +19,7 @@ known |= {{"numpy"}} & before  # torch loads it where it is installed
 print(json.dumps([own, [m for m in new if m.split(".")[0] not in known]]))
 """
 
-# What a trainer needs. What an engine needs, and what needs a GPU, comes when it is used.
+# What a trainer needs. What an engine, a GPU or a link needs comes when it is used.
 SENDER = (
     *("alignment", "allocation", "arena", "audience", "box", "bucket", "channel", "client", "copier", "copy_host"),
     *("digest", "failure", "fast", "fleet", "gather", "group_link", "handle", "journal", "known", "mailbox", "modules"),

@@ -20,6 +20,9 @@ from tidemill_weight_update.mailbox import IDLE, reply_to_json
 from tidemill_weight_update.signed_store import LinkError, SignedStore
 from tidemill_weight_update.wait import has_ended
 
+_KEPT_BYTES = 4096
+"""Journal lines up to this length are kept: descriptions of memory, which come with every bucket."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -90,6 +93,7 @@ class StoreMailbox:
         self._head = Head(location=here(), pid=os.getpid())
         self._word = Word()
         self._num_receivers = 0
+        self._read: dict[Place, bytes] = {}
         self._excluded: tuple[int, list[int]] = (0, [])
         self._lock = threading.Lock()  # engines are excluded by a thread each
 
@@ -100,6 +104,7 @@ class StoreMailbox:
         """Ends what was opened for this mailbox; the store is its owner's to close."""
         if self.inlet is not None:
             self.inlet.close()
+            self.inlet = None  # it refers to this mailbox: the store would stay open until Python looks for cycles
 
     # The trainer rank writes.
 
@@ -201,7 +206,12 @@ class StoreMailbox:
         return slot[1:]
 
     def read_journal(self, line: Place) -> bytes:
-        return self.store.read(f"journal{self.rank}/{line[0]}", line[1])
+        if line not in self._read:
+            text = self.store.read(f"journal{self.rank}/{line[0]}", line[1])
+            if line[1] > _KEPT_BYTES:
+                return text
+            self._read[line] = text
+        return self._read[line]
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
         return np.frombuffer(self.store.read(f"digests{self.rank}/{first}", 8 * count), "<i8")
