@@ -2,98 +2,17 @@
 
 import copy
 import pickle
-from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from batch_cases import batches, check, names_of, rows_of
+from hypothesis import given
 from hypothesis import strategies as st
-from tidemill_dataproto import DataProto, ragged
-
-settings.register_profile("tidemill", deadline=None, max_examples=60)
-settings.load_profile("tidemill")
-
-DTYPES = [torch.int64, torch.float32, torch.bool, torch.bfloat16]
-OBJECTS = [None, "text", [1, 2], [], {"a": [1]}, (3, 4), np.arange(2), 5]
-
-
-def fill(shape: tuple[int, ...], dtype: torch.dtype, start: int) -> torch.Tensor:
-    size = int(np.prod(shape))
-    return (torch.arange(start, start + size) % 97).reshape(shape).to(dtype)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> DataProto:
-    n = draw(st.integers(0, 6))
-    tensors: dict[str, torch.Tensor] = {}
-    for i in range(draw(st.integers(0, 2))):
-        trailing = draw(st.sampled_from([(), (2,), (0,), (2, 3)]))
-        tensors[f"dense{i}"] = fill((n, *trailing), draw(st.sampled_from(DTYPES)), i)
-    for layout in range(draw(st.integers(0, 2))):
-        counts = draw(
-            st.one_of(st.lists(st.integers(0, 4), min_size=n, max_size=n), st.integers(0, 3).map(lambda c: [c] * n))
-        )
-        first = ragged.ragged(fill((sum(counts),), torch.int64, layout), counts)
-        tensors[f"ragged{layout}"] = first
-        if draw(st.booleans()):
-            trailing = draw(st.sampled_from([(), (3,)]))
-            dtype = draw(st.sampled_from(DTYPES))
-            tensors[f"ragged{layout}like"] = ragged.like(fill((sum(counts), *trailing), dtype, layout + 5), first)
-    others: dict[str, Any] = {}
-    if draw(st.booleans()):
-        others["objects"] = draw(st.lists(st.sampled_from(OBJECTS), min_size=n, max_size=n))
-    if draw(st.booleans()):
-        others["lists"] = [[i, i] for i in range(n)]
-    if draw(st.booleans()):
-        others["numbers"] = np.arange(n, dtype=np.float32)
-        others["strings"] = np.array([f"s{i}" for i in range(n)], dtype="U4")
-    return DataProto.from_dict(tensors, others, {"step": 1, "nested": {"list": [1]}})
-
-
-def plain(value: Any) -> Any:
-    return ("array", value.tolist()) if isinstance(value, np.ndarray) else value
-
-
-def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The batch as one dict per row, read with torch's and numpy's own indexing of single rows."""
-    columns: dict[str, list[Any]] = {}
-    for name, column in ({} if batch.batch is None else batch.batch).items():
-        if column.is_nested:
-            ends = column.offsets().tolist()
-            columns[name] = [column.values()[a:b].tolist() for a, b in pairwise(ends)]
-        else:
-            columns[name] = column.tolist()
-    for name, array in batch.non_tensor_batch.items():
-        columns[name] = [plain(array[i]) for i in range(len(array))]
-    assert all(len(column) == len(batch) for column in columns.values())
-    return [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
-
-
-def check(batch: DataProto, expected: list[dict[str, Any]], like: DataProto) -> None:
-    """The rows are as expected, and nothing else about the columns has changed."""
-    assert rows_of(batch) == expected
-    batch.check_consistency()
-    assert (batch.batch is None) == (like.batch is None)
-    kinds, like_kinds = ({k: (v.dtype, v.is_nested) for k, v in b._tensors().items()} for b in (batch, like))
-    assert kinds == like_kinds
-    assert {k: (v.dtype.kind, v.ndim) for k, v in batch.non_tensor_batch.items()} == {
-        k: (v.dtype.kind, v.ndim) for k, v in like.non_tensor_batch.items()
-    }
-    for column in batch._tensors().values():
-        if column.is_nested:  # values and offsets fit each other, and torch can work with the column
-            assert column.offsets()[0] == 0
-            assert column.offsets()[-1] == column.values().shape[0]
-            assert (column + 0).shape[0] == len(batch)
-    layouts, like_layouts = (
-        {(a, b) for a in b_ for b in b_ if b_[a].offsets() is b_[b].offsets()}
-        for b_ in ({k: v for k, v in b._tensors().items() if v.is_nested} for b in (batch, like))
-    )
-    assert layouts == like_layouts
-    if batch.meta_info:
-        assert batch.meta_info == like.meta_info
-        assert batch.meta_info["nested"]["list"] is not like.meta_info["nested"]["list"]
+from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged, unpad_dataproto
 
 
 def parts_bounds(n: int, parts: int) -> list[int]:
@@ -104,12 +23,14 @@ def parts_bounds(n: int, parts: int) -> list[int]:
 def test_chunk_then_concat_is_the_identity(batch: DataProto, n: int) -> None:
     rows = rows_of(batch)
     parts = batch.chunk(n, allow_unequal=True)
-    assert [len(part) for part in parts] == (parts_bounds(len(batch), n) if batch else [0] * n)
+    assert [len(part) for part in parts] == (parts_bounds(len(batch), n) if len(batch) else [0] * n)
     start = 0
     for part in parts:
         check(part, rows[start : start + len(part)], batch)
         start += len(part)
-    check(DataProto.concat(parts), rows, batch)
+    whole = DataProto.concat(parts)
+    check(whole, rows, batch)
+    assert whole == batch
     if len(batch) % n == 0:
         assert [rows_of(part) for part in batch.chunk(n)] == [rows_of(part) for part in parts]
     else:
@@ -119,24 +40,23 @@ def test_chunk_then_concat_is_the_identity(batch: DataProto, n: int) -> None:
 
 @given(batches(), st.integers(1, 4))
 def test_split_then_concat_is_the_identity(batch: DataProto, size: int) -> None:
+    rows = rows_of(batch)
     parts = batch.split(size)
-    assert all(len(part) == size for part in parts[:-1])
-    assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
-    check(DataProto.concat(parts), rows_of(batch), batch)
+    assert [rows_of(part) for part in parts] == [rows[i : i + size] for i in range(0, len(rows), size)] or not rows
+    check(DataProto.concat(parts), rows, batch)
 
 
 @given(batches(), st.data())
 def test_index_takes_the_same_rows_as_a_list(batch: DataProto, data: st.DataObject) -> None:
     rows, n = rows_of(batch), len(batch)
-    index = data.draw(st.lists(st.integers(-n, max(n - 1, -n)), max_size=8 if n > 0 else 0))
-
+    index = data.draw(st.lists(st.integers(-n, n - 1), max_size=8)) if n else []
     expected = [rows[i] for i in index]
     for form in (index, torch.tensor(index, dtype=torch.int32), np.array(index, dtype=np.int64), tuple(index)):
         check(batch[form], expected, batch)
     mask = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     expected = [row for row, keep in zip(rows, mask, strict=True) if keep]
     for form in (mask, torch.tensor(mask), np.array(mask)):
-        check(batch[form], expected, batch)
+        check(batch[form] if n else batch.select_idxs(form), expected, batch)
 
 
 @given(batches(), st.data())
@@ -144,6 +64,23 @@ def test_slice_takes_the_same_rows_as_a_list(batch: DataProto, data: st.DataObje
     edge = st.none() | st.integers(-8, 8)
     item = slice(data.draw(edge), data.draw(edge), data.draw(st.sampled_from([None, 1, 2, -1, -3])))
     check(batch[item], rows_of(batch)[item], batch)
+
+
+@given(batches(min_rows=1))
+def test_items_then_from_items_is_the_identity(batch: DataProto) -> None:
+    others = [name for name, column in batch.non_tensor_batch.items() if column.dtype == object]
+    batch = batch.select(non_tensor_batch_keys=others)  # numbers and strings would come back as objects
+    dense = [name for name in names_of(batch) if not batch[name].is_nested]
+    if not names_of(batch) and not others:
+        return  # items without columns tell no number of rows
+    items = list(batch)
+    assert len(items) == len(batch)
+    assert DataProto.from_items(items, dense) == batch
+    for i in (*range(len(batch)), -1, np.int64(0)):
+        assert DataProto.from_items([batch[i]], dense) == batch[[i]]
+        assert batch[i].meta_info["nested"] is not batch.meta_info["nested"]
+    rows = [{**item.batch, **item.non_tensor_batch} for item in items]
+    assert DataProto.from_items(rows, dense) == batch.select(meta_info_keys=[])
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -155,11 +92,29 @@ def test_reorder_then_its_inverse_is_the_identity(batch: DataProto, random: Any)
     check(moved.reorder(torch.tensor(order, dtype=torch.int64).argsort()), rows_of(batch), batch)
 
 
-@given(batches(), st.integers(0, 3))
-def test_repeat(batch: DataProto, times: int) -> None:
+@given(batches(), st.integers(0, 3), st.data())
+def test_repeat(batch: DataProto, times: int, data: st.DataObject) -> None:
     rows = rows_of(batch)
     check(batch.repeat(times), [row for row in rows for _ in range(times)], batch)
     check(batch.repeat(times, interleave=False), rows * times, batch)
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
+    expected = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    for form in (counts, torch.tensor(counts, dtype=torch.int64), np.array(counts, dtype=np.int64)):
+        check(batch.repeat(form), expected, batch)
+
+
+@given(batches(), st.integers(1, 3), st.integers(0, 3))
+def test_fold_then_unfold_is_the_identity(batch: DataProto, size: int, groups: int) -> None:
+    batch = batch.repeat(size * groups) if len(batch) else batch
+    folded = batch.fold(size)
+    assert len(folded) == len(batch) // size
+    assert folded.unfold() == batch
+    check(folded.unfold(), rows_of(batch), batch)
+    order = list(range(len(folded)))[::-1]
+    moved = [row for group in order for row in rows_of(batch)[group * size : (group + 1) * size]]
+    check(folded.reorder(order).unfold(), moved, batch)  # groups move as wholes
+    if len(batch) and names_of(batch) + list(batch.non_tensor_batch):
+        assert pickle.loads(pickle.dumps(DataProto.concat(folded.split(1)))).unfold() == batch
 
 
 @given(batches(), st.integers(1, 4), st.integers(0, 3))
@@ -175,9 +130,45 @@ def test_iterator_yields_every_row_once_per_epoch(batch: DataProto, size: int, e
     assert all(0 < len(part) <= size for part in seen)
 
 
+@given(st.integers(0, 7), st.integers(1, 4), st.integers(0, 3), st.booleans(), st.data())
+def test_iterator_resumes_at_any_position(n: int, size: int, epochs: int, shuffle: bool, data: st.DataObject) -> None:
+    batch = DataProto.from_dict({"row": torch.arange(n)})
+    whole = batch.make_iterator(size, epochs, shuffle=shuffle)
+    total = len(whole)
+    position = data.draw(st.integers(0, total))
+    seen = [next(whole)["row"].tolist() for _ in range(position)]
+    state = pickle.loads(pickle.dumps(whole.state_dict()))
+    rest = [part["row"].tolist() for part in whole]
+    assert len(seen) + len(rest) == total
+    resumed = batch.make_iterator(size, epochs, shuffle=shuffle)
+    resumed.load_state_dict(state)
+    assert [part["row"].tolist() for part in resumed] == rest
+    whole.load_state_dict(state)  # back to where it was
+    assert [part["row"].tolist() for part in whole] == rest
+
+
+@given(batches(min_rows=1), st.integers(1, 5))
+def test_pad_then_unpad_is_the_identity(batch: DataProto, divisor: int) -> None:
+    rows = rows_of(batch)
+    padded, size = pad_dataproto_to_divisor(batch, divisor)
+    assert 0 <= size < divisor
+    assert len(padded) == len(batch) + size
+    assert len(padded) % divisor == 0
+    assert padded.is_padding.tolist() == [False] * len(batch) + [True] * size
+    check(unpad_dataproto(padded, size), rows, batch)
+    assert unpad_dataproto(padded, size) == batch
+    for part in (padded.chunk(divisor), padded.split(1), [padded[::-1][::-1]], [pickle.loads(pickle.dumps(padded))]):
+        assert rows_of(DataProto.concat(part)) == rows  # padding goes by itself
+        assert unpad_dataproto(DataProto.concat(part), size) == batch  # and unpad knows that it is gone
+    assert [row for part in padded.make_iterator(2, shuffle=False) for row in rows_of(part)] == rows
+    assert len(list(padded)) == len(batch)
+
+
 @given(batches(), st.sampled_from([2, 3, 4, 5]))
 def test_pickle_in_band_is_the_identity(batch: DataProto, protocol: int) -> None:
-    check(pickle.loads(pickle.dumps(batch, protocol)), rows_of(batch), batch)
+    copied = pickle.loads(pickle.dumps(batch, protocol))
+    assert copied == batch
+    check(copied, rows_of(batch), batch)
 
 
 @given(batches())
@@ -190,12 +181,31 @@ def test_pickle_out_of_band_is_the_identity(batch: DataProto) -> None:
 
 
 @given(batches())
+def test_save_then_load_is_the_identity(batch: DataProto) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "batch.safetensors"
+        batch.save(path)
+        loaded = DataProto.load(path)
+        assert loaded == batch
+        check(loaded, rows_of(batch), batch)
+        assert [file.name for file in Path(folder).iterdir()] == ["batch.safetensors"]
+
+
+@given(batches())
+def test_tensordict_there_and_back(batch: DataProto) -> None:
+    tensors = batch.select(non_tensor_batch_keys=[])
+    again = DataProto.from_tensordict(tensors.batch.clone(), batch.meta_info)
+    assert again == tensors
+
+
+@given(batches())
 def test_copies_are_equal_and_apart(batch: DataProto) -> None:
     for new in (batch.clone(), copy.deepcopy(batch)):
+        assert new == batch
         check(new, rows_of(batch), batch)
-        for name, column in new._tensors().items():
-            if (column.values() if column.is_nested else column).numel() > 0:
-                new_data, old_data = (c.values() if c.is_nested else c for c in (column, batch[name]))
+        for name in names_of(new):
+            new_data, old_data = (ragged.values(c) if c.is_nested else c for c in (new[name], batch[name]))
+            if new_data.numel() > 0:
                 assert new_data.data_ptr() != old_data.data_ptr()
     check(batch.to("cpu"), rows_of(batch), batch)
 
@@ -203,7 +213,7 @@ def test_copies_are_equal_and_apart(batch: DataProto) -> None:
 @given(batches(), st.data())
 def test_columns_go_apart_and_together(batch: DataProto, data: st.DataObject) -> None:
     before = rows_of(batch)
-    tensor_names = data.draw(st.sets(st.sampled_from(sorted(batch._tensors()) or ["none"]))) - {"none"}
+    tensor_names = data.draw(st.sets(st.sampled_from(sorted(names_of(batch)) or ["none"]))) - {"none"}
     other_names = data.draw(st.sets(st.sampled_from(sorted(batch.non_tensor_batch) or ["none"]))) - {"none"}
     chosen = [{name: row[name] for name in [*tensor_names, *other_names]} for row in before]
     assert rows_of(batch.select(sorted(tensor_names), sorted(other_names), [])) == chosen
@@ -215,11 +225,33 @@ def test_columns_go_apart_and_together(batch: DataProto, data: st.DataObject) ->
     assert rest.meta_info == {"nested": {"list": [1]}}
     assert len(popped) == len(rest) == len(batch)
     assert rows_of(batch) == before
-    assert rows_of(rest.union(popped)) == before
+    assert rest.union(popped) == batch
+    if batch != batch.select([], [], []):
+        assert batch.select([], [], []) != batch
+
+
+@given(batches(min_rows=1), st.data())
+def test_a_change_of_anything_is_seen_by_equality(batch: DataProto, data: st.DataObject) -> None:
+    changed = batch.clone()
+    names = [*names_of(batch), *batch.non_tensor_batch]
+    name = data.draw(st.sampled_from(["meta", *names]))
+    if name == "meta":
+        changed.meta_info["nested"]["list"].append(2)
+    elif name in changed.non_tensor_batch:
+        changed.non_tensor_batch[name] = changed.non_tensor_batch[name].copy()
+        changed.non_tensor_batch[name][0] = "else" if changed.non_tensor_batch[name].dtype.kind in "OU" else -1
+    else:
+        column = changed[name]
+        flat = ragged.values(column) if column.is_nested else column
+        if flat.numel() == 0:
+            return
+        flat.view(-1)[0] = 1 - flat.view(-1)[0].int()
+    assert changed != batch
+    assert batch == batch.clone()
 
 
 @given(batches())
 def test_repr_names_every_column(batch: DataProto) -> None:
     text = repr(batch)
     assert text.startswith(f"DataProto({len(batch)} rows, ")
-    assert all(name in text for name in [*batch._tensors(), *batch.non_tensor_batch, "nested"])
+    assert all(name in text for name in [*names_of(batch), *batch.non_tensor_batch, "nested"])

@@ -4,12 +4,9 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tidemill_dataproto import ragged
-
-settings.register_profile("tidemill", deadline=None, max_examples=60)
-settings.load_profile("tidemill")
 
 row_lengths = st.one_of(
     st.lists(st.integers(0, 5), max_size=6),
@@ -39,7 +36,7 @@ def assert_rows(col: torch.Tensor, expected: list[torch.Tensor]) -> None:
 def test_layout_survives_construction(counts: list[int]) -> None:
     flat = torch.arange(sum(counts))
     col = ragged.ragged(flat, counts)
-    assert ragged.lengths(col).tolist() == counts
+    assert ragged.lengths(col).tolist() == ragged.host_lengths(col).tolist() == counts
     assert ragged.values(col).data_ptr() == flat.data_ptr()
     again = ragged.ragged(flat, offsets=ragged.offsets(col))
     assert ragged.offsets(again) is ragged.offsets(col)
@@ -84,6 +81,72 @@ def test_padding_there_and_back(counts: list[int], trailing: tuple[int, ...], si
         assert int(keep.sum()) == len(row)
     assert_rows(ragged.from_padded(padded, mask), rows(col))
     assert_rows(ragged.from_padded(padded, mask.long()), rows(col))
+
+
+@given(row_lengths, trailing_shapes, st.sampled_from(["left", "right"]), st.none() | st.integers(5, 7))
+def test_padding_back_with_lengths(
+    counts: list[int], trailing: tuple[int, ...], side: str, max_len: int | None
+) -> None:
+    col = column(counts, trailing)
+    padded = ragged.to_padded(col, -7.0, side=side, max_len=max_len)
+    for form in (counts, ragged.lengths(col)):
+        assert_rows(ragged.from_padded(padded, lengths=form, side=side), rows(col))
+
+
+@given(row_lengths, st.data())
+def test_prompts_and_responses_padded_there_and_back(counts: list[int], data: st.DataObject) -> None:
+    other = data.draw(st.lists(st.integers(0, 4), min_size=len(counts), max_size=len(counts)))
+    prompts, responses = column(counts), column(other, start=1)
+    padded = ragged.to_prompt_response(prompts, responses, 0.0, max_prompt_len=6)
+    assert padded.shape == (len(counts), 6 + max(other, default=0))
+    for row, prompt, response in zip(padded, rows(prompts), rows(responses), strict=True):
+        assert row.tolist() == [0.0] * (6 - len(prompt)) + torch.cat([prompt, response]).tolist() + (
+            [0.0] * (padded.shape[1] - 6 - len(response))
+        )
+    mask = ragged.to_prompt_response(
+        *(ragged.like(torch.ones(ragged.values(c).shape[0], dtype=torch.bool), c) for c in (prompts, responses)),
+        False,
+        max_prompt_len=6,
+    )
+    again = ragged.from_prompt_response(padded, mask, 6)
+    assert_rows(again[0], rows(prompts))
+    assert_rows(again[1], rows(responses))
+
+
+@given(row_lengths, st.data(), trailing_shapes)
+def test_split_rows_then_concat_rows_is_the_identity(
+    counts: list[int], data: st.DataObject, trailing: tuple[int, ...]
+) -> None:
+    head = [data.draw(st.integers(0, count)) for count in counts]
+    col = column(counts, trailing)
+    for form in (head, torch.tensor(head, dtype=torch.int64), column(head)):
+        first, second = ragged.split_rows(col, form)
+        assert_rows(first, [row[:n] for row, n in zip(rows(col), head, strict=True)])
+        assert_rows(second, [row[n:] for row, n in zip(rows(col), head, strict=True)])
+        assert_rows(ragged.concat_rows(first, second), rows(col))
+
+
+@given(row_lengths, st.data(), trailing_shapes)
+def test_response_predictions(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+    prompt = [data.draw(st.integers(1 if count else 0, 3)) for count in counts]
+    responses = column(counts)
+    outputs = column([a + b for a, b in zip(prompt, counts, strict=True)], trailing)
+    shifted = ragged.response_predictions(outputs, responses)
+    assert ragged.offsets(shifted) is ragged.offsets(responses)
+    # Output t is about token t + 1; token p + k is the k-th of the response.
+    expected = [row[p - 1 : p - 1 + n] for row, p, n in zip(rows(outputs), prompt, counts, strict=True) if n]
+    assert_rows(ragged.index_rows(shifted, [row for row, n in enumerate(counts) if n]), expected)
+
+
+@given(st.lists(st.integers(0, 900), max_size=12), st.data())
+def test_index_rows_of_long_rows(counts: list[int], data: st.DataObject) -> None:
+    index = data.draw(st.lists(st.integers(0, len(counts) - 1), max_size=20)) if counts else []
+    for dtype in (torch.int32, torch.bfloat16, torch.bool):
+        flat = (torch.arange(sum(counts)) * 7 % 251).to(dtype)
+        col = ragged.ragged(flat, counts)
+        assert_rows(ragged.index_rows(col, index), [rows(col)[i] for i in index])
+        every_second = ragged.ragged(flat.repeat_interleave(2)[::2], counts)  # not contiguous
+        assert_rows(ragged.index_rows(every_second, index), [rows(col)[i] for i in index])
 
 
 @given(row_lengths, st.data(), trailing_shapes)
@@ -138,6 +201,10 @@ def test_gradients_flow_through(counts: list[int]) -> None:
         total = ragged.values(both).square().sum() + ragged.to_padded(here, 0.0).exp().sum()
         total = total + ragged.segment_mean(flat, col).square().sum() + ragged.segment_sum(flat, col).square().sum()
         every = ragged.index_rows(here, torch.arange(len(counts)).flip(0))
+        first, second = ragged.split_rows(here, [count // 2 for count in counts])
+        total = total + ragged.values(first).sin().sum() + ragged.values(second).cos().sum()
+        shifted = ragged.response_predictions(ragged.concat_rows(col, here), here)
+        total = total + ragged.values(shifted).pow(3).sum()
         return total + ragged.values(every).pow(3).sum() + ragged.expand_rows(ragged.segment_sum(flat, col), col).sum()
 
     assert torch.autograd.gradcheck(loss, start)
@@ -193,6 +260,19 @@ with warnings.catch_warnings():
         (lambda: ragged.to_padded(COLUMN, 0, max_len=2), ValueError, "row 1 has 3 elements"),
         (lambda: ragged.from_padded(FLAT.reshape(2, 2), torch.ones(2, 3)), ValueError, "mask"),
         (lambda: ragged.from_padded(FLAT, FLAT > 0), ValueError, "mask"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2)), TypeError, "exactly one of mask"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2), FLAT.reshape(2, 2) > 0, lengths=[1, 1]), TypeError, "one of"),
+        (lambda: ragged.from_padded(FLAT, lengths=[1] * 4), ValueError, r"\[B, T, \.\.\.\]"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2), lengths=[1, 3]), ValueError, "at most 2.*got 3 for row 1"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2), lengths=[1]), ValueError, "one number per row"),
+        (lambda: ragged.from_padded(FLAT.reshape(2, 2), lengths=[1, 1], side="up"), ValueError, "side"),
+        (lambda: ragged.from_prompt_response(FLAT.reshape(2, 2), FLAT.reshape(2, 2) > 0, 3), ValueError, "0 to 2"),
+        (lambda: ragged.split_rows(COLUMN, [2, 1]), ValueError, "row 0 has 1 elements, 2 were"),
+        (lambda: ragged.split_rows(COLUMN, [1]), ValueError, "one number per row"),
+        (lambda: ragged.split_rows(COLUMN, [0.5, 1]), TypeError, "lengths as integers"),
+        (lambda: ragged.index_rows(COLUMN, [2]), IndexError, "row 2 is out of range"),
+        (lambda: ragged.response_predictions(COLUMN, COLUMN), ValueError, "row 0 has 1 tokens, of which 1 are"),
+        (lambda: ragged.response_predictions(COLUMN, ragged.ragged(FLAT, [4])), ValueError, "equally many rows"),
         (lambda: ragged.expand_rows(FLAT, COLUMN), ValueError, "one value per row"),
         (lambda: ragged.segment_sum(FLAT[1:], COLUMN), ValueError, "flat values"),
         (lambda: ragged.segment_mean(FLAT[1:], COLUMN), ValueError, "flat values"),

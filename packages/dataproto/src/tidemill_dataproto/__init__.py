@@ -5,18 +5,27 @@ from tidemill_dataproto.balance import (
     balance_rows,
     get_seqlen_balanced_partitions,
     karmarkar_karp,
+    prepare_dynamic_batch,
     rearrange_micro_batches,
     restore_dynamic_batch,
 )
+from tidemill_dataproto.gather import all_gather
+from tidemill_dataproto.items import DataProtoItem
+from tidemill_dataproto.padding import pad_dataproto_to_divisor, unpad_dataproto
 from tidemill_dataproto.proto import DataProto
 
 __all__ = [
     "DataProto",
+    "DataProtoItem",
+    "all_gather",
     "balance",
     "balance_rows",
     "get_seqlen_balanced_partitions",
     "karmarkar_karp",
+    "pad_dataproto_to_divisor",
+    "prepare_dynamic_batch",
     "ragged",
     "rearrange_micro_batches",
     "restore_dynamic_batch",
+    "unpad_dataproto",
 ]

@@ -1,69 +1,83 @@
-"""Equality and merging of what batches carry besides tensors."""
+"""Merging of the facts about whole batches."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
 
-import numpy as np
-import torch
+from tidemill_dataproto.equality import same
 
-from tidemill_dataproto import ragged
+__all__ = ["MergeRule", "merge_meta"]
 
-__all__ = ["merge_meta", "same"]
+MergeRule = Literal["same", "first", "list", "sum", "mean", "max", "min"] | Callable[[list[Any]], Any]
+"""What becomes of the values that several batches have of one fact: see `DataProto.concat`."""
 
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, NaN equal to NaN, within dicts, lists, arrays and tensors too."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _same_tensors(a, b)
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.shape != b.shape or (a.dtype != b.dtype and not (a.dtype.kind == b.dtype.kind == "U")):
-            return False
-        if a.dtype == object:
-            return all(same(x, y) for x, y in zip(a.ravel(), b.ravel(), strict=True))
-        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float) and a != a:
-        return b != b
-    return bool(a == b)
+_DEFAULT_RULES: Mapping[str, MergeRule] = {"metrics": "list", "timing": "list"}
 
 
-def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.is_nested or b.is_nested:
-        both = ragged.is_ragged(a) and ragged.is_ragged(b)
-        return both and same(ragged.offsets(a), ragged.offsets(b)) and same(a.values(), b.values())
-    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
-        return False
-    return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
-
-
-def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_meta(
+    metas: Sequence[Mapping[str, Any]], rules: Mapping[str, MergeRule] | None = None, weights: Sequence[int] = ()
+) -> dict[str, Any]:
     """Merges the meta_info of several batches into a new, deep-copied one.
 
-    A key keeps its value where all that have it agree. The values of "metrics", dicts or lists of dicts, are collected
-    in one list, in order, whether they agree or not.
+    Args:
+        metas: of each batch.
+        rules: how to merge which key; besides these, "metrics" and "timing" are lists and all else must be the same.
+        weights: the number of rows of each batch, for "mean".
 
     Raises:
-        ValueError: the values of another key differ; the error names the key and the parts.
+        ValueError: values that must be the same differ, or an unknown rule; the error names the key and the parts.
+        TypeError: a rule for numbers on something else.
     """
-    merged: dict[str, Any] = {}
-    source: dict[str, int] = {}
+    found: dict[str, list[tuple[int, Any]]] = {}
     for number, meta in enumerate(metas):
         for key, value in meta.items():
-            if key == "metrics":
-                merged.setdefault(key, []).extend(value if isinstance(value, list) else [value])
-            elif key not in merged:
-                merged[key], source[key] = value, number
-            elif not same(merged[key], value):
-                raise ValueError(
-                    f"meta_info[{key!r}] is {merged[key]!r} in part {source[key]}, but {value!r} in part {number}; "
-                    f'drop it with select(meta_info_keys=...), or keep what differs by part under meta_info["metrics"]'
-                )
+            found.setdefault(key, []).append((number, value))
+    all_rules: dict[str, MergeRule] = {**_DEFAULT_RULES, **({} if rules is None else rules)}
+    merged = {key: _merge(key, parts, all_rules.get(key, "same"), weights) for key, parts in found.items()}
     return copy.deepcopy(merged)
+
+
+def _merge(key: str, parts: list[tuple[int, Any]], rule: MergeRule, weights: Sequence[int]) -> Any:
+    values = [value for _, value in parts]
+    if callable(rule):
+        return rule(values)
+    if rule == "list":
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+    if rule == "first":
+        return values[0]
+    if rule == "same":
+        for number, value in parts:
+            if not same(values[0], value):
+                raise ValueError(
+                    f"meta_info[{key!r}] is {values[0]!r} in part {parts[0][0]}, but {value!r} in part {number}; say "
+                    f"how to merge it with merge={{{key!r}: ...}}, drop it with select(meta_info_keys=...), or keep "
+                    f'what differs by part under meta_info["metrics"]'
+                )
+        return values[0]
+    if rule not in ("sum", "mean", "max", "min"):
+        known = "same, first, list, sum, mean, max, min"
+        raise ValueError(f"meta_info[{key!r}]: unknown rule {rule!r}; known: {known}, or a function of the values")
+    rows = [weights[number] if weights else 1 for number, _ in parts]
+    if not all(isinstance(value, Mapping) for value in values):
+        return _reduce(key, values, rule, rows)
+    by_name: dict[str, list[tuple[Any, int]]] = {}
+    for value, count in zip(values, rows, strict=True):
+        for name, number in value.items():
+            by_name.setdefault(name, []).append((number, count))
+    return {
+        name: _reduce(f"{key}.{name}", [number for number, _ in pairs], rule, [count for _, count in pairs])
+        for name, pairs in by_name.items()
+    }
+
+
+def _reduce(key: str, values: list[Any], rule: str, rows: list[int]) -> Any:
+    for value in values:
+        if not isinstance(value, Real):
+            raise TypeError(f"meta_info[{key!r}]: expected numbers for the rule {rule!r}, got {type(value).__name__}")
+    if rule == "mean":
+        if sum(rows) == 0:
+            return math.nan
+        return math.fsum(value * count for value, count in zip(values, rows, strict=True) if count) / sum(rows)
+    return {"sum": sum, "max": max, "min": min}[rule](values)

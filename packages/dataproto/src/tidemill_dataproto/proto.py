@@ -1,28 +1,33 @@
 """The batch container."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import checks, wire
-from tidemill_dataproto import columns as cols
-from tidemill_dataproto.meta import merge_meta, same
+from tidemill_dataproto import arrays as numpy_half
+from tidemill_dataproto import checks, disk, groups, sources
+from tidemill_dataproto import tensors as tensor_half
+from tidemill_dataproto.equality import same
+from tidemill_dataproto.index import as_counts, as_row_index
+from tidemill_dataproto.items import DataProtoItem
+from tidemill_dataproto.iterator import BatchIterator
+from tidemill_dataproto.merging import join_columns
+from tidemill_dataproto.meta import MergeRule, merge_meta
+from tidemill_dataproto.state import BatchState
 
 __all__ = ["DataProto"]
 
 
-class DataProto:
+class DataProto(BatchState):
     """Rows of one batch: tensor columns, numpy columns, and facts about the whole batch.
 
     Attributes:
         batch: a TensorDict of the tensor columns, dense `[B, ...]` or ragged `[B, j, ...]` (see
-            `tidemill_dataproto.ragged`); None in a batch without any.
+            `tidemill_dataproto.ragged`).
         non_tensor_batch: numpy columns `[B]`, of objects or numbers. An object column has one dimension, whatever its
             objects are; `from_dict` makes it of any list.
         meta_info: anything that is not per row. Every batch has its own deep copy.
@@ -31,45 +36,14 @@ class DataProto:
     `rename` share memory with the batch they come from; index, mask, `concat`, `reorder` and `repeat` copy. Objects in
     object columns are shared always.
 
-    A batch pickles with one buffer per tensor, on the CPU. What is unpickled from buffers that the reader shares with
+    Rows added by `pad_dataproto_to_divisor` stay marked through all operations. Iterating skips them, `concat` drops
+    them, everything else treats them as rows.
+
+    A batch pickles with its tensors as buffers, on the CPU. What is unpickled from buffers that the reader shares with
     others, as in Ray, is a view of them: write to a `clone()`, not in place.
     """
 
-    __slots__ = ("batch", "meta_info", "non_tensor_batch")
-
-    def __init__(
-        self,
-        batch: TensorDictBase | None = None,
-        non_tensor_batch: Mapping[str, np.ndarray] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Wraps `batch` without a copy; the dicts are copied. Raises as `check_consistency`."""
-        self.batch = batch
-        self.non_tensor_batch: dict[str, np.ndarray] = dict({} if non_tensor_batch is None else non_tensor_batch)
-        self.meta_info: dict[str, Any] = copy.deepcopy(dict({} if meta_info is None else meta_info))
-        self.check_consistency()
-        for name, column in self._tensors().items():
-            checks.check_tensor(name, column)
-
-    @classmethod
-    def _of(
-        cls,
-        num_rows: int,
-        tensors: Mapping[str, Any] | None,
-        arrays: dict[str, np.ndarray],
-        meta_info: Mapping[str, Any],
-    ) -> "DataProto":
-        """A batch of columns known to be good, with a deep copy of meta_info."""
-        new = cls.__new__(cls)
-        # The checking constructor of TensorDict takes longer than the row operation, 60 us per ragged column.
-        # Without any column, an empty TensorDict remembers the number of rows.
-        source: Any = (
-            None if tensors is None and (arrays or num_rows == 0) else dict({} if tensors is None else tensors)
-        )
-        new.batch = None if source is None else TensorDict._new_unsafe(source, batch_size=torch.Size([num_rows]))
-        new.non_tensor_batch = arrays
-        new.meta_info = copy.deepcopy(dict(meta_info))
-        return new
+    __slots__ = ()
 
     @classmethod
     def from_dict(
@@ -81,19 +55,16 @@ class DataProto:
         """Makes a batch of tensor columns and other columns: numpy arrays, or lists, which become object columns.
 
         Raises:
-            ValueError: columns of different length, a name in both halves, or a tensor that is neither dense with at
-                least one dim nor jagged with dim 1 ragged; the error names the column.
-            TypeError: a column of another type.
+            ValueError, TypeError: as `check_consistency`.
         """
-        tensors = {} if tensors is None else dict(tensors)
+        columns = tensor_half.as_columns({} if tensors is None else tensors)
         others = {} if non_tensors is None else non_tensors
-        for name, column in tensors.items():
-            checks.check_tensor(name, column)
-        arrays = {name: checks.as_array(name, column) for name, column in others.items()}
-        counts = {name: column.shape[0] for name, column in [*tensors.items(), *arrays.items()]}
+        arrays = {name: numpy_half.as_array(name, column) for name, column in others.items()}
+        counts = {name: tensor_half.num_rows_of(column) for name, column in columns.items()}
+        counts |= {name: array.shape[0] for name, array in arrays.items()}
         checks.check_counts(counts)
         num_rows = next(iter(counts.values()), 0)
-        new = cls._of(num_rows, tensors if tensors else None, arrays, {} if meta_info is None else meta_info)
+        new = cls._of(num_rows, columns, arrays, {} if meta_info is None else meta_info)
         new.check_consistency()
         return new
 
@@ -104,86 +75,119 @@ class DataProto:
         others = {name: column for name, column in data.items() if name not in tensors}
         return cls.from_dict(tensors, others, meta_info)
 
-    def check_consistency(self) -> None:
-        """Checks that both halves have the same number of rows and no common names; runs before each operation.
+    @classmethod
+    def from_items(cls, items: Sequence[DataProtoItem | Mapping[str, Any]], dense: Sequence[str] = ()) -> "DataProto":
+        """Makes a batch of its rows: what `batch[i]` returns, or dicts with a value for each column.
+
+        A tensor of no dims is a number of a dense column `[B]`. A tensor of one dim or more is a row of a ragged
+        column, unless `dense` names the column, whose rows are then stacked. Anything else is an object. Of the items'
+        meta_info, all must be the same.
 
         Raises:
-            ValueError: or not; the error names the column.
-            TypeError: a column of non_tensor_batch is not a numpy array.
+            ValueError: no items, items with different columns, or rows that do not go together; named.
         """
-        counts: dict[str, int] = {}
-        if self.batch is not None:
-            if self.batch.batch_dims != 1:
-                raise ValueError(f"expected a TensorDict with batch_size [B], got {list(self.batch.batch_size)}")
-            counts["batch"] = self.batch.batch_size[0]
-            for name, column in self.batch.items():
-                if not isinstance(column, Tensor):
-                    checks.check_tensor(name, column)
-        for name, array in self.non_tensor_batch.items():
-            checks.check_array(name, array)
-            counts[name] = array.shape[0]
-        checks.check_counts(counts)
-        both = self._tensors().keys() & self.non_tensor_batch.keys()
-        if both:
-            raise ValueError(f"columns {sorted(both)} are in both halves of the batch; rename or pop one of each")
+        return cls.from_dict(*sources.of_items(items, dense))
 
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
+    @classmethod
+    def from_tensordict(cls, data: Any, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
+        """Makes a batch of a TensorDict `[B]`, whose NonTensorStacks become object columns and NonTensorData facts."""
+        tensors, others, facts = sources.of_tensordict(data, {} if meta_info is None else meta_info)
+        return cls.from_dict(tensors, others, facts) if tensors or others else cls._of(len(data), {}, {}, facts)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.non_tensor_batch or name in self._tensors()
+    @classmethod
+    def from_arrow(cls, table: Any, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
+        """Makes a batch of an Arrow table (needs pyarrow).
+
+        Columns of numbers or bools become tensors `[B]`, those of fixed-size lists of them `[B, n]`, those of lists of
+        either ragged columns, and all others, as those with nulls, object columns.
+        """
+        return cls.from_dict(*sources.of_arrow(table), meta_info)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path, columns: Sequence[str] | None = None) -> "DataProto":
+        """Reads a parquet file, all columns where None; see `from_arrow`."""
+        return cls.from_arrow(sources.read_parquet(path, columns))
+
+    @classmethod
+    def load(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
+        """Reads what `save` wrote; tensors are on the CPU and read as they are needed.
+
+        Raises:
+            ValueError: the file is truncated, not one of ours, of a newer version, or holds pickled objects and
+                allow_pickle is False. Unpickling runs code: allow it for files you trust only.
+            FileNotFoundError: there is no such file.
+        """
+        return cls._of(*disk.read(Path(path), allow_pickle))
+
+    def save(self, path: str | Path, allow_pickle: bool = False) -> None:
+        """Writes the batch as one safetensors file, with what is not a tensor as JSON in it.
+
+        The file appears, or replaces an older one, when it is complete.
+
+        Raises:
+            TypeError: an object that is neither JSON, tuple, bytes, array nor tensor, nor made of these, unless
+                allow_pickle; the error names the column and the row.
+        """
+        disk.write(
+            Path(path), len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding, allow_pickle
+        )
 
     def __getitem__(self, item: Any) -> Any:
-        """A column by name (str), or rows as a batch: slice, list of rows, bool mask, int tensor or array.
+        """A column by name (str), one row as a DataProtoItem (int), or rows as a batch: slice, list of rows, bool mask,
+        int tensor or array. Negative rows count from the end.
 
         Raises:
             KeyError: no such column; the known ones are listed.
-            TypeError: an int: a batch has no single rows; `batch[i:i + 1]` is a batch of one.
+            TypeError, ValueError: not rows.
             IndexError: a row out of range.
         """
+        columns = self._read()
         if isinstance(item, str):
-            tensors = self._tensors()
-            if item in tensors:
-                return tensors[item]
-            checks.check_known("column", [item], [*tensors, *self.non_tensor_batch])
+            if item in columns:
+                return tensor_half.as_tensor(columns[item])
+            checks.check_known("column", [item], [*columns, *self.non_tensor_batch])
             return self.non_tensor_batch[item]
-        if isinstance(item, int | np.integer):
-            raise TypeError(
-                f"expected a slice, list, mask or tensor of rows, got the int {item}; use [{item}:{item + 1}]"
-            )
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            row = int(as_row_index([item], len(self))[0])
+            return DataProtoItem.of_row(columns, self.non_tensor_batch, self.meta_info, row)
         if isinstance(item, slice):
             start, stop, step = item.indices(len(self))
             if step == 1:
                 return self._cut([start, max(start, stop)])[0]
-            return self.select_idxs(range(start, stop, step))
+            return self._take(np.arange(start, stop, step))
         return self.select_idxs(item)
 
-    __iter__ = None  # rows come from make_iterator() or split()
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        """Yields the rows that are not padding."""
+        for row in np.flatnonzero(~self.is_padding):
+            yield self[int(row)]
 
     def select_idxs(self, idxs: Any) -> "DataProto":
         """Copies the rows `idxs`: integers (negative ones count from the end) or a bool mask; list, tensor or array."""
-        self.check_consistency()
-        return self._take(cols.as_row_index(idxs, len(self)))
+        return self._take(as_row_index(idxs, len(self)))
 
     def reorder(self, indices: Any) -> "DataProto":
         """The rows in the order `indices`, a permutation of 0..B-1 (ValueError if it is not one)."""
-        self.check_consistency()
-        index = cols.as_row_index(indices, len(self))
-        if not torch.equal(index.sort().values, torch.arange(len(self))):
+        rows = as_row_index(indices, len(self))
+        if not np.array_equal(np.sort(rows), np.arange(len(self))):
             raise ValueError(f"expected a permutation of {len(self)} rows; use select_idxs() to drop or repeat rows")
-        return self._take(index)
+        return self._take(rows)
 
-    def repeat(self, times: int, interleave: bool = True) -> "DataProto":
-        """Each row `times` times: next to each other (0 0 1 1), or the whole batch over again (0 1 0 1)."""
-        if times < 0:
-            raise ValueError(f"expected times >= 0, got {times}")
-        self.check_consistency()
-        rows = torch.arange(len(self))
-        return self._take(rows.repeat_interleave(times) if interleave else rows.repeat(times))
+    def repeat(self, repeat_times: int | Sequence[int] | Tensor | np.ndarray, interleave: bool = True) -> "DataProto":
+        """Each row `repeat_times` times: next to each other (0 0 1 1), or the whole batch over again (0 1 0 1).
 
-    def chunk(self, chunks: int, allow_unequal: bool = False) -> list["DataProto"]:
+        One number for each row repeats each its own number of times, next to each other.
+        """
+        rows = np.arange(len(self))
+        if not isinstance(repeat_times, int):
+            if not interleave:
+                raise ValueError("expected one number of times with interleave=False, got one for each row")
+            return self._take(rows.repeat(as_counts(repeat_times, len(self), "repeat_times")))
+        if repeat_times < 0:
+            raise ValueError(f"expected repeat_times >= 0, got {repeat_times}")
+        return self._take(rows.repeat(repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def chunk(self, chunks: int, allow_unequal: bool = False) -> list[Self]:
         """Cuts into `chunks` batches of neighbouring rows.
 
         With allow_unequal, the first B % chunks parts have one row more than the others; with fewer rows than chunks,
@@ -199,7 +203,7 @@ class DataProto:
             raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True")
         return self._cut([part * size + min(part, more) for part in range(chunks + 1)])
 
-    def split(self, split_size: int) -> list["DataProto"]:
+    def split(self, split_size: int) -> list[Self]:
         """Cuts into batches of `split_size` rows, the last with what is left; zero rows into one batch of zero rows."""
         if split_size < 1:
             raise ValueError(f"expected a split_size of at least one row, got {split_size}")
@@ -207,26 +211,41 @@ class DataProto:
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool = True
-    ) -> Iterator["DataProto"]:
-        """Yields every row once per epoch, in batches of `mini_batch_size`, the last of an epoch with what is left.
+    ) -> BatchIterator["DataProto"]:
+        """Yields every row that is not padding once per epoch, in batches of `mini_batch_size`, the last of an epoch
+        with what is left.
 
         The order of an epoch depends on seed and epoch only; without a seed, one is drawn from torch's CPU generator.
-        Zero rows yield nothing.
+        The iterator's `state_dict()` and `load_state_dict()` resume at any position. Zero rows yield nothing.
         """
         if mini_batch_size < 1 or epochs < 0:
             raise ValueError(f"expected mini_batch_size >= 1 and epochs >= 0, got {mini_batch_size} and {epochs}")
         self.check_consistency()
         if shuffle and seed is None:
             seed = int(torch.randint(2**31, ()))
-        return self._iterate(mini_batch_size, epochs, seed if shuffle else None)
+        rows = np.flatnonzero(~self.is_padding)
+        return BatchIterator(self._take, rows, mini_batch_size, epochs, seed if shuffle else None)
 
-    def _iterate(self, size: int, epochs: int, seed: int | None) -> Iterator["DataProto"]:
-        for epoch in range(epochs):
-            order = np.arange(len(self))
-            if seed is not None:
-                order = np.random.default_rng([seed, epoch]).permutation(order)
-            for start in range(0, len(self), size):
-                yield self.select_idxs(order[start : start + size])
+    def fold(self, group_size: int) -> "DataProto":
+        """Makes one row of every `group_size` neighbouring rows; `unfold` is the inverse.
+
+        Dense columns become `[B / group_size, group_size, ...]`, object columns lists of objects, ragged columns the
+        rows of the group one after another, with a numpy column `<name>.lengths` that says where each ends.
+
+        Raises:
+            ValueError: the rows do not divide, or some are padding.
+        """
+        if self._num_padding() > 0:
+            raise ValueError(f"{self._num_padding()} rows are padding; fold after unpad_dataproto()")
+        return self._of(*groups.fold(self._read(), self.non_tensor_batch, len(self), group_size), self.meta_info)
+
+    def unfold(self) -> "DataProto":
+        """Makes the rows of a folded batch rows again.
+
+        Raises:
+            ValueError: a column that is not folded, or not as the others are; the error names it.
+        """
+        return self._of(*groups.unfold(self._read(), self.non_tensor_batch, len(self)), self.meta_info)
 
     def select(
         self,
@@ -235,9 +254,8 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
         """The named columns and facts; None means all. KeyError for an unknown name."""
-        self.check_consistency()
-        tensors, arrays, meta = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        return self._of(len(self), None if self.batch is None else tensors, arrays, meta)
+        columns, arrays, meta = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        return self._of(len(self), columns, arrays, meta, self._padding)
 
     def pop(
         self,
@@ -247,17 +265,17 @@ class DataProto:
     ) -> "DataProto":
         """Moves the named columns and facts out of this batch into a new one; None means none of them. KeyError, before
         anything moves, for an unknown name."""
-        self.check_consistency()
-        num_rows = len(self)
         keys = [() if keys is None else keys for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
-        tensors, arrays, meta = self._pick(*keys)
-        popped = self._of(num_rows, tensors if tensors else None, arrays, meta)
+        columns, arrays, meta = self._pick(*keys)
+        rest = {name: column for name, column in self._read().items() if name not in columns}
+        others = {name: array for name, array in self.non_tensor_batch.items() if name not in arrays}
+        num_rows = len(self)
+        popped = self._of(num_rows, columns, arrays, meta, self._padding)
+        self._tensors = self._of(num_rows, rest, others, {})._tensors
         for name in arrays:
             del self.non_tensor_batch[name]
         for key in meta:
             del self.meta_info[key]
-        rest = None if self.batch is None else {k: v for k, v in self._tensors().items() if k not in tensors}
-        self.batch = self._of(num_rows, rest, self.non_tensor_batch, {}).batch
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
@@ -267,10 +285,9 @@ class DataProto:
             KeyError: an unknown old name.
             ValueError: not as many new names as old ones, or a new name is in use.
         """
-        self.check_consistency()
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
-        tensors = self._tensors()
-        names = [*tensors, *self.non_tensor_batch]
+        columns = self._read()
+        names = [*columns, *self.non_tensor_batch]
         checks.check_known("column", old, names)
         if len(old) != len(new):
             raise ValueError(f"expected as many new names as old ones, got {old} and {new}")
@@ -278,121 +295,85 @@ class DataProto:
         renamed = [to.get(name, name) for name in names]
         if len(set(renamed)) != len(names) or len(to) != len(old):
             raise ValueError(f"renaming {old} to {new} would give two columns one name; the columns are {names}")
-        tensors = {to.get(name, name): column for name, column in tensors.items()}
+        columns = {to.get(name, name): column for name, column in columns.items()}
         arrays = {to.get(name, name): column for name, column in self.non_tensor_batch.items()}
-        return self._of(len(self), None if self.batch is None else tensors, arrays, self.meta_info)
+        return self._of(len(self), columns, arrays, self.meta_info, self._padding)
 
-    def union(self, other: "DataProto") -> "DataProto":
-        """A batch with the columns and facts of both.
+    def union(self, other: "DataProto", merge: Mapping[str, MergeRule] | None = None) -> "DataProto":
+        """A batch with the columns and facts of both; rows that are padding in one are padding.
 
         Raises:
             ValueError: another number of rows, or a column or fact that both have with different values; the error
-                names it. "metrics" become a list, as in `concat`.
+                names it. `merge` and its defaults are those of `concat`.
         """
-        self.check_consistency()
-        other.check_consistency()
+        columns, others = self._read(), other._read()
         if not self._is_bare() and not other._is_bare() and len(self) != len(other):
             raise ValueError(f"expected batches of equally many rows, got {len(self)} and {len(other)}")
-        mine, theirs = ({**part._tensors(), **part.non_tensor_batch} for part in (self, other))
+        mine, theirs = {**columns, **self.non_tensor_batch}, {**others, **other.non_tensor_batch}
         for name in mine.keys() & theirs.keys():
             if not same(mine[name], theirs[name]):
                 raise ValueError(f"column {name!r} is in both batches with different values; pop or rename one of them")
-        meta = merge_meta([self.meta_info, other.meta_info])
-        has_tensors = self.batch is not None or other.batch is not None
-        tensors = {**self._tensors(), **other._tensors()} if has_tensors else None
+        padding = self._padding if other._padding is None else other._padding
+        if padding is not None and self._padding is not None and not np.array_equal(self._padding, padding):
+            raise ValueError("different rows are padding in the two batches; unpad_dataproto() them first")
+        weights = [len(batch) - batch._num_padding() for batch in (self, other)]
+        meta = merge_meta([self.meta_info, other.meta_info], merge, weights)
         num_rows = len(other) if self._is_bare() else len(self)
-        return self._of(num_rows, tensors, {**self.non_tensor_batch, **other.non_tensor_batch}, meta)
+        arrays = {**self.non_tensor_batch, **other.non_tensor_batch}
+        return self._of(num_rows, {**columns, **others}, arrays, meta, padding)
 
     @staticmethod
-    def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts, in order.
+    def concat(
+        data: Sequence["DataProto"],
+        fill: Mapping[str, Any] | None = None,
+        merge: Mapping[str, MergeRule] | None = None,
+    ) -> "DataProto":
+        """The rows of all parts, in order, without those that are padding.
 
-        Of meta_info, a key keeps its value where all parts that have it agree; "metrics" becomes a list of all parts'.
+        Args:
+            data: the parts; one without columns and rows goes with any other.
+            fill: for columns that only some parts have, the value of their rows in the others; None for a ragged
+                column, whose rows are then empty.
+            merge: for facts that differ between parts, what becomes of them: "first", "list" (of all parts', in order),
+                "sum", "mean" (each part counts with its rows without padding), "max" or "min" of numbers or of each
+                number in a dict, or a function of the list of values. Without a rule, "metrics" and "timing" become a
+                list, and all else must be the same in all parts that have it.
 
         Raises:
-            ValueError: no parts, a column that not all parts have, or that differs in kind, dtype, device or row shape,
-                or a fact that differs; the error names it.
+            ValueError: no parts, a column that not all parts have and that is not filled, or that differs in kind,
+                dtype, device or row shape, or a fact that differs; the error names it.
         """
         if len(data) == 0:
             raise ValueError("expected at least one part to concatenate")
-        for part in data:
-            part.check_consistency()
-        tensors = cols.join_tensors([part._tensors() for part in data])
-        arrays = cols.join_arrays([part.non_tensor_batch for part in data])
-        meta = merge_meta([part.meta_info for part in data])
-        num_rows = sum(len(part) for part in data)
-        has_tensors = any(part.batch is not None for part in data)
-        return type(data[0])._of(num_rows, tensors if has_tensors else None, arrays, meta)
+        parts = [part if part._num_padding() == 0 else part._take(np.flatnonzero(~part.is_padding)) for part in data]
+        return data[0]._join(parts, {} if fill is None else fill, merge)
 
-    def to(self, device: torch.device | str) -> "DataProto":
-        """A batch with its tensors on `device`; those that are there already are shared."""
-        return self._map_tensors(lambda tensor: tensor.to(device))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "DataProto":
+        """A batch with its tensors on `device`; those that are there already are shared. See `Tensor.to`."""
+        columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._of(len(self), columns, dict(self.non_tensor_batch), self.meta_info, self._padding)
 
     def clone(self) -> "DataProto":
         """A batch with its own memory for tensors and numpy columns; the objects in object columns are shared."""
-        new = self._map_tensors(lambda tensor: tensor.clone())
-        new.non_tensor_batch = {name: array.copy() for name, array in self.non_tensor_batch.items()}
-        return new
+        columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.clone())
+        arrays = {name: array.copy() for name, array in self.non_tensor_batch.items()}
+        return self._of(len(self), columns, arrays, self.meta_info, self._padding)
 
-    def __repr__(self) -> str:
-        lines = [f"{type(self).__name__}({len(self)} rows, {cols.size_text(self._num_bytes())}"]
-        lines += [f"  {name}: {cols.tensor_kind(column)}" for name, column in self._tensors().items()]
-        lines += [f"  {name}: {cols.array_kind(array)}, numpy" for name, array in self.non_tensor_batch.items()]
-        lines += [f"  meta_info: {', '.join(map(str, self.meta_info))}"] if self.meta_info else []
-        return "\n".join(lines) + ")"
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self.check_consistency()
-        packed = None if self.batch is None else wire.pack_tensors(self._tensors(), protocol)
-        return _unpickle, (type(self), len(self), packed, self.non_tensor_batch, self.meta_info)
-
-    def _tensors(self) -> dict[str, Any]:
-        return {} if self.batch is None else dict(self.batch.items())
-
-    def _is_bare(self) -> bool:
-        return self.batch is None and not self.non_tensor_batch
-
-    def _num_bytes(self) -> int:
-        size = sum(array.nbytes for array in self.non_tensor_batch.values())
-        for column in self._tensors().values():
-            size += (column.values() if column.is_nested else column).nbytes
-        return size
-
-    def _map_tensors(self, move: Any) -> "DataProto":
-        self.check_consistency()
-        tensors = None if self.batch is None else cols.move_tensors(self._tensors(), move)
-        return self._of(len(self), tensors, dict(self.non_tensor_batch), self.meta_info)
-
-    def _take(self, index: Tensor) -> "DataProto":
-        tensors = None if self.batch is None else cols.take_tensors(self._tensors(), index)
-        rows = index.numpy()
-        arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
-        return self._of(index.shape[0], tensors, arrays, self.meta_info)
-
-    def _cut(self, bounds: Sequence[int]) -> list["DataProto"]:
-        self.check_consistency()
-        arrays = cols.cut_arrays(self.non_tensor_batch, bounds)
-        counts = [end - start for start, end in pairwise(bounds)]
-        if self.batch is None:
-            return [self._of(n, None, part, self.meta_info) for n, part in zip(counts, arrays, strict=True)]
-        tensors = cols.cut_tensors(self._tensors(), bounds)
-        parts = zip(counts, tensors, arrays, strict=True)
-        return [self._of(n, tensor_part, array_part, self.meta_info) for n, tensor_part, array_part in parts]
-
-    def _pick(
-        self,
-        batch_keys: Sequence[str] | None,
-        non_tensor_batch_keys: Sequence[str] | None,
-        meta_info_keys: Sequence[str] | None,
-    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
-        return (
-            checks.pick(self._tensors(), batch_keys, "tensor column"),
-            checks.pick(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
-            checks.pick(self.meta_info, meta_info_keys, "meta_info key"),
+    @staticmethod
+    def _join(
+        parts: Sequence["DataProto"], fill: Mapping[str, Any], merge: Mapping[str, MergeRule] | None
+    ) -> "DataProto":
+        """`concat` that keeps padding."""
+        full = [part for part in parts if not part._is_bare()]
+        counts = [len(part) for part in full]
+        columns, arrays = {}, {}
+        if full:
+            arrays = [part.non_tensor_batch for part in full]
+            columns, arrays = join_columns([part._read() for part in full], arrays, counts, fill)
+        meta = merge_meta(
+            [part.meta_info for part in parts], merge, [len(part) - part._num_padding() for part in parts]
         )
-
-
-def _unpickle(
-    cls: type[DataProto], num_rows: int, packed: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
-) -> DataProto:
-    return cls._of(num_rows, None if packed is None else wire.unpack_tensors(*packed), arrays, meta_info)
+        padding = None
+        if any(part._padding is not None for part in full):
+            padding = np.concatenate([part.is_padding for part in full])
+        return type(parts[0])._of(sum(counts), columns, arrays, meta, padding)

@@ -1,63 +1,85 @@
-"""Pickling of a batch: every tensor as one buffer, which protocol 5 can pass on without a copy."""
+"""Pickling of tensor columns: every tensor as buffers, which protocol 5 can pass on without a copy."""
 
-import pickle
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_dataproto import ragged
+from tidemill_dataproto import pieces
+from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.tensors import Column
 
-__all__ = ["pack_tensors", "unpack_tensors"]
+__all__ = ["Packed", "as_bytes", "from_bytes", "pack", "unpack"]
 
-_Packed = tuple[str, tuple[int, ...], Any]  # dtype, shape, buffer
+_CPU = torch.device("cpu")
 
 
-def pack_tensors(columns: Mapping[str, Tensor], protocol: int) -> tuple[list[_Packed], dict[str, Any]]:
-    """Packs columns for `unpack_tensors`: (distinct offsets, per column a packed tensor and the number of its offsets).
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor as its dtype, its shape and its bytes: in one buffer, or in pieces that follow one another."""
 
-    CPU tensors are not copied, unless they are not contiguous or `protocol` is below 5; others are moved to the CPU.
-    A slice of a larger tensor packs its own bytes only. Gradients are left behind.
+    dtype: str
+    shape: tuple[int, ...]
+    data: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Columns by name, ragged ones with the number of their layout, and the bounds of these layouts."""
+
+    layouts: list[np.ndarray]
+    columns: dict[str, tuple[PackedTensor, int | None]]
+
+
+def pack(columns: Mapping[str, Column], protocol: int) -> Packed:
+    """Packs columns for `unpack`.
+
+    CPU tensors are not copied, unless they are not contiguous or `protocol` is below 5; others are moved to the CPU,
+    which waits for their device. A slice of a larger tensor packs its own bytes only. Gradients are left behind.
     """
-    layouts: list[_Packed] = []
+    layouts: list[np.ndarray] = []
     numbers: dict[int, int] = {}
-    packed: dict[str, Any] = {}
+    packed: dict[str, tuple[PackedTensor, int | None]] = {}
     for name, column in columns.items():
-        if column.is_nested:
-            offsets = ragged.offsets(column)
-            if id(offsets) not in numbers:
-                numbers[id(offsets)] = len(layouts)
-                layouts.append(_pack(offsets, protocol))
-            packed[name] = _pack(column.values(), protocol), numbers[id(offsets)]
+        if isinstance(column, JaggedColumn):
+            if id(column.layout) not in numbers:
+                numbers[id(column.layout)] = len(layouts)
+                layouts.append(column.layout.bounds)
+            packed[name] = _pack(column.values, protocol), numbers[id(column.layout)]
         else:
             packed[name] = _pack(column, protocol), None
-    return layouts, packed
+    return Packed(layouts, packed)
 
 
-def unpack_tensors(layouts: list[_Packed], packed: dict[str, Any]) -> dict[str, Tensor]:
-    """Makes the columns of what `pack_tensors` packed, as views of the buffers."""
-    all_offsets = [_unpack(*layout) for layout in layouts]
-    columns: dict[str, Tensor] = {}
-    for name, (tensor, number) in packed.items():
-        column = _unpack(*tensor)
-        columns[name] = column if number is None else ragged.unchecked(column, all_offsets[number])
+def unpack(packed: Packed) -> dict[str, Column]:
+    """Makes the columns of what `pack` packed, on the CPU, as views of the buffers."""
+    # Bounds are a few bytes; copied, they do not keep the buffers alive and can be written to, as torch wants it.
+    layouts = [Layout(bounds.copy(), _CPU) for bounds in packed.layouts]
+    columns: dict[str, Column] = {}
+    with warnings.catch_warnings():  # buffers out of an object store are read-only; DataProto documents it
+        warnings.filterwarnings("ignore", message="The given .* is not writable")
+        for name, (tensor, number) in packed.columns.items():
+            values = from_bytes(pieces.join(tensor.data), tensor.dtype, tensor.shape)
+            columns[name] = values if number is None else JaggedColumn(values, layouts[number])
     return columns
 
 
-def _pack(tensor: Tensor, protocol: int) -> _Packed:
-    plain = tensor.detach().cpu().contiguous()
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, on its device, as uint8 `[num_bytes]`; copied where they are not contiguous."""
     # As bytes, because numpy lacks bfloat16 and the float8 types.
-    data = plain.reshape(-1).view(torch.uint8).numpy().data
-    buffer = pickle.PickleBuffer(data) if protocol >= 5 else bytearray(data)
-    return str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _unpack(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> Tensor:
-    dtype = getattr(torch, dtype_name)
-    if memoryview(buffer).nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():  # buffers out of an object store are read-only; the class documents it
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+def from_bytes(data: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that `as_bytes` took apart, as a view of `data`, which is aligned to its element size."""
+    return data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def _pack(tensor: Tensor, protocol: int) -> PackedTensor:
+    data = as_bytes(tensor).cpu().numpy().data
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return PackedTensor(dtype, tuple(tensor.shape), pieces.cut(data) if protocol >= 5 else [bytearray(data)])

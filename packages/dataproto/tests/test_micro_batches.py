@@ -1,15 +1,10 @@
-"""Balanced partitions against all partitions of small cases, and micro-batches under their cap."""
-
-from itertools import product
+"""Micro-batches under their cap, and the way back."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tidemill_dataproto import DataProto, balance, ragged
-
-settings.register_profile("tidemill", deadline=None, max_examples=60)
-settings.load_profile("tidemill")
+from tidemill_dataproto import DataProto, balance, prepare_dynamic_batch, ragged
 
 lengths_lists = st.lists(st.integers(0, 30), max_size=7)
 
@@ -18,77 +13,10 @@ def largest(lengths: list[int], parts: list[list[int]]) -> int:
     return max(sum(lengths[row] for row in part) for part in parts)
 
 
-def best(lengths: list[int], k: int, equal_size: bool) -> int:
-    """The smallest possible largest total, by trying all assignments of rows to parts."""
-    size = len(lengths) // k
-    found = []
-    for assignment in product(range(k), repeat=len(lengths)):
-        if equal_size and any(assignment.count(part) != size for part in range(k)):
-            continue
-        totals = [0] * k
-        for row, part in enumerate(assignment):
-            totals[part] += lengths[row]
-        found.append(max(totals))
-    return min(found)
-
-
 def batch_of(lengths: list[int]) -> DataProto:
     ids = ragged.ragged(torch.arange(sum(lengths)), lengths)
     tensors = {"input_ids": ids, "row": torch.arange(len(lengths))}
     return DataProto.from_dict(tensors, {"uid": [[i] for i in range(len(lengths))]}, {"step": [1]})
-
-
-@given(lengths_lists, st.integers(1, 4))
-def test_karmarkar_karp_against_all_partitions(lengths: list[int], k: int) -> None:
-    parts = balance.karmarkar_karp(lengths, k)
-    assert len(parts) == k
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    assert all(part == sorted(part) for part in parts)
-    assert sum(1 for part in parts if part) == min(k, len(lengths))
-    totals = [sum(lengths[row] for row in part) for part in parts]
-    assert totals == sorted(totals, reverse=True)
-    assert largest(lengths, parts) <= (4 / 3 - 1 / (3 * k)) * best(lengths, k, equal_size=False) + 1e-9
-    assert balance.get_seqlen_balanced_partitions(torch.tensor(lengths), k, equal_size=False) == parts
-
-
-@given(st.integers(1, 3), st.integers(0, 3), st.data())
-def test_equal_size_against_all_partitions(k: int, size: int, data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(0, 30), min_size=k * size, max_size=k * size))
-    parts = balance.karmarkar_karp(lengths, k, equal_size=True)
-    assert [len(part) for part in parts] == [size] * k
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    assert largest(lengths, parts) <= 2 * best(lengths, k, equal_size=True)
-
-
-def test_known_partitions() -> None:
-    assert balance.karmarkar_karp([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]  # 16 and 14: the textbook's result
-    assert balance.karmarkar_karp([4, 4, 4, 4], 2, equal_size=True) == [[0, 3], [1, 2]]
-    assert balance.karmarkar_karp([5], 3) == [[0], [], []]
-    assert balance.karmarkar_karp([], 2) == [[], []]
-
-
-def test_large_inputs_are_nearly_level() -> None:
-    lengths = torch.randint(1, 8193, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
-    for equal_size in (False, True):
-        parts = balance.karmarkar_karp(lengths, 64, equal_size)
-        assert largest(lengths, parts) <= 1.001 * sum(lengths) / 64
-
-
-@given(lengths_lists, st.integers(1, 9))
-def test_balance_rows_levels_the_chunks(lengths: list[int], n: int) -> None:
-    order = balance.balance_rows(lengths, n)
-    batch = batch_of(lengths)
-    parts = batch.reorder(order).chunk(n, allow_unequal=True)
-    assert sorted(row for part in parts for row in part["row"].tolist()) == list(range(len(lengths)))
-    if len(lengths) % n == 0:
-        totals = sorted(ragged.values(part["input_ids"]).shape[0] for part in parts)
-        expected = balance.karmarkar_karp(lengths, n, equal_size=True)
-        assert totals == sorted(sum(lengths[row] for row in part) for part in expected)
-    # Rows of similar length go to different parts: each part takes one of every n, in order of length.
-    ranked = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    for start in range(0, len(lengths), n):
-        group = set(ranked[start : start + n])
-        assert all(len(group & set(part["row"].tolist())) <= 1 for part in parts)
 
 
 @given(lengths_lists, st.integers(30, 70), st.integers(0, 3), st.none() | st.integers(1, 9))
@@ -147,17 +75,65 @@ def test_lengths_may_be_a_column_of_numbers() -> None:
     assert indices == [[0], [1, 2]]
 
 
+@given(lengths_lists, st.integers(30, 70), st.integers(1, 4), st.none() | st.integers(1, 5))
+def test_multiples_of_micro_batches(lengths: list[int], cap: int, of: int, at_least: int | None) -> None:
+    batch = batch_of(lengths)
+    needed = balance.count_micro_batches(lengths, cap, at_least)
+    for make in (balance.rearrange_micro_batches, prepare_dynamic_batch):
+        parts, indices = make(batch, cap, num_batches_divided_by=of, min_num_micro_batch=at_least)
+        assert len(parts) % of == 0
+        assert 0 <= len(parts) - needed < of
+        assert largest(lengths, indices) <= cap
+        assert balance.restore_dynamic_batch(parts, indices) == batch
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abcd")), max_size=9), st.integers(0, 3))
+def test_groups_come_into_one_micro_batch(rows: list[tuple[int, str]], more: int) -> None:
+    lengths, groups = [length for length, _ in rows], [name for _, name in rows]
+    totals = [sum(length for length, group in rows if group == name) for name in set(groups)]
+    cap = max([*totals, 1])
+    batch = batch_of(lengths)
+    batch.non_tensor_batch["group"] = DataProto.from_dict({}, {"group": groups})["group"]
+    count = balance.count_micro_batches(lengths, cap, groups=groups)
+    for wanted in (None, count + more):
+        parts, indices = balance.rearrange_micro_batches(batch, cap, group_key="group", num_micro_batches=wanted)
+        assert len(parts) == (count if wanted is None else wanted)
+        assert largest(lengths, indices) <= cap
+        for name in set(groups):
+            assert sum(name in part["group"].tolist() for part in parts) == 1
+        assert balance.restore_dynamic_batch(parts, indices) == batch
+
+
+def test_work_is_levelled_under_a_cap_of_tokens() -> None:
+    lengths = [1000, *[100] * 10, *[50] * 20]
+    _, by_tokens = balance.rearrange_micro_batches(batch_of(lengths), 1600, num_micro_batches=2)
+    _, by_work = balance.rearrange_micro_batches(
+        batch_of(lengths), 2500, num_micro_batches=2, workload=lambda rows: rows * rows
+    )
+    squares = [length * length for length in lengths]
+    assert largest(lengths, by_tokens) <= 1550
+    assert by_work[0] == [0]  # alone: its square outweighs all others
+    assert largest(squares, by_work) < largest(squares, by_tokens)
+    _, capped = balance.rearrange_micro_batches(
+        batch_of(lengths), 1600, num_micro_batches=2, workload=lambda rows: rows * rows
+    )
+    assert largest(lengths, capped) <= 1600  # the cap comes first
+
+
+def test_work_comes_first_in_the_order_of_micro_batches() -> None:
+    lengths = [9, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    _, indices = balance.rearrange_micro_batches(batch_of(lengths), 10, workload=lambda rows: 10 - rows)
+    work = [sum(10 - lengths[row] for row in part) for part in indices]
+    assert work == sorted(work, reverse=True)
+
+
 BATCH = batch_of([3, 9, 2])
+GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a", "b"]})
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: balance.karmarkar_karp([1], 0), ValueError, "at least one part"),
-        (lambda: balance.karmarkar_karp([1, -2], 1), ValueError, "got -2 for row 1"),
-        (lambda: balance.karmarkar_karp([1.5], 1), TypeError, "integer"),
-        (lambda: balance.karmarkar_karp([1, 2, 3], 2, equal_size=True), ValueError, "3 rows do not divide into 2"),
-        (lambda: balance.balance_rows([1], 0), ValueError, "at least one part"),
         (lambda: balance.count_micro_batches([1], 0), ValueError, "max_token_len >= 1"),
         (lambda: balance.count_micro_batches([1, 7], 6), ValueError, "row 1 has 7 tokens, more than max_token_len=6"),
         (lambda: balance.rearrange_micro_batches(BATCH, 8), ValueError, "row 1 has 9 tokens"),
@@ -166,6 +142,17 @@ BATCH = batch_of([3, 9, 2])
         (lambda: balance.rearrange_micro_batches(BATCH, 9, length_key="uid"), ValueError, "length_key='uid'"),
         (lambda: balance.restore_dynamic_batch(torch.arange(3), [[0, 1]]), ValueError, "indices of 3 rows"),
         (lambda: balance.restore_dynamic_batch(torch.arange(3), [[0, 1, 1]]), ValueError, "each once"),
+        (lambda: balance.rearrange_micro_batches(BATCH, 8, group_key="uid"), TypeError, "got list for row 0"),
+        (lambda: balance.rearrange_micro_batches(BATCH, 11, group_key="row2"), KeyError, "no column 'row2'"),
+        (
+            lambda: balance.rearrange_micro_batches(GROUPED, 11, group_key="g"),
+            ValueError,
+            "group 'a' has 12 tokens",
+        ),
+        (lambda: balance.rearrange_micro_batches(BATCH, 9, num_batches_divided_by=0), ValueError, "divided_by >= 1"),
+        (lambda: balance.rearrange_micro_batches(BATCH, 9, workload=lambda rows: -rows), ValueError, "lengths >= 0"),
+        (lambda: prepare_dynamic_batch(BATCH, 8), ValueError, "row 1 has 9 tokens"),
+        (lambda: prepare_dynamic_batch(BATCH, 8, length_key="none"), KeyError, "no column 'none'"),
     ],
 )
 def test_errors_say_what_came(call, error: type[Exception], message: str) -> None:

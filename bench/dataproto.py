@@ -1,0 +1,207 @@
+"""What a batch costs beside its bytes: each operation against the plain one on the same bytes, in turns, in one run.
+
+    python bench/dataproto.py           two minutes, 3 GiB of memory, a Ray cluster of its own
+    python bench/dataproto.py --tiny    seconds; sizes whose ratios say nothing
+    python bench/dataproto.py --no-ray  without the object store
+
+Batches have 10 columns of 256 MiB in all, 6 of 4 bytes and 4 of 2 per element: dense ones of 1024 x 8192, ragged ones
+of rows of 1 to 8192, whose columns share one layout or have one each. Prints the median of both sides, the median ratio
+of a turn, and the bound.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tidemill_dataproto import DataProto, balance, karmarkar_karp, ragged
+
+DTYPES = [torch.int32] * 2 + [torch.float32] * 4 + [torch.bfloat16] * 4
+BYTES_PER_ELEMENT = sum(dtype.itemsize for dtype in DTYPES)
+CORES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    rows: int
+    width: int
+    turns: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.width * BYTES_PER_ELEMENT
+
+
+def main() -> int:
+    """Returns 0 if everything is within its bound."""
+    args = _arguments()
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > CORES:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    torch.set_num_threads(CORES)
+    sizes = Sizes(rows=64, width=256, turns=3) if args.tiny else Sizes(rows=1024, width=8192, turns=15)
+    print(f"{sizes.num_bytes / 2**20:.0f} MiB, {CORES} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    print(f"{'':44} {'ours ms':>9} {'plain ms':>9} {'ratio':>7} {'bound':>7}")
+    batches = {
+        "dense": dense_batch(sizes),
+        "ragged, one layout": ragged_batch(sizes, own_layouts=False),
+        "ragged, ten layouts": ragged_batch(sizes, own_layouts=True),
+    }
+    within = [*operations(batches, sizes), *planning(batches, sizes)]
+    if args.ray:
+        within += object_store(batches, sizes)
+    return 0 if all(within) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-ray", dest="ray", action="store_false")
+    return parser.parse_args()
+
+
+def dense_batch(sizes: Sizes) -> DataProto:
+    shape = sizes.rows, sizes.width
+    columns = {f"c{i}": torch.ones(shape, dtype=dtype) for i, dtype in enumerate(DTYPES)}
+    return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(sizes.rows)]}, {"step": 1})
+
+
+def ragged_batch(sizes: Sizes, *, own_layouts: bool) -> DataProto:
+    """Twice as many rows as the dense one, of half its length on average."""
+    rows = 2 * sizes.rows
+    columns: dict[str, torch.Tensor] = {}
+    for i, dtype in enumerate(DTYPES):
+        lengths = torch.randint(1, sizes.width + 1, (rows,), generator=torch.Generator().manual_seed(i * own_layouts))
+        flat = torch.ones(int(lengths.sum()), dtype=dtype)
+        shares = i > 0 and not own_layouts
+        columns[f"c{i}"] = ragged.like(flat, columns["c0"]) if shares else ragged.ragged(flat, lengths)
+    return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(rows)]}, {"step": 1})
+
+
+def operations(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
+    """Concatenation of 8 parts against torch.cat, and random rows against index_select, of as many bytes."""
+    within = []
+    for name, batch in batches.items():
+        parts, plain_parts = batch.chunk(8), [column.chunk(8) for column in plain_columns(batch)]
+        within.append(
+            compare(
+                f"concat of 8 parts, {name}",
+                lambda parts=parts: DataProto.concat(parts),
+                lambda plain_parts=plain_parts: [torch.cat(pieces) for pieces in plain_parts],
+                bound=1.3,
+                turns=sizes.turns,
+            )
+        )
+    for name, batch in batches.items():
+        rows, plain = torch.randperm(len(batch)), plain_columns(batch)
+        within.append(
+            compare(
+                f"selection of all rows, {name}",
+                lambda batch=batch, rows=rows: batch[rows],
+                lambda plain=plain, rows=rows: [column.index_select(0, rows) for column in plain],
+                bound=1.5,
+                turns=sizes.turns,
+            )
+        )
+    return within
+
+
+def plain_columns(batch: DataProto) -> list[torch.Tensor]:
+    """Dense tensors of as many rows and elements as the columns have, but for the remainder of a row."""
+    flats = [ragged.values(batch[f"c{i}"]) if batch[f"c{i}"].is_nested else batch[f"c{i}"] for i in range(len(DTYPES))]
+    rows = len(batch)
+    return [flat.flatten()[: flat.numel() // rows * rows].clone().view(rows, -1) for flat in flats]
+
+
+def planning(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
+    """What does not depend on the bytes: cutting, and balancing."""
+    within = [
+        measure(f"chunk(8), {name}", lambda batch=batch: batch.chunk(8), bound_ms=0.2, turns=500)
+        for name, batch in batches.items()
+    ]
+    count, parts = (4096, 64) if sizes.turns > 3 else (64, 4)
+    lengths = torch.randint(1, sizes.width + 1, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    cap = int(1.02 * sum(lengths) / parts)
+    costs = DataProto.from_dict({"cost": torch.tensor(lengths)})
+
+    def micro_batches() -> None:
+        balance.rearrange_micro_batches(costs, cap, num_micro_batches=parts, length_key="cost")
+
+    what, turns = f"balance {count} rows into {parts}", sizes.turns
+    within.append(measure(f"{what} parts", lambda: karmarkar_karp(lengths, parts), bound_ms=50, turns=turns))
+    within.append(measure(f"{what} micro-batches", micro_batches, bound_ms=50, turns=turns))
+    return within
+
+
+def object_store(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
+    """Ray's put and get of a batch against one numpy array of as many bytes."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    ray.init(num_cpus=1, object_store_memory=max(6 * sizes.num_bytes, 200 << 20), include_dashboard=False,
+             log_to_driver=False, logging_level="ERROR")  # fmt: skip
+
+    def there_and_back(value: Any) -> None:
+        reference = ray.put(value)
+        ray.get(reference)
+
+    array = np.ones(sizes.num_bytes, dtype=np.uint8)
+    within = []
+    for name, batch in batches.items():
+        within.append(
+            compare(
+                f"Ray put and get, {name}",
+                lambda batch=batch: there_and_back(batch),
+                lambda: there_and_back(array),
+                bound=1.3,
+                turns=sizes.turns,
+                pause_s=0.2,  # the store frees what nobody holds a moment later
+            )
+        )
+    ray.shutdown()
+    return within
+
+
+def compare(
+    name: str,
+    ours: Callable[[], object],
+    plain: Callable[[], object],
+    *,
+    bound: float,
+    turns: int,
+    pause_s: float = 0.0,
+) -> bool:
+    """Times both in turns, after two of each that do not count."""
+    pairs = [(timed(ours, pause_s), timed(plain, pause_s)) for _ in range(turns + 2)][2:]
+    ratio = statistics.median(a / b for a, b in pairs)
+    mine, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
+    print(f"{name:44} {mine:9.2f} {theirs:9.2f} {ratio:7.2f} {bound:7.2f}{'' if ratio <= bound else '  above'}")
+    return ratio <= bound
+
+
+def measure(name: str, ours: Callable[[], object], *, bound_ms: float, turns: int) -> bool:
+    milliseconds = statistics.median([timed(ours, 0.0) for _ in range(turns + 2)][2:]) * 1e3
+    print(f"{name:44} {milliseconds:9.3f} {'':9} {'':7} {bound_ms:4} ms{'' if milliseconds <= bound_ms else '  above'}")
+    return milliseconds <= bound_ms
+
+
+def timed(fn: Callable[[], object], pause_s: float) -> float:
+    """Seconds of one call; what it returns is freed before the next one."""
+    started = time.perf_counter()
+    result = fn()
+    seconds = time.perf_counter() - started
+    del result
+    if pause_s:
+        gc.collect()
+        time.sleep(pause_s)
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A batch as one safetensors file: its tensors, and what is not a tensor as JSON in one of them.
+
+Format version 1. The metadata of the file are {"format": "tidemill-dataproto", "version": "1"}. Its tensors are
+"batch/<name>" (a dense column, or the values of a ragged one), "bounds/<number>" (int64 [B + 1], of ragged columns that
+share a layout), "object/<number>" (out of numpy columns, objects and facts) and "json" (uint8, the text that says what
+is what).
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.objects import Decoder, Encoder, storable
+from tidemill_dataproto.tensors import Column, num_rows_of
+
+__all__ = ["read", "write"]
+
+_FORMAT, _VERSION = "tidemill-dataproto", 1
+_Contents = tuple[int, dict[str, Column], dict[str, np.ndarray], dict[str, Any], np.ndarray | None]
+
+
+def write(
+    path: Path,
+    num_rows: int,
+    columns: Mapping[str, Column],
+    arrays: Mapping[str, np.ndarray],
+    meta_info: Mapping[str, Any],
+    padding: np.ndarray | None,
+    allow_pickle: bool,
+) -> None:
+    """Writes a batch; see `DataProto.save`."""
+    encoder = Encoder(allow_pickle)
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[int, int] = {}
+    for name, column in columns.items():
+        if isinstance(column, JaggedColumn):
+            number = layouts.setdefault(id(column.layout), len(layouts))
+            tensors[f"bounds/{number}"] = torch.from_numpy(column.layout.bounds)
+        tensors[f"batch/{name}"] = storable(column.values if isinstance(column, JaggedColumn) else column)
+    manifest = {
+        "num_rows": num_rows,
+        "columns": {
+            name: layouts[id(column.layout)] if isinstance(column, JaggedColumn) else None
+            for name, column in columns.items()
+        },
+        "arrays": {name: encoder.encode_array(array, f"column {name!r}") for name, array in arrays.items()},
+        "meta_info": [
+            [encoder.encode(key, "a key of meta_info"), encoder.encode(value, f"meta_info[{key!r}]")]
+            for key, value in meta_info.items()
+        ],
+        "padding": None if padding is None else encoder.encode_array(padding, "padding"),
+    }
+    text = json.dumps(manifest, allow_nan=False).encode()
+    tensors |= encoder.tensors | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    _check_dtypes(tensors)
+    _write_file(path, tensors)
+
+
+def read(path: Path, allow_pickle: bool) -> _Contents:
+    """Number of rows, columns, numpy columns, facts and padding of a batch; see `DataProto.load`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            _check_version(path, file.metadata())
+            return _decode(file.get_tensor, allow_pickle)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated, damaged or no safetensors file ({error}); save it again") from error
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+
+
+def _decode(get_tensor: Callable[[str], Tensor], allow_pickle: bool) -> _Contents:
+    decoder = Decoder(allow_pickle, get_tensor)
+    manifest = json.loads(get_tensor("json").numpy().tobytes())
+    num_rows: int = manifest["num_rows"]
+    layouts: dict[int, Layout] = {}
+    columns: dict[str, Column] = {}
+    for name, number in manifest["columns"].items():
+        values = get_tensor(f"batch/{name}")
+        if number is not None and number not in layouts:
+            layouts[number] = Layout(get_tensor(f"bounds/{number}").numpy(), values.device)
+        columns[name] = values if number is None else JaggedColumn(values, layouts[number])
+        if num_rows_of(columns[name]) != num_rows or (number is not None and not layouts[number].fits(len(values))):
+            raise ValueError(f"column {name!r} does not have the {num_rows} rows of the batch; save it again")
+    arrays = {name: decoder.decode_array(array) for name, array in manifest["arrays"].items()}
+    meta_info = {decoder.decode(key): decoder.decode(value) for key, value in manifest["meta_info"]}
+    padding = None if manifest["padding"] is None else decoder.decode_array(manifest["padding"])
+    return num_rows, columns, arrays, meta_info, padding
+
+
+def _check_version(path: Path, metadata: Mapping[str, str] | None) -> None:
+    found = {} if metadata is None else metadata
+    if found.get("format") != _FORMAT:
+        raise ValueError(f"expected a file that DataProto.save wrote, got metadata {found}")
+    if not found["version"].isdecimal() or int(found["version"]) > _VERSION:
+        raise ValueError(
+            f"it has format version {found['version']}, this release reads up to {_VERSION}; update tidemill-dataproto"
+        )
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    checked: set[torch.dtype] = set()
+    for name, tensor in tensors.items():
+        if tensor.dtype not in checked:
+            try:
+                save({"x": tensor.new_empty(0)})
+            except KeyError as error:
+                raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it") from error
+            checked.add(tensor.dtype)
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes beside `path`, and moves the complete file there."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
+    storages: set[int] = set()
+    for name, tensor in tensors.items():  # safetensors refuses tensors that overlap
+        pointer = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if pointer in storages else tensor
+        storages.add(pointer)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(tensors, beside, metadata={"format": _FORMAT, "version": str(_VERSION)})
+        _flush(beside)
+        os.replace(beside, path)
+        _flush(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Waits until the file, or the names in the folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

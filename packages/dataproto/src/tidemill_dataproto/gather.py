@@ -1,0 +1,125 @@
+"""The batches of all ranks, on every rank."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill_dataproto.agreement import agree
+from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.proto import DataProto
+from tidemill_dataproto.tensors import Column
+from tidemill_dataproto.wire import as_bytes, from_bytes
+
+__all__ = ["all_gather"]
+
+_CPU = torch.device("cpu")
+_ALIGNMENT = 16  # bytes; no element is larger
+
+
+def all_gather(batch: DataProto, group: dist.ProcessGroup | None = None) -> DataProto:
+    """The rows of all ranks of `group`, in rank order, on every rank; without those that are padding. Collective.
+
+    Ranks may have different numbers of rows, also none. Tensors come back on the devices on which this rank has the
+    columns; they travel on its CUDA device where the group is one of NCCL.
+
+    Raises:
+        ValueError: the batches cannot be concatenated, or that of one rank is inconsistent; on all ranks alike. The
+            parts that the error names are the ranks.
+    """
+    error, columns = None, {}
+    try:
+        columns = batch._read()
+    except (ValueError, TypeError) as caught:
+        error = caught
+    heads: list[_Head] = agree(_head_of(batch, columns), error, group)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else _CPU
+    home = {name: _values_of(column).device for name, column in columns.items()}
+    data = _gathered(columns, max(head.num_bytes for head in heads), len(heads), device, group)
+    parts = [_part(head, data[rank], home, device) for rank, head in enumerate(heads)]
+    return DataProto.concat(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    """What ranks know of a batch before its tensors arrive: for each column its dtype, the shape of its values, and the
+    number of its layout."""
+
+    num_rows: int
+    columns: dict[str, tuple[str, tuple[int, ...], int | None]]
+    layouts: list[np.ndarray]
+    arrays: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+    padding: np.ndarray | None
+    num_bytes: int
+
+
+def _head_of(batch: DataProto, columns: Mapping[str, Column]) -> _Head:
+    layouts: dict[int, Layout] = {}
+    described: dict[str, tuple[str, tuple[int, ...], int | None]] = {}
+    for name, column in columns.items():
+        number = None
+        if isinstance(column, JaggedColumn):
+            layouts.setdefault(id(column.layout), column.layout)
+            number = list(layouts).index(id(column.layout))
+        values = _values_of(column)
+        described[name] = str(values.dtype).removeprefix("torch."), tuple(values.shape), number
+    return _Head(
+        num_rows=len(batch),
+        columns=described,
+        layouts=[layout.bounds for layout in layouts.values()],
+        arrays=batch.non_tensor_batch,
+        meta_info=batch.meta_info,
+        padding=batch._padding,
+        num_bytes=sum(_aligned(_values_of(column).nbytes) for column in columns.values()),
+    )
+
+
+def _gathered(
+    columns: Mapping[str, Column], num_bytes: int, num_ranks: int, device: torch.device, group: Any
+) -> Tensor:
+    """The bytes of all columns of each rank, uint8 `[ranks, num_bytes]`; those of a rank with less end earlier."""
+    mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    at = 0
+    for column in columns.values():
+        data = as_bytes(_values_of(column))
+        mine[at : at + data.shape[0]] = data
+        at += _aligned(data.shape[0])
+    everyones = torch.empty(num_ranks * num_bytes, dtype=torch.uint8, device=device)
+    if num_bytes > 0:
+        dist.all_gather_into_tensor(everyones, mine, group=group)
+    return everyones.reshape(num_ranks, num_bytes)
+
+
+def _part(head: _Head, data: Tensor, home: Mapping[str, torch.device], device: torch.device) -> DataProto:
+    layouts: dict[tuple[int, torch.device], Layout] = {}
+    columns: dict[str, Column] = {}
+    for (name, (dtype, shape, number)), values in zip(head.columns.items(), _values(head, data), strict=True):
+        where = home.get(name, device)
+        tensor = from_bytes(values, dtype, shape).to(where)
+        if number is None:
+            columns[name] = tensor
+        else:
+            layout = layouts.setdefault((number, where), Layout(head.layouts[number], where))
+            columns[name] = JaggedColumn(tensor, layout)
+    return DataProto._of(head.num_rows, columns, dict(head.arrays), head.meta_info, head.padding)
+
+
+def _values(head: _Head, data: Tensor) -> Iterator[Tensor]:
+    at = 0
+    for dtype, shape, _ in head.columns.values():
+        size = int(np.prod(shape)) * getattr(torch, dtype).itemsize
+        yield data[at : at + size]
+        at += _aligned(size)
+
+
+def _values_of(column: Column) -> Tensor:
+    return column.values if isinstance(column, JaggedColumn) else column
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,61 @@
+"""Rows as users name them, as numbers on the host."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["as_counts", "as_row_index"]
+
+
+def as_row_index(index: Any, num_rows: int) -> np.ndarray:
+    """Turns a list, mask, tensor or array of rows into int64 `[M]`, each in 0..num_rows-1.
+
+    An index on a device is copied to the host, which waits for the device.
+
+    Raises:
+        TypeError: not integers or bools.
+        ValueError: not one-dimensional, or a mask of another length than num_rows.
+        IndexError: a row outside -num_rows..num_rows-1.
+    """
+    if not isinstance(index, Tensor | np.ndarray | list | tuple | range):
+        raise TypeError(f"expected rows as a list, mask, tensor or array, got {type(index).__name__}")
+    rows = _host_numbers(index)
+    if rows.size > 0 and rows.dtype.kind not in "iub":
+        raise TypeError(f"expected rows as integers or a bool mask, got {rows.dtype}")
+    if rows.ndim != 1:
+        raise ValueError(f"expected rows as one dimension, got shape {list(rows.shape)}")
+    if rows.dtype == bool:
+        if rows.shape[0] != num_rows:
+            raise ValueError(f"expected a mask of {num_rows} rows, as the batch has, got {rows.shape[0]}")
+        return rows.nonzero()[0]
+    if rows.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    low, high = int(rows.min()), int(rows.max())
+    if low < -num_rows or high >= num_rows:
+        raise IndexError(f"row {low if low < -num_rows else high} is out of range for a batch of {num_rows} rows")
+    rows = rows.astype(np.int64)
+    return np.where(rows < 0, rows + num_rows, rows) if low < 0 else rows
+
+
+def as_counts(counts: Any, num_rows: int, what: str) -> np.ndarray:
+    """Turns one number >= 0 per row (list, tensor or array) into int64 `[B]`. TypeError or ValueError otherwise."""
+    numbers = _host_numbers(counts)
+    if numbers.size > 0 and numbers.dtype.kind not in "iu":
+        raise TypeError(f"expected {what} as integers, got {numbers.dtype}")
+    if numbers.shape != (num_rows,):
+        raise ValueError(f"expected {what} as one number per row, [{num_rows}], got shape {list(numbers.shape)}")
+    numbers = numbers.astype(np.int64)
+    if numbers.size > 0 and numbers.min() < 0:
+        row = int(numbers.argmin())
+        raise ValueError(f"expected {what} >= 0, got {numbers[row]} for row {row}")
+    return numbers
+
+
+def _host_numbers(numbers: Any) -> np.ndarray:
+    if not isinstance(numbers, Tensor):
+        return np.asarray(numbers)
+    host = numbers.detach().cpu()
+    if host.is_floating_point():  # numpy lacks bfloat16
+        host = host.float()
+    return host.numpy()

@@ -1,0 +1,90 @@
+"""Joining the rows of several batches: which columns they must have, and what becomes of those that some lack."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tidemill_dataproto import arrays as numpy_half
+from tidemill_dataproto import tensors as tensor_half
+from tidemill_dataproto.layout import JaggedColumn
+from tidemill_dataproto.tensors import Column
+
+__all__ = ["join_columns"]
+
+_T = TypeVar("_T")
+
+
+def join_columns(
+    tensors: Sequence[Mapping[str, Column]],
+    arrays: Sequence[Mapping[str, np.ndarray]],
+    num_rows: Sequence[int],
+    fill: Mapping[str, Any],
+) -> tuple[dict[str, Column], dict[str, np.ndarray]]:
+    """Concatenates the rows of the parts, column by column; part i has num_rows[i] rows.
+
+    Raises:
+        ValueError: a column that only some parts have and that is not filled, a fill that no part needs or that does
+            not go with the column, or a column of different kinds; the error names it.
+    """
+    both: list[dict[str, Any]] = [{**a, **b} for a, b in zip(tensors, arrays, strict=True)]
+    _check_names(both, fill)
+    tensors = _filled(tensors, num_rows, fill, _fill_column)
+    arrays = _filled(arrays, num_rows, fill, lambda _name, like, count, value: numpy_half.fill(like, count, value))
+    _check_kinds(tensors, tensor_half.kind_of)
+    _check_kinds(arrays, numpy_half.kind_of)
+    return tensor_half.join(tensors), numpy_half.join(arrays)
+
+
+def _check_names(parts: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> None:
+    everywhere = {name: [number for number, part in enumerate(parts) if name not in part] for name in _names(parts)}
+    unknown = [name for name in fill if name not in everywhere]
+    if unknown:
+        raise ValueError(f"fill names {unknown}, which no part has; their columns are {list(everywhere)}")
+    lacking = {name: numbers for name, numbers in everywhere.items() if numbers and name not in fill}
+    if lacking:
+        text = "; ".join(f"{name!r} is missing from part {_brief(numbers)}" for name, numbers in lacking.items())
+        raise ValueError(
+            f"expected the same columns in all {len(parts)} parts, but {text}; say what to fill in with "
+            f"fill={{name: value}}, or select() the columns that all have"
+        )
+
+
+def _names(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _filled(
+    parts: Sequence[Mapping[str, _T]],
+    num_rows: Sequence[int],
+    fill: Mapping[str, Any],
+    make: Callable[[str, _T, int, Any], _T],
+) -> list[dict[str, _T]]:
+    """All parts with all columns, in the order of the first part that has them."""
+    examples = {name: part[name] for part in reversed(parts) for name in part}
+    return [
+        {name: part[name] if name in part else make(name, examples[name], count, fill[name]) for name in _names(parts)}
+        for part, count in zip(parts, num_rows, strict=True)
+    ]
+
+
+def _fill_column(name: str, like: Column, num_rows: int, value: Any) -> Column:
+    if isinstance(like, JaggedColumn) and value is not None:
+        raise ValueError(f"column {name!r} is ragged and is filled with empty rows; pass fill={{{name!r}: None}}")
+    return tensor_half.fill(like, num_rows, value)
+
+
+def _check_kinds(parts: Sequence[Mapping[str, _T]], kind_of: Callable[[_T], str]) -> None:
+    for name, first in parts[0].items():
+        kind = kind_of(first)
+        for number, part in enumerate(parts):
+            other = kind_of(part[name])
+            if other != kind:
+                raise ValueError(
+                    f"column {name!r} is {other} in part {number}, but {kind} in part 0; convert one first"
+                )
+
+
+def _brief(numbers: Sequence[int]) -> str:
+    listed = ", ".join(map(str, numbers[:8]))
+    return listed if len(numbers) <= 8 else f"{listed} and {len(numbers) - 8} more"

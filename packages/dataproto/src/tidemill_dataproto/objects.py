@@ -1,0 +1,153 @@
+"""Python objects as JSON beside tensors, and back: nothing that could run code, unless pickling is allowed."""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill_dataproto import ragged
+from tidemill_dataproto.arrays import object_column
+
+__all__ = ["Decoder", "Encoder", "storable"]
+
+_PLAIN = (type(None), bool, int, str)
+_RAW_KINDS = "USMm"  # strings, times: dtypes that torch lacks, stored as bytes
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, contiguous, on the CPU, without gradient."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Collects the tensors of the objects that it encodes.
+
+    Attributes:
+        allow_pickle: objects that JSON cannot hold are pickled.
+        tensors: by name, contiguous, on the CPU.
+    """
+
+    allow_pickle: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def encode(self, value: Any, where: str) -> Any:
+        """`value` as JSON: plain data as it is, everything else as {"$kind": ...}.
+
+        Raises:
+            TypeError: an object of another type, without `allow_pickle`; the error says `where`.
+        """
+        kind: type = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is float:
+            return value if np.isfinite(value) else {"$float": repr(value)}
+        if kind is list:
+            return [self.encode(item, where) for item in value]
+        if kind is tuple:
+            return {"$tuple": [self.encode(item, where) for item in value]}
+        if kind is dict:
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(item, where) for key, item in value.items()}
+            return {"$dict": [[self.encode(key, where), self.encode(item, where)] for key, item in value.items()]}
+        if kind is bytes:
+            return {"$bytes": self.add_bytes(value)}
+        if isinstance(value, Tensor) and ragged.is_ragged(value):
+            return {"$ragged": [self.add(ragged.values(value)), self.add(ragged.host_lengths(value))]}
+        if kind is Tensor and value.layout == torch.strided:
+            return {"$tensor": self.add(value)}
+        if kind is np.ndarray or issubclass(kind, np.generic):
+            array = np.asarray(value)
+            if array.dtype.kind in "biufcO" + _RAW_KINDS:
+                return {"$array" if kind is np.ndarray else "$scalar": self.encode_array(array, where)}
+        if self.allow_pickle:
+            return {"$pickle": self.add_bytes(pickle.dumps(value, protocol=5))}
+        raise TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which is neither JSON, tuple, bytes, array nor "
+            f"tensor; drop or convert it, or pass allow_pickle=True here and to load()"
+        )
+
+    def encode_array(self, array: np.ndarray, where: str) -> Any:
+        """A numpy array as JSON; TypeError for a dtype without a portable form."""
+        shape = list(array.shape)
+        if array.dtype == object:
+            rows = [self.encode(item, f"{where}, row {row}") for row, item in enumerate(array.ravel())]
+            return {"dtype": "object", "shape": shape, "rows": rows}
+        if array.dtype.kind in _RAW_KINDS:
+            return {"dtype": array.dtype.str, "shape": shape, "bytes": self.add_bytes(array.tobytes())}
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"{where} is an array of {array.dtype}, which cannot be saved; convert it")
+        native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        tensor = torch.from_numpy(native if native.flags.writeable else native.copy())
+        return {"dtype": native.dtype.str, "shape": shape, "tensor": self.add(tensor.reshape(array.shape))}
+
+    def add(self, tensor: Tensor) -> str:
+        """Takes a tensor to be stored; returns its name."""
+        name = f"object/{len(self.tensors)}"
+        self.tensors[name] = storable(tensor)
+        return name
+
+    def add_bytes(self, data: bytes) -> str:
+        return self.add(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte())
+
+
+@dataclass(slots=True)
+class Decoder:
+    """Makes objects of what an `Encoder` made of them.
+
+    Attributes:
+        allow_pickle: pickled objects are loaded, which runs code of whoever wrote them.
+        tensors: the encoder's, or any function of a name, e.g. one that reads them from a file.
+    """
+
+    allow_pickle: bool
+    tensors: Any
+
+    def decode(self, value: Any) -> Any:
+        """ValueError for pickled objects without `allow_pickle`, or what no encoder writes."""
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.decode(item) for key, item in value.items()}
+        return self._decode_tagged(tag, value[tag])
+
+    def decode_array(self, value: dict[str, Any]) -> np.ndarray:
+        shape: Sequence[int] = value["shape"]
+        if value["dtype"] == "object":
+            return object_column([self.decode(row) for row in value["rows"]]).reshape(shape)
+        if "bytes" in value:
+            return np.frombuffer(bytearray(self._bytes(value["bytes"])), dtype=value["dtype"]).reshape(shape)
+        return self.tensors(value["tensor"]).numpy().reshape(shape)
+
+    def _decode_tagged(self, tag: str, data: Any) -> Any:
+        if tag == "$float":
+            return float(data)
+        if tag == "$tuple":
+            return tuple(self.decode(item) for item in data)
+        if tag == "$dict":
+            return {self.decode(key): self.decode(item) for key, item in data}
+        if tag == "$bytes":
+            return self._bytes(data)
+        if tag == "$tensor":
+            return self.tensors(data)
+        if tag == "$ragged":
+            return ragged.ragged(self.tensors(data[0]), self.tensors(data[1]))
+        if tag == "$array":
+            return self.decode_array(data)
+        if tag == "$scalar":
+            return self.decode_array(data)[()]
+        if tag != "$pickle":
+            raise ValueError(f"an object of the unknown kind {tag!r}")
+        if not self.allow_pickle:
+            raise ValueError("pickled objects, whose loading runs code; pass allow_pickle=True if you trust the file")
+        return pickle.loads(self._bytes(data))
+
+    def _bytes(self, name: str) -> bytes:
+        return self.tensors(name).numpy().tobytes()

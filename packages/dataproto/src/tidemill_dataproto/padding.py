@@ -1,0 +1,93 @@
+"""Rows that are added so that a number of rows divides, and taken out again."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill_dataproto.arrays import fill
+from tidemill_dataproto.layout import JaggedColumn
+from tidemill_dataproto.proto import DataProto
+from tidemill_dataproto.tensors import Column
+
+__all__ = ["pad_dataproto_to_divisor", "unpad_dataproto"]
+
+
+def pad_dataproto_to_divisor(
+    data: DataProto, size_divisor: int, blank_keys: Sequence[str] = ("response_mask", "loss_mask", "uid")
+) -> tuple[DataProto, int]:
+    """Adds as few rows at the end as make the number of rows a multiple of `size_divisor`.
+
+    A padding row is a copy of the row with the fewest ragged elements, so that every worker can compute it, and
+    cheaply. But in the columns of `blank_keys`, as far as the batch has them, it is zero, or None for objects: it is
+    not trained, and belongs to no group. It stays marked (`DataProto.is_padding`): iterating skips it, and `concat`
+    drops it.
+
+    Returns:
+        The padded batch and the number of rows added.
+
+    Raises:
+        ValueError: size_divisor < 1.
+    """
+    if size_divisor < 1:
+        raise ValueError(f"expected a size_divisor of at least 1, got {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    if pad_size == 0:
+        return data.select(), 0
+    columns = data._read()
+    row = _cheapest_row(columns, ~data.is_padding)
+    rows = np.concatenate([np.arange(len(data)), np.full(pad_size, row)])
+    padded = data._take(rows)
+    _blank(padded, blank_keys, pad_size)
+    padded._padding = np.concatenate([data.is_padding, np.ones(pad_size, dtype=bool)])
+    return padded, pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Takes out the `pad_size` rows that `pad_dataproto_to_divisor` added, also from what a worker made of them.
+
+    A batch that knows its padding rows loses these, if it still has them. One that does not, because a worker built it
+    anew, loses its last `pad_size` rows.
+
+    Raises:
+        ValueError: another number of rows is marked as padding, or the batch has fewer rows.
+    """
+    marked, end = data._num_padding(), len(data) - pad_size
+    if pad_size < 0 or (end < 0 and (marked > 0 or data._padding is None)):
+        raise ValueError(f"expected a pad_size of 0 to {len(data)}, the number of rows, got {pad_size}")
+    if data._padding is None:
+        return data[:end]
+    if marked > pad_size and data._padding[end:].all():  # it was padded before, too
+        return data[:end]
+    if marked not in (0, pad_size):
+        raise ValueError(f"expected {pad_size} padding rows, the batch has {marked}; pass what the padding returned")
+    real = data.select() if marked == 0 else data._take(np.flatnonzero(~data._padding))
+    real._padding = None
+    return real
+
+
+def _cheapest_row(columns: dict[str, Column], is_real: np.ndarray) -> int:
+    """The first row that is not padding and has the fewest ragged elements."""
+    cost = np.zeros(is_real.shape[0], dtype=np.int64)
+    for column in columns.values():
+        if isinstance(column, JaggedColumn):
+            cost += column.layout.lengths
+    real = np.flatnonzero(is_real)
+    rows = real if real.size > 0 else np.arange(is_real.shape[0])
+    return int(rows[cost[rows].argmin()])
+
+
+def _blank(padded: DataProto, keys: Sequence[str], pad_size: int) -> None:
+    """Blanks the last `pad_size` rows of columns that this batch has for itself."""
+    columns = padded._read()
+    start = len(padded) - pad_size
+    for key in keys:
+        if key in columns:
+            column = columns[key]
+            if isinstance(column, JaggedColumn):
+                column.values[column.layout.bounds[start] :] = 0
+            else:
+                column[start:] = 0
+        elif key in padded.non_tensor_batch:
+            array = padded.non_tensor_batch[key]
+            blank = fill(array, pad_size, None if array.dtype == object else array.dtype.type())
+            padded.non_tensor_batch[key] = np.concatenate([array[:start], blank])

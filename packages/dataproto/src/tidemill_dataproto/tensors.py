@@ -1,0 +1,251 @@
+"""The tensor half of a batch: its columns, and their row operations.
+
+A column is a dense tensor `[B, ...]` or a `JaggedColumn`. Columns that share a Layout share the index arithmetic of an
+operation, and the results share a Layout again. Nothing here makes a nested tensor or a TensorDict, which takes longer
+than cutting a column; `TensorColumns` makes them when somebody looks.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from tidemill_dataproto import ragged
+from tidemill_dataproto.layout import JaggedColumn, Layout, on_device
+from tidemill_dataproto.row_copy import RowCopy
+
+__all__ = [
+    "Column",
+    "TensorColumns",
+    "as_columns",
+    "as_tensor",
+    "cut",
+    "describe",
+    "fill",
+    "join",
+    "kind_of",
+    "map_tensors",
+    "num_bytes",
+    "num_rows_of",
+    "take",
+]
+
+Column = Tensor | JaggedColumn
+
+
+class TensorColumns:
+    """The tensor columns of one batch. Once somebody has looked at them as a TensorDict, that holds the truth."""
+
+    __slots__ = ("_columns", "_num_rows", "_shown")
+
+    def __init__(self, columns: dict[str, Column], num_rows: int | None) -> None:
+        """`columns` are known to be good; num_rows is None if nothing tells, which only goes without columns."""
+        self._columns = columns
+        self._num_rows = num_rows
+        self._shown: TensorDictBase | None = None
+
+    @classmethod
+    def of(cls, shown: TensorDictBase) -> "TensorColumns":
+        """The columns of a TensorDict, which stays the one that is shown. Raises as `read`."""
+        columns = cls({}, None)
+        columns._shown = shown
+        columns.read()
+        return columns
+
+    @property
+    def num_rows(self) -> int | None:
+        """None for no columns and no rows, which go with any number of rows."""
+        if self._shown is None:
+            return self._num_rows
+        size = self._shown.batch_size[0]
+        return None if size == 0 and self._shown.is_empty() else size
+
+    def show(self, num_rows: int) -> TensorDictBase:
+        """The columns as a TensorDict of `num_rows` rows; always the same object."""
+        if self._shown is None:
+            tensors: Any = {name: as_tensor(column) for name, column in self._columns.items()}
+            # The checking constructor takes longer than many an operation on the rows.
+            self._shown = TensorDict._new_unsafe(tensors, batch_size=torch.Size([num_rows]))
+        return self._shown
+
+    def read(self) -> dict[str, Column]:
+        """The columns as they are now, checked where they are new. The dict belongs to this object.
+
+        Raises:
+            ValueError, TypeError: what somebody has put into the TensorDict is no column; the error names it.
+        """
+        shown, known = self._shown, self._columns
+        if shown is None:
+            return known
+        if shown.batch_dims != 1:
+            raise ValueError(f"expected a TensorDict with batch_size [B], got {list(shown.batch_size)}")
+        if any(not _is_shown_as(known.get(name), tensor) for name, tensor in shown.items()) or len(known) != len(
+            shown.keys()
+        ):
+            layouts = _layouts_of(known.values())
+            self._columns = {
+                name: known[name] if _is_shown_as(known.get(name), tensor) else as_column(name, tensor, layouts)
+                for name, tensor in shown.items()
+            }
+        return self._columns
+
+
+def as_tensor(column: Column) -> Tensor:
+    """A column as users see it: a ragged one as a nested tensor."""
+    return column.tensor if isinstance(column, JaggedColumn) else column
+
+
+def as_columns(tensors: Mapping[str, Any]) -> dict[str, Column]:
+    """Users' tensors as columns. Raises as `as_column`."""
+    layouts: dict[int, Layout] = {}
+    return {name: as_column(name, tensor, layouts) for name, tensor in tensors.items()}
+
+
+def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
+    """A user's tensor as a column, checked. `layouts` holds those of this batch, by the id of their offsets.
+
+    Raises:
+        TypeError: not a tensor, or its name is not a string.
+        ValueError: neither dense with at least one dim nor jagged with dim 1 ragged.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"expected a column name as a string, got {name!r}")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"column {name!r}: expected a tensor, got {type(tensor).__name__}; other columns go into non_tensor_batch, "
+            f"a TensorDict with non-tensors into DataProto.from_tensordict"
+        )
+    if ragged.is_ragged(tensor):
+        offsets = ragged.offsets(tensor)
+        layout = layouts.setdefault(id(offsets), Layout.of_offsets(offsets))
+        values = ragged.values(tensor)
+        if not layout.fits(values.shape[0]):
+            raise ValueError(f"column {name!r}: expected offsets from 0 to the number of values; see ragged.ragged()")
+        return JaggedColumn(values, layout, tensor)
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.dim() == 0:
+        kind = "nested tensor" if tensor.is_nested else f"tensor of {tensor.dim()} dims"
+        raise ValueError(
+            f"column {name!r}: expected a dense tensor [B, ...] or a jagged one [B, j, ...], got a {kind} of layout "
+            f"{tensor.layout}; see ragged.ragged_from_list()"
+        )
+    return tensor
+
+
+def num_rows_of(column: Column) -> int:
+    return column.layout.num_rows if isinstance(column, JaggedColumn) else column.shape[0]
+
+
+def num_bytes(column: Column) -> int:
+    return (column.values if isinstance(column, JaggedColumn) else column).nbytes
+
+
+def kind_of(column: Column) -> str:
+    """What must agree for columns to be joined: dtype, row shape and device."""
+    if isinstance(column, JaggedColumn):
+        flat, shape = column.values, ["B", "j", *column.values.shape[1:]]
+    else:
+        flat, shape = column, ["B", *column.shape[1:]]
+    return f"{str(flat.dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}] on {flat.device}"
+
+
+def describe(column: Column) -> str:
+    """`kind_of` and how long the rows are, for a reader."""
+    if not isinstance(column, JaggedColumn) or column.layout.num_rows == 0:
+        return kind_of(column)
+    lengths = column.layout.lengths
+    return f"{kind_of(column)}, rows of {lengths.min()} to {lengths.max()}"
+
+
+def cut(columns: Mapping[str, Column], bounds: Sequence[int]) -> list[dict[str, Column]]:
+    """Cuts into the runs of rows between neighbouring `bounds`, as views of the columns."""
+    rows = np.array(bounds)
+    parts: list[dict[str, Column]] = [{} for _ in bounds[1:]]
+    layouts: dict[int, tuple[list[int], list[Layout]]] = {}
+    for name, column in columns.items():
+        if isinstance(column, JaggedColumn):
+            layout = column.layout
+            if id(layout) not in layouts:
+                layouts[id(layout)] = layout.bounds[rows].tolist(), [layout.cut(a, b) for a, b in pairwise(bounds)]
+            edges, cuts = layouts[id(layout)]
+            for part, values, layout in zip(parts, _runs_of(column.values, edges), cuts, strict=True):
+                part[name] = JaggedColumn(values, layout)
+        else:
+            for part, piece in zip(parts, _runs_of(column, bounds), strict=True):
+                part[name] = piece
+    return parts
+
+
+def take(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
+    """Copies the rows (int64 `[M]`, each in 0..B-1)."""
+    copies: dict[int, RowCopy] = {}
+    indices: dict[torch.device, Tensor] = {}
+    taken: dict[str, Column] = {}
+    for name, column in columns.items():
+        if isinstance(column, JaggedColumn):
+            if id(column.layout) not in copies:
+                copies[id(column.layout)] = RowCopy(column.layout, rows)
+            taken[name] = copies[id(column.layout)].apply(column)
+        else:
+            if column.device not in indices:
+                indices[column.device] = on_device(torch.from_numpy(rows), column.device)
+            taken[name] = column.index_select(0, indices[column.device])
+    return taken
+
+
+def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Concatenates the rows of parts that have the same columns, of the same kinds."""
+    layouts: dict[tuple[int, ...], Layout] = {}
+    joined: dict[str, Column] = {}
+    for name, first in parts[0].items():
+        pieces: list[Any] = [part[name] for part in parts]
+        if isinstance(first, JaggedColumn):
+            key = tuple(id(piece.layout) for piece in pieces)
+            if key not in layouts:
+                lengths = np.concatenate([piece.layout.lengths for piece in pieces])
+                layouts[key] = Layout.of_lengths(lengths, first.layout.device)
+            joined[name] = JaggedColumn(torch.cat([piece.values for piece in pieces]), layouts[key])
+        else:
+            joined[name] = torch.cat(pieces)
+    return joined
+
+
+def fill(like: Column, num_rows: int, value: Any) -> Column:
+    """A column of the kind of `like`, all of whose elements are `value`; a ragged one has empty rows."""
+    if isinstance(like, JaggedColumn):
+        return JaggedColumn(like.values[:0], Layout(np.zeros(num_rows + 1, dtype=np.int64), like.layout.device))
+    return like.new_full((num_rows, *like.shape[1:]), value)
+
+
+def map_tensors(columns: Mapping[str, Column], move: Callable[[Tensor], Tensor]) -> dict[str, Column]:
+    """Applies `move`, which keeps shapes, to dense columns and to the values of ragged ones."""
+    layouts: dict[tuple[int, torch.device], Layout] = {}
+    moved: dict[str, Column] = {}
+    for name, column in columns.items():
+        if isinstance(column, JaggedColumn):
+            values = move(column.values)
+            layout = layouts.setdefault((id(column.layout), values.device), column.layout.to(values.device))
+            moved[name] = JaggedColumn(values, layout)
+        else:
+            moved[name] = move(column)
+    return moved
+
+
+def _runs_of(tensor: Tensor, edges: Sequence[int]) -> Sequence[Tensor]:
+    if len(edges) == 2:
+        return [tensor[edges[0] : edges[1]]]
+    if edges[0] != 0 or edges[-1] != tensor.shape[0]:
+        tensor = tensor[edges[0] : edges[-1]]
+    return torch.split_with_sizes(tensor, [b - a for a, b in pairwise(edges)])
+
+
+def _is_shown_as(column: Column | None, tensor: Any) -> bool:
+    return (column.made_tensor() if isinstance(column, JaggedColumn) else column) is tensor
+
+
+def _layouts_of(columns: Iterable[Column]) -> dict[int, Layout]:
+    made = [column.layout for column in columns if isinstance(column, JaggedColumn)]
+    return {id(layout.made_offsets()): layout for layout in made if layout.made_offsets() is not None}

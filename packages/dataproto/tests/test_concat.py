@@ -1,0 +1,124 @@
+"""Concatenation: columns that fit, are filled or are named; facts that merge by rule."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import make
+from tidemill_dataproto import DataProto, ragged
+
+
+def test_concat_names_columns_that_only_some_parts_have() -> None:
+    first, second = make(), make().rename("x", "y")
+    for parts in ([first, second], [second, first]):
+        with pytest.raises(ValueError, match=r"all 2 parts, but '[xy]' is missing from part \d; '[xy]' is missing"):
+            DataProto.concat(parts)
+    with pytest.raises(ValueError, match="'uid' is missing from part 1"):
+        DataProto.concat([first, first.select(None, [])])
+    with pytest.raises(ValueError, match=r"from part 1, 2, 3, 4, 5, 6, 7, 8 and 2 more"):
+        DataProto.concat([first, *[first.select(None, [])] * 10])
+
+
+def test_concat_fills_columns_as_asked() -> None:
+    first, second = make(3), make(2).select(["x"], [])
+    fill = {"ids": None, "mask": None, "uid": "none"}
+    joined = DataProto.concat([second, first, second], fill=fill)
+    assert joined["x"].tolist() == [0, 1, 0, 1, 2, 0, 1]
+    assert ragged.lengths(joined["ids"]).tolist() == [0, 0, *ragged.lengths(first["ids"]).tolist(), 0, 0]
+    assert ragged.values(joined["ids"]).tolist() == ragged.values(first["ids"]).tolist()
+    assert joined["uid"].tolist() == ["none", "none", "u0", "u1", "u2", "none", "none"]
+    dense = DataProto.from_dict({"x": torch.ones(1, dtype=torch.int64), "d": torch.ones(1, 2)}, {"s": np.array(["ab"])})
+    joined = DataProto.concat([make(1).select(["x"], []), dense], fill={"d": -1.5, "s": "longer"})
+    assert joined["d"].tolist() == [[-1.5, -1.5], [1.0, 1.0]]
+    assert joined["s"].tolist() == ["longer", "ab"]
+    lists = DataProto.concat([make(2).select(["x"], []), make(1)], fill={"ids": None, "mask": None, "uid": []})
+    assert lists["uid"][0] is not lists["uid"][1]
+    for wrong, message in (({"none": 1}, "no part has"), ({**fill, "ids": 0}, "'ids' is ragged .* empty rows")):
+        with pytest.raises(ValueError, match=message):
+            DataProto.concat([second, first], fill=wrong)
+    with pytest.raises(ValueError, match="'uid' is missing"):
+        DataProto.concat([second, first], fill={"ids": None, "mask": None})
+
+
+def test_a_batch_without_columns_and_rows_goes_with_any() -> None:
+    batch = make()
+    assert DataProto.concat([DataProto(), batch, DataProto(meta_info={"other": 1})])["x"].tolist() == [0, 1, 2, 3]
+    assert DataProto.concat([DataProto(), batch]) == batch == DataProto.concat([batch, DataProto()])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2), torch.zeros(2, 3)),
+        (torch.zeros(2, 3), torch.zeros(2, 4)),
+        (torch.zeros(2), torch.zeros(2, device="meta")),
+        (torch.zeros(2, 3), ragged.ragged(torch.zeros(3), [1, 2])),
+        (ragged.ragged(torch.zeros(3, 2), [1, 2]), ragged.ragged(torch.zeros(3, 3), [1, 2])),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        (np.zeros(2), np.zeros((2, 2))),
+        (["a", "b"], np.array(["a", "b"])),
+    ],
+)
+def test_concat_names_the_column_that_does_not_fit(a: Any, b: Any) -> None:
+    with pytest.raises(ValueError, match=r"column 'c' is .* in part 1, but .* in part 0"):
+        DataProto.concat([DataProto.from_single_dict({"c": a}), DataProto.from_single_dict({"c": b})])
+
+
+def test_concat_joins_strings_of_different_widths() -> None:
+    parts = [DataProto.from_dict(non_tensors={"s": np.array(strings)}) for strings in (["a"], ["long"])]
+    assert DataProto.concat(parts)["s"].tolist() == ["a", "long"]
+
+
+def test_concat_merges_meta_info_by_rule() -> None:
+    parts = make().chunk(2)
+    parts[0].meta_info.update(metrics={"time": 0.1}, timing=0.1, only_first=torch.tensor([float("nan")]))
+    parts[1].meta_info.update(metrics=[{"time": 0.2}], timing=0.2, only_second=np.zeros(2))
+    meta = DataProto.concat(parts).meta_info
+    assert meta["metrics"] == [{"time": 0.1}, {"time": 0.2}]
+    assert meta["timing"] == [0.1, 0.2]
+    assert set(meta) == {"step", "list", "metrics", "timing", "only_first", "only_second"}
+    assert parts[1].meta_info["metrics"] == [{"time": 0.2}]
+    parts[1].meta_info["step"] = 2
+    with pytest.raises(ValueError, match=r"meta_info\['step'\] is 1 in part 0, but 2 in part 1; .*merge=\{'step'"):
+        DataProto.concat(parts)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("first", {"a": 1, "b": 4}),
+        ("list", [{"a": 1, "b": 4}, {"a": 5}]),
+        ("sum", {"a": 6, "b": 4}),
+        ("mean", {"a": 4, "b": 4}),  # of one row and of three
+        ("max", {"a": 5, "b": 4}),
+        ("min", {"a": 1, "b": 4}),
+        (len, 2),
+    ],
+)
+def test_facts_merge_by_the_rule_that_was_asked_for(rule: Any, expected: Any) -> None:
+    one = DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"fact": {"a": 1, "b": 4}, "number": 2})
+    three = DataProto.from_dict({"x": torch.zeros(3)}, meta_info={"fact": {"a": 5}, "number": 2})
+    joined = DataProto.concat([one, three], merge={"fact": rule})
+    assert joined.meta_info == {"fact": expected, "number": 2}
+    assert one.meta_info["fact"] == {"a": 1, "b": 4}
+    both = one.union(DataProto.from_dict({"y": torch.zeros(1)}, meta_info={"fact": {"a": 1}}), merge={"fact": "max"})
+    assert both.meta_info["fact"] == {"a": 1, "b": 4}
+
+
+def test_numbers_merge_by_rule_and_nothing_else_does() -> None:
+    parts = [DataProto.from_dict({"x": torch.zeros(n)}, meta_info={"n": n, "s": str(n)}) for n in (1, 3)]
+    assert DataProto.concat(parts, merge={"n": "mean", "s": "first"}).meta_info["n"] == 2.5
+    empty = [DataProto.from_dict({"x": torch.zeros(0)}, meta_info={"n": 1})] * 2
+    assert np.isnan(DataProto.concat(empty, merge={"n": "mean"}).meta_info["n"])
+    with pytest.raises(TypeError, match=r"meta_info\['s'\]: expected numbers for the rule 'sum', got str"):
+        DataProto.concat(parts, merge={"n": "sum", "s": "sum"})
+    wrong: Any = "median"
+    with pytest.raises(ValueError, match="unknown rule 'median'; known: same"):
+        DataProto.concat(parts, merge={"n": wrong})
+
+
+def test_concat_of_nothing() -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        DataProto.concat([])

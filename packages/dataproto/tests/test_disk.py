@@ -1,0 +1,205 @@
+"""Files: exact, atomic, versioned, and without pickles unless they are allowed."""
+
+import os
+import pickle
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tidemill_dataproto import DataProto, disk, pad_dataproto_to_divisor, ragged
+from tidemill_dataproto.equality import same
+
+NAN = float("nan")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+OBJECTS = [
+    np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::2],
+    np.array(["a", "long"]),
+    np.array([None, [1], (2,)], dtype=object),
+    np.array(["2026-01-01"], dtype="datetime64[D]"),
+    np.float32(1.5),
+    np.bool_(True),
+    np.array([b"ab"]),
+    np.array(3.0),
+    np.arange(3, dtype=">i4"),
+    torch.arange(6).reshape(2, 3).t(),
+    torch.tensor(NAN, dtype=torch.bfloat16),
+    torch.zeros(0, 2),
+    torch.tensor([1 + 2j]).conj(),
+    {"pixel_values": torch.ones(2, 2), "sizes": [(1, 2)]},
+]
+
+
+def make() -> DataProto:
+    ids = ragged.ragged(torch.arange(5), [2, 0, 3])
+    tensors = {"ids": ids, "mask": ragged.like(torch.ones(5), ids), "x": torch.randn(3, 2)}
+    return DataProto.from_dict(tensors, {"uid": ["a", "b", "c"]}, {"step": 1})
+
+
+@given(st.lists(JSON, min_size=1, max_size=3))
+def test_plain_objects_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, objects: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("plain") / "batch"
+    batch = DataProto.from_dict({}, {"objects": objects}, {"fact": objects})
+    batch.save(path)
+    assert DataProto.load(path) == batch
+
+
+@pytest.mark.parametrize("number", range(len(OBJECTS)))
+def test_arrays_and_tensors_within_objects_come_back_exactly(number: int, tmp_path: Path) -> None:
+    value = OBJECTS[number]
+    batch = DataProto.from_dict({}, {"objects": [value, [value], None]}, {"fact": value})
+    batch.save(tmp_path / "batch")
+    loaded = DataProto.load(tmp_path / "batch")
+    assert same(loaded["objects"][0], value) or loaded["objects"][0].dtype == np.dtype("i4")  # of native byte order
+    assert same(loaded["objects"][1][0], loaded["objects"][0])
+    assert same(loaded.meta_info["fact"], loaded["objects"][0])
+    assert type(loaded["objects"][0]) is type(value)
+
+
+def test_ragged_tensors_within_objects(tmp_path: Path) -> None:
+    column = make()["ids"]
+    batch = DataProto.from_dict({}, {"objects": [{"column": column}]})
+    batch.save(tmp_path / "batch")
+    assert same(DataProto.load(tmp_path / "batch")["objects"][0]["column"], column)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float64, np.complex64, "U3", "S2", "datetime64[s]", bool])
+def test_numpy_columns_of_every_kind(dtype: Any, tmp_path: Path) -> None:
+    column = np.arange(6).reshape(3, 2).astype(dtype)
+    batch = DataProto.from_dict({}, {"c": column})
+    batch.save(tmp_path / "batch")
+    loaded = DataProto.load(tmp_path / "batch")
+    assert loaded == batch
+    assert loaded["c"].dtype == column.dtype
+    loaded["c"][0] = loaded["c"][1]  # not read-only
+
+
+def test_columns_share_their_layout_again_and_can_be_written_to(tmp_path: Path) -> None:
+    make().save(tmp_path / "batch")
+    loaded = DataProto.load(tmp_path / "batch")
+    assert ragged.offsets(loaded["ids"]) is ragged.offsets(loaded["mask"])
+    assert (loaded["ids"] * loaded["mask"]).values().tolist() == [0, 1, 2, 3, 4]
+    loaded["x"].zero_()
+    ragged.values(loaded["ids"]).zero_()
+    assert DataProto.load(tmp_path / "batch")["ids"].values().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_padding_and_shared_memory_and_gradients(tmp_path: Path) -> None:
+    x = torch.arange(6.0)
+    batch = DataProto.from_dict({"a": x, "b": x, "c": x[::2].repeat(2), "d": x.clone().requires_grad_()})
+    padded, size = pad_dataproto_to_divisor(batch, 4)
+    padded.save(tmp_path / "batch")
+    loaded = DataProto.load(tmp_path / "batch")
+    assert loaded.is_padding.tolist() == [False] * 6 + [True] * size
+    assert loaded == padded
+    batch.save(tmp_path / "batch")
+    assert DataProto.load(tmp_path / "batch") == batch
+
+
+def test_other_readers_can_read_the_tensors(tmp_path: Path) -> None:
+    make().save(tmp_path / "batch")
+    with safe_open(tmp_path / "batch", "np") as file:
+        assert file.metadata() == {"format": "tidemill-dataproto", "version": "1"}
+        assert file.get_tensor("batch/ids").tolist() == [0, 1, 2, 3, 4]
+        assert file.get_tensor("bounds/0").tolist() == [0, 2, 2, 5]
+
+
+class Runs:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_loading_runs_no_code_unless_allowed(tmp_path: Path) -> None:
+    left = tmp_path / "code_ran"
+    batch = DataProto.from_dict({}, {"o": [1, Runs(left)]}, {"fact": Fraction(1, 2)})
+    with pytest.raises(TypeError, match=r"column 'o', row 1 is a .*Runs, .* allow_pickle=True here and to load"):
+        batch.save(tmp_path / "batch")
+    with pytest.raises(TypeError, match=r"meta_info\['fact'\] is a fractions.Fraction"):
+        batch.select([], []).save(tmp_path / "batch")
+    assert list(tmp_path.iterdir()) == []
+    batch.save(tmp_path / "batch", allow_pickle=True)
+    with pytest.raises(ValueError, match="pickled objects, whose loading runs code; pass allow_pickle=True"):
+        DataProto.load(tmp_path / "batch")
+    assert not left.exists()
+    assert DataProto.load(tmp_path / "batch", allow_pickle=True).meta_info == {"fact": Fraction(1, 2)}
+    assert left.exists()
+    (tmp_path / "pickle").write_bytes(pickle.dumps(Runs(tmp_path / "never")))
+    with pytest.raises(ValueError, match="truncated, damaged or no safetensors file"):
+        DataProto.load(tmp_path / "pickle")
+    assert not (tmp_path / "never").exists()
+
+
+def test_every_truncated_file_is_an_error(tmp_path: Path) -> None:
+    make().save(tmp_path / "batch")
+    data = (tmp_path / "batch").read_bytes()
+    for size in [*range(0, len(data), 101), len(data) - 1]:
+        (tmp_path / "cut").write_bytes(data[:size])
+        with pytest.raises(ValueError, match="cut is truncated, damaged"):
+            DataProto.load(tmp_path / "cut")
+
+
+def test_foreign_and_newer_files_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    save_file({"x": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"file cannot be loaded: expected a file that DataProto.save wrote"):
+        DataProto.load(path)
+    save_file({"x": torch.zeros(2)}, path, metadata={"format": "tidemill-dataproto", "version": "2"})
+    with pytest.raises(ValueError, match="format version 2, this release reads up to 1"):
+        DataProto.load(path)
+    save_file({"x": torch.zeros(2)}, path, metadata={"format": "tidemill-dataproto", "version": "1"})
+    with pytest.raises(ValueError, match="does not contain tensor json"):
+        DataProto.load(path)
+    with pytest.raises(FileNotFoundError):
+        DataProto.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        make().save(tmp_path / "none" / "batch")
+
+
+def test_columns_that_do_not_fit_each_other_are_an_error(tmp_path: Path) -> None:
+    make().save(tmp_path / "batch")
+    with safe_open(tmp_path / "batch", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        metadata = file.metadata()
+    for name, wrong in (("bounds/0", torch.tensor([0, 2, 1, 5])), ("bounds/0", torch.tensor([0, 5])),
+                        ("batch/x", torch.zeros(2, 2)), ("batch/ids", torch.zeros(4))):  # fmt: skip
+        save_file(tensors | {name: wrong}, tmp_path / "wrong", metadata=metadata)
+        with pytest.raises(ValueError, match="does not have the 3 rows"):
+            DataProto.load(tmp_path / "wrong")
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "batch"
+    make().save(path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        DataProto.from_dict({}, {"o": [object()]}).save(path)
+    with pytest.raises(TypeError, match=r"batch/x is torch.complex128, which safetensors cannot hold"):
+        DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex128)}).save(path)
+
+    def no_space(_path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "_flush", no_space)
+    with pytest.raises(OSError, match="No space"):
+        DataProto.from_dict({"x": torch.zeros(1)}).save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]

@@ -1,0 +1,142 @@
+"""Padding rows are marked, not trained, and go by themselves."""
+
+import numpy as np
+import pytest
+import torch
+from tidemill_dataproto import (
+    DataProto,
+    pad_dataproto_to_divisor,
+    ragged,
+    rearrange_micro_batches,
+    restore_dynamic_batch,
+    unpad_dataproto,
+)
+
+
+def make(n: int = 5) -> DataProto:
+    responses = ragged.ragged(torch.arange(n * (n + 1) // 2), [n - i for i in range(n)])  # the last is the shortest
+    return DataProto.from_dict(
+        {
+            "responses": responses,
+            "response_mask": ragged.like(torch.ones(n * (n + 1) // 2), responses),
+            "loss_mask": torch.ones(n, 2),
+            "score": torch.arange(n) + 10.0,
+        },
+        {"uid": [f"u{i}" for i in range(n)], "ground_truth": np.array([f"g{i}" for i in range(n)])},
+        {"step": 1},
+    )
+
+
+def test_padding_rows_are_cheap_copies_that_are_not_trained_and_of_no_group() -> None:
+    batch = make()
+    padded, size = pad_dataproto_to_divisor(batch, 4)
+    assert size == 3
+    assert ragged.lengths(padded["responses"]).tolist() == [5, 4, 3, 2, 1, 1, 1, 1]
+    assert ragged.values(padded["responses"])[-3:].tolist() == [14] * 3
+    assert ragged.values(padded["response_mask"]).sum() == ragged.values(batch["response_mask"]).sum()
+    assert ragged.values(padded["response_mask"])[-3:].tolist() == [0, 0, 0]
+    assert padded["loss_mask"][5:].sum() == 0
+    assert padded["loss_mask"][:5].sum() == 10
+    assert padded["uid"].tolist() == ["u0", "u1", "u2", "u3", "u4", None, None, None]
+    assert padded["ground_truth"].tolist()[5:] == ["g4"] * 3
+    assert padded.is_padding.tolist() == [False] * 5 + [True] * 3
+    assert "8 rows, 3 of them padding" in repr(padded)
+    assert batch == make()
+    assert ragged.offsets(padded["responses"]) is ragged.offsets(padded["response_mask"])
+
+
+def test_other_columns_are_blanked_as_asked() -> None:
+    padded, _ = pad_dataproto_to_divisor(make(), 2, blank_keys=["score", "ground_truth", "none"])
+    assert padded["score"].tolist()[4:] == [14.0, 0.0]
+    assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
+    assert padded["uid"].tolist()[4:] == ["u4", "u4"]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda b: b.select(["score"], []),
+        lambda b: b.rename("score", "s"),
+        lambda b: b.union(DataProto.from_dict({"new": torch.zeros(8)})),
+        lambda b: DataProto.from_dict({"new": torch.zeros(8)}).union(b),
+        lambda b: b.to("cpu"),
+        lambda b: b.clone(),
+        lambda b: b[:],
+        lambda b: b.pop(["score"]),
+        lambda b: DataProto._join(b.chunk(4), {}, None),
+    ],
+)
+def test_marks_stay_through_operations(operation) -> None:
+    padded, _ = pad_dataproto_to_divisor(make(), 4)
+    result = operation(padded)
+    assert result.is_padding.tolist() == [False] * 5 + [True] * 3
+    assert len(DataProto.concat([result])) == 5
+    assert padded.is_padding.tolist() == [False] * 5 + [True] * 3
+
+
+def test_marks_move_with_their_rows() -> None:
+    padded, size = pad_dataproto_to_divisor(make(), 4)
+    moved = padded.reorder(list(range(8))[::-1])
+    assert moved.is_padding.tolist() == [True] * 3 + [False] * 5
+    assert unpad_dataproto(moved, size) == make()[::-1]
+    assert padded.repeat(2).is_padding.tolist() == [False] * 10 + [True] * 6
+    assert padded[5:].is_padding.all()
+    padded.is_padding[:] = True  # a copy
+    assert padded.is_padding.sum() == 3
+
+
+def test_micro_batches_keep_padding_until_they_are_collected() -> None:
+    padded, size = pad_dataproto_to_divisor(make(), 4)
+    parts, indices = rearrange_micro_batches(padded, 6, length_key="responses")
+    assert sum(part.is_padding.sum() for part in parts) == 3
+    restored = restore_dynamic_batch(parts, indices)
+    assert restored == padded
+    assert unpad_dataproto(restored, size) == make()
+    assert len(DataProto.concat(parts)) == 5
+
+
+def test_metrics_do_not_see_padding() -> None:
+    padded, _ = pad_dataproto_to_divisor(make(), 4)
+    parts = padded.chunk(2)
+    for part in parts:
+        part.meta_info["score"] = float(np.mean([item.batch["score"] for item in part]))
+    joined = DataProto.concat(parts, merge={"score": "mean"})
+    assert joined.meta_info["score"] == pytest.approx(make()["score"].mean().item())
+    assert joined["score"].tolist() == make()["score"].tolist()
+
+
+def test_unpad_takes_the_last_rows_of_what_a_worker_built_anew() -> None:
+    padded, size = pad_dataproto_to_divisor(make(), 4)
+    result = DataProto.from_dict({"value": padded["score"]})
+    assert unpad_dataproto(result, size)["value"].tolist() == make()["score"].tolist()
+    assert unpad_dataproto(result, 0) == result
+
+
+def test_padding_of_padding() -> None:
+    once, first = pad_dataproto_to_divisor(make(), 4)
+    twice, second = pad_dataproto_to_divisor(once, 9)
+    assert (first, second) == (3, 1)
+    assert twice.is_padding.tolist() == [False] * 5 + [True] * 4
+    assert unpad_dataproto(twice, second) == once
+    assert unpad_dataproto(unpad_dataproto(twice, second), first) == make()
+    empty, none = pad_dataproto_to_divisor(DataProto(), 4)
+    assert (len(empty), none) == (0, 0)
+
+
+def test_errors_say_what_came() -> None:
+    padded, _ = pad_dataproto_to_divisor(make(), 4)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        pad_dataproto_to_divisor(make(), 0)
+    with pytest.raises(ValueError, match="expected 2 padding rows, the batch has 3"):
+        unpad_dataproto(padded[::-1], 2)
+    with pytest.raises(ValueError, match="0 to 5"):
+        unpad_dataproto(make(), 6)
+    with pytest.raises(ValueError, match="0 to 5"):
+        unpad_dataproto(make(), -1)
+    with pytest.raises(ValueError, match="3 rows are padding; fold after unpad"):
+        padded.fold(2)
+    with pytest.raises(ValueError, match="different rows are padding"):
+        padded.union(padded.reorder(list(range(8))[::-1]).select(["score"], []).rename("score", "other"))
+    padded.batch = make().batch
+    with pytest.raises(ValueError, match="'marks of padding rows': 8"):
+        padded.check_consistency()

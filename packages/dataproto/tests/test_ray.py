@@ -1,0 +1,80 @@
+"""Through Ray's object store: exact, without copies, and safe to train on."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import batches, check, make, rows_of
+from hypothesis import given, settings
+from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged
+
+ray: Any = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=1, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False,
+             logging_level="ERROR")  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@given(batches())
+@settings(max_examples=40)
+def test_put_then_get_is_the_identity(batch: DataProto) -> None:
+    got = ray.get(ray.put(batch))
+    assert got == batch
+    check(got, rows_of(batch), batch)
+
+
+def large() -> DataProto:
+    ids = ragged.ragged(torch.arange(700_000), [300_000, 0, 400_000])
+    tensors = {"ids": ids, "loss": ragged.like(torch.rand(700_000), ids), "x": torch.rand(3, 500_000).bfloat16()}
+    return DataProto.from_dict(tensors, {"uid": ["a", "b", "c"], "n": np.arange(3)}, {"step": 1})
+
+
+def test_tensors_are_views_of_the_store() -> None:
+    batch = large()
+    reference = ray.put(batch)
+    first, second = ray.get(reference), ray.get(reference)
+    assert first == batch
+    for name in ("ids", "loss", "x"):
+        a, b = ((ragged.values(c) if c.is_nested else c) for c in (first[name], second[name]))
+        assert a.data_ptr() == b.data_ptr()
+    del reference, first
+    assert second == batch  # the views keep the object alive
+
+
+def test_what_comes_out_can_be_trained_on() -> None:
+    batch = large()
+    got = ray.get(ray.put(batch))
+    weight = torch.ones((), requires_grad=True)
+    (ragged.values(got["loss"]) * weight).sum().backward()
+    assert weight.grad == ragged.values(batch["loss"]).sum()
+    own = got.clone()
+    own["x"].zero_()
+    ragged.values(own["ids"]).zero_()
+    assert got == batch
+    parts = got.chunk(3)
+    assert DataProto.concat(parts) == batch
+    assert got[[2, 0]] == batch[[2, 0]]
+
+
+def test_a_remote_task_gets_its_own_rows_and_padding() -> None:
+    @ray.remote
+    def double(part: DataProto) -> DataProto:
+        doubled = DataProto.from_dict({"y": part["x"] * 2}, meta_info={"metrics": {"rows": len(part)}})
+        return part.select(["ids"], ["uid"], []).union(doubled)
+
+    batch = make(5)
+    padded, size = pad_dataproto_to_divisor(batch, 2)
+    assert size == 1
+    result = DataProto.concat(ray.get([double.remote(part) for part in padded.chunk(2)]))
+    assert result["y"].tolist() == (batch["x"] * 2).tolist()
+    assert result["uid"].tolist() == batch["uid"].tolist()
+    assert result.meta_info == {"metrics": [{"rows": 3}, {"rows": 3}]}

@@ -1,0 +1,103 @@
+"""Pickling without copies."""
+
+import multiprocessing
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import make
+from tidemill_dataproto import DataProto, pieces, ragged
+
+
+def test_out_of_band_pickle_copies_nothing() -> None:
+    batch = make()
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, 5, buffer_callback=buffers.append)
+    new = pickle.loads(data, buffers=buffers)
+    assert len(data) < 1000
+    for name in ("x", "ids", "mask"):
+        old_flat, new_flat = (c.values() if c.is_nested else c for c in (batch[name], new[name]))
+        assert old_flat.data_ptr() == new_flat.data_ptr()
+    assert len(buffers) == 4  # x, ids, mask, and once the offsets of both
+
+
+def test_a_chunk_pickles_its_own_bytes_only() -> None:
+    whole = DataProto.from_dict({"x": torch.zeros(1000, 100), "ids": ragged.ragged(torch.zeros(100_000), [100] * 1000)})
+    assert len(pickle.dumps(whole.chunk(100)[5], 5)) < 2 * 4000 + 1000
+
+
+def test_tensors_that_are_not_contiguous_or_need_gradients_pickle() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    batch = DataProto.from_dict({"t": base.t(), "e": torch.ones(1).expand(4), "g": torch.ones(4, requires_grad=True)})
+    for protocol in (4, 5):
+        new = pickle.loads(pickle.dumps(batch, protocol))
+        assert new["t"].tolist() == base.t().tolist()
+        assert new["e"].tolist() == [1.0] * 4
+        assert not new["g"].requires_grad
+        new["t"].zero_()
+    assert base.sum() == 66
+
+
+def test_unpickled_in_band_is_writable_and_can_be_trained_on() -> None:
+    new = pickle.loads(pickle.dumps(make(), 5))
+    new["x"].add_(1)
+    weight = torch.ones((), requires_grad=True)
+    (ragged.values(new["mask"]) * weight).sum().backward()
+    assert weight.grad == ragged.values(new["mask"]).sum()
+
+
+def _child(queue: Any) -> None:
+    queue.put(make())
+
+
+def test_through_a_process_queue() -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_child, args=(queue,))
+    process.start()
+    new = queue.get(timeout=60)
+    process.join()
+    assert new["ids"].values().tolist() == make()["ids"].values().tolist()
+    assert new["uid"].tolist() == make()["uid"].tolist()
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+@pytest.mark.parametrize("num_bytes", [0, 1, 1 << 20, (1 << 20) + 1, 5 << 20])
+def test_large_buffers_come_back_whole_whatever_the_host(
+    cores: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    data = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
+    buffers = pieces.cut(data.data)
+    assert len(buffers) == (max(1, -(-num_bytes // (1 << 20))) if cores == 2 else 1)
+    in_place = pieces.join(buffers)
+    assert in_place.numpy().tobytes() == data.tobytes()
+    assert num_bytes == 0 or in_place.data_ptr() == data.ctypes.data  # pieces that follow one another: no copy
+    scattered = pieces.join([bytearray(buffer) for buffer in buffers])
+    assert scattered.numpy().tobytes() == data.tobytes()
+
+
+def test_pieces_keep_their_memory_alive_and_read_only_ones_stay_so() -> None:
+    data = np.arange(3 << 20, dtype=np.uint8)
+    expected = data.tobytes()
+    data.flags.writeable = False
+    joined = pieces.join([data[at : at + (1 << 20)] for at in range(0, 3 << 20, 1 << 20)])
+    del data
+    np.full(3 << 20, 1, dtype=np.uint8)  # would take the memory if it were free
+    assert joined.numpy().tobytes() == expected
+
+
+def test_large_batches_through_every_protocol() -> None:
+    flat = torch.arange(1_500_000, dtype=torch.int32)
+    column = ragged.ragged(flat, [0, 700_000, 800_000])
+    batch = DataProto.from_dict({"c": column, "d": flat.reshape(3, -1).bfloat16()})
+    for protocol in (4, 5):
+        assert pickle.loads(pickle.dumps(batch, protocol)) == batch
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, 5, buffer_callback=buffers.append)
+    assert len(data) < 10_000
+    new = pickle.loads(data, buffers=buffers)
+    assert new == batch
+    assert ragged.values(new["c"]).data_ptr() == flat.data_ptr()
