@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from tidemill_weight_update.alignment import ALIGNMENT, aligned
+from tidemill_weight_update.alignment import aligned
 from tidemill_weight_update.modules import by_module
 from tidemill_weight_update.outgoing import Outgoing, in_arena, split
 from tidemill_weight_update.plan import SourceSpec
@@ -20,12 +20,12 @@ def pack(pieces: Iterable[Held], bucket_bytes: int) -> Iterator[Outgoing]:
     used = 0
     for module in by_module(pieces, lambda piece: piece.spec.name):
         parts = [part for piece in module for part in split(piece, bucket_bytes)]
-        if line and used + sum(map(_room, parts)) > bucket_bytes + ALIGNMENT:
+        if line and used + sum(map(_room, parts[:-1])) + _bytes(parts[-1]) > bucket_bytes:
             yield in_arena(line, announced)
             line, announced, used = [], [], 0
         announced += [piece.spec for piece in module]
         for part in parts:
-            if line and used + _room(part) > bucket_bytes + ALIGNMENT:
+            if line and used + _bytes(part) > bucket_bytes:
                 yield in_arena(line, announced)
                 line, announced, used = [], [], 0
             line.append(part)
@@ -35,4 +35,8 @@ def pack(pieces: Iterable[Held], bucket_bytes: int) -> Iterator[Outgoing]:
 
 
 def _room(piece: Held) -> int:
-    return aligned(piece.box.numel * piece.spec.dtype.itemsize)
+    return aligned(_bytes(piece))
+
+
+def _bytes(piece: Held) -> int:
+    return piece.box.numel * piece.spec.dtype.itemsize

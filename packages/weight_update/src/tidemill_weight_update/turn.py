@@ -1,5 +1,6 @@
 """One update, as one engine rank carries it out."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -194,7 +195,27 @@ class Turn:
         recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
         self._check_coverage()
+        self._check_parts(manifest)
         return manifest
+
+    def _check_parts(self, manifest: Manifest) -> None:
+        """Raises ValueError: a model combines tensors that came apart, so that nothing was copied of them."""
+        lines = [incoming.line for _, incoming in self._came]
+        copied = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        plan = self._receiver.recorder.plan
+        wanted: Counter[str] = Counter()
+        for copy in plan.copies:
+            wanted[copy.name] += copy.box.numel
+        apart = [
+            repr(name)
+            for name, count in zip(manifest.names, copied.tolist(), strict=True)
+            if name not in plan.through_loader and count != wanted[name]
+        ]
+        if apart:
+            raise ValueError(
+                f"the model combines these tensors with others that came in another part of the stream: "
+                f"{_some(apart)}; pass a collection, or larger bucket_bytes"
+            )
 
     def _load_staged(self) -> None:
         if self._staging:
