@@ -126,7 +126,8 @@ def copy_tiles(
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
     total = tl.zeros((), tl.int64)
-    seen = tl.zeros((R, C), tl.uint32)
+    number = tl.zeros((), tl.int32)
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
     for step in range(STEPS):
         if R == 1:
             row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
@@ -157,37 +158,10 @@ def copy_tiles(
             if HALVES:
                 odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
                 found = tl.where(odd, found, 0)
-            if STEPS > 1:
-                seen |= found
-            else:
-                seen = found
+            if tl.max(found & HIGHEST) != 0:
+                number += _count(found, BITS, PACKED)
     if DIGEST:
         tl.atomic_add(digests + tensor, total, sem="relaxed")
-    if NON_FINITE:
-        HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
-        if tl.max(seen & HIGHEST) != 0:
-            if STEPS > 1:
-                # Counted exactly by reading again, which is rare.
-                number = tl.zeros((), tl.int32)
-                for step in range(STEPS):
-                    if R == 1:
-                        row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
-                    else:
-                        row0, col0 = (down * STEPS + step).to(tl.int64) * R, across.to(tl.int64) * C
-                    num_cols = tl.maximum(tl.minimum(cols - col0, C), 0).to(tl.int32)
-                    inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
-                    read = source + (src + row0 * src_pitch + col0)
-                    value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
-                    sent = value
-                    if CAST and DIGEST_TARGET:
-                        sent = value.to(DST)
-                    if CAST:
-                        sent = sent.to(SENT, bitcast=True)
-                    found = _carries(sent.to(tl.uint32), BITS, PACKED, NON_FINITE)
-                    if HALVES:
-                        odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
-                        found = tl.where(odd, found, 0)
-                    number += _count(found, BITS, PACKED)
-                tl.atomic_add(non_finite + tensor, number, sem="relaxed")
-            else:
-                tl.atomic_add(non_finite + tensor, _count(seen, BITS, PACKED), sem="relaxed")
+    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
+        if number != 0:
+            tl.atomic_add(non_finite + tensor, number, sem="relaxed")

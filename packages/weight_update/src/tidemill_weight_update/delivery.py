@@ -1,5 +1,6 @@
 """Sending buckets to engine ranks that cannot map them."""
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -21,6 +22,9 @@ class LinkAudience(Audience):
     Nobody is sent anything that it does not wait for, and whoever asks is served at once, in any order: so no two
     processes ever wait for each other in a circle, whatever the order in which engine ranks go round trainer ranks.
 
+    An engine rank that does nothing for half the time that an engine waits for its trainer is left behind, so that
+    engines that wait for the next bucket meanwhile do not give up. What becomes of its engine its client knows.
+
     Args:
         sequence, own, control, num_receivers, timeout_s: as in `Audience`.
         outlets: to the engine ranks.
@@ -38,29 +42,47 @@ class LinkAudience(Audience):
         staging: "Staging",
     ) -> None:
         super().__init__(sequence, own, control, num_receivers, timeout_s)
+        self._patience_s = timeout_s / 2
         self._mailbox = own
         self._outlets = outlets
         self._staging = staging
+
+    def wait(self, num_buckets: int) -> None:
+        wait = Wait(self._patience_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        before: list[int] = []
+        while True:
+            words = self._mailbox.words(self._sequence, sorted(self._rows))
+            late = {row for row, word in words.items() if word.taken < num_buckets}
+            taken = sorted(words[row].taken for row in late)
+            if not late:
+                return
+            if taken != before:
+                before = taken
+                wait.progress()
+            self._pause(wait, late, words)
 
     def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
         if arena is None:
             return
         pending = set(self._rows)
-        wait = Wait(self._timeout_s, f"engines to take bucket {bucket}", self._drop_ended)
-        while pending:
-            asking: dict[int, Word] = {}
-            for row, word in self._mailbox.words(self._sequence, sorted(pending)).items():
-                if word.maps or word.taken > bucket:
-                    pending.discard(row)
-                elif word.asked == bucket:
-                    asking[row] = word
-                    pending.discard(row)
+        wait = Wait(self._patience_s, f"engines to take bucket {bucket}", self._drop_ended)
+        while pending := pending & self._rows:
+            words = self._mailbox.words(self._sequence, sorted(pending))
+            asking = {row: word for row, word in words.items() if word.asked == bucket}
+            pending -= asking.keys() | {row for row, word in words.items() if word.maps or word.taken > bucket}
             if asking:
                 self._serve(asking, place, line, arena)
                 wait.progress()
             elif pending:
-                wait.pause()
-                pending &= self._rows
+                self._pause(wait, pending, words)
+
+    def _pause(self, wait: Wait, late: set[int], words: Mapping[int, Word]) -> None:
+        try:
+            wait.pause()
+        except TimeoutError:
+            if any(words[row].maps for row in late):
+                raise  # it may still read what would be overwritten
+            self._rows.difference_update(late)
 
     def _serve(self, asking: Mapping[int, Word], place: Place, line: Line, arena: Tensor) -> None:
         messages = {row: self._outlets.message(word, place, line) for row, word in asking.items()}
@@ -80,9 +102,10 @@ class LinkAudience(Audience):
             except WireError:
                 self._drop(row, asking[row])
                 sending.pop(row, None)
+        deadline = time.monotonic() + self._patience_s
         for row, wire in sending.items():
             try:
-                wire.wait(self._timeout_s, lambda row=row: self._check(row))
+                wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
             except WireError:
                 self._drop(row, asking[row])
 
@@ -94,10 +117,6 @@ class LinkAudience(Audience):
     def _drop(self, row: int, word: Word) -> None:
         self._outlets.drop(word.partner)
         self._rows.discard(row)
-
-    def _slowest(self) -> float:
-        words = self._mailbox.words(self._sequence, sorted(self._rows))
-        return min((word.taken for word in words.values()), default=float("inf"))
 
 
 class Staging:

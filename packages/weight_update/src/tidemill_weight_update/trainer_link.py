@@ -71,7 +71,7 @@ class TrainerLink:
             self._mailbox = StoreMailbox(store, self._address.mailbox_path(self._rank), self._rank)
             path = self._address.mailbox_path(0)
             self._control = self._mailbox if self._rank == 0 else StoreMailbox(store, path, 0)
-            self._outlets = Outlets(self._mailbox, self._address.own_address(), self._timeout_s)
+            self._outlets = Outlets(self._mailbox, self._address.own_address(), self._timeout_s / 2)
         assert self._outlets is not None
         self._mailbox.make_room(num_receivers)
         self._outlets.begin()
