@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import ragged
 from tidemill_dataproto.layout import JaggedColumn, Layout, on_device
+from tidemill_dataproto.ragged.columns import is_ragged, open_column
 from tidemill_dataproto.row_copy import RowCopy
 
 __all__ = [
@@ -119,13 +119,12 @@ def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
             f"column {name!r}: expected a tensor, got {type(tensor).__name__}; other columns go into non_tensor_batch, "
             f"a TensorDict with non-tensors into DataProto.from_tensordict"
         )
-    if ragged.is_ragged(tensor):
-        offsets = ragged.offsets(tensor)
-        layout = layouts.setdefault(id(offsets), Layout.of_offsets(offsets))
-        values = ragged.values(tensor)
-        if not layout.fits(values.shape[0]):
+    if is_ragged(tensor):
+        column = open_column(tensor)
+        column.layout = layouts.setdefault(id(column.layout.offsets), column.layout)
+        if not column.layout.fits(column.values.shape[0]):
             raise ValueError(f"column {name!r}: expected offsets from 0 to the number of values; see ragged.ragged()")
-        return JaggedColumn(values, layout, tensor)
+        return column
     if tensor.layout != torch.strided or tensor.is_nested or tensor.dim() == 0:
         kind = "nested tensor" if tensor.is_nested else f"tensor of {tensor.dim()} dims"
         raise ValueError(

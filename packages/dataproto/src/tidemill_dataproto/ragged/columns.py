@@ -112,7 +112,8 @@ def like(values: Tensor, column: Tensor) -> Tensor:
 
 def open_column(column: Tensor) -> JaggedColumn:
     """A ragged column as values and layout. ValueError for another tensor."""
-    return JaggedColumn(values(column), Layout.of_offsets(offsets(column)), column)
+    bounds = offsets(column)
+    return JaggedColumn(column.values(), Layout.of_offsets(bounds), column)
 
 
 def describe(tensor: Tensor) -> str:
