@@ -3,13 +3,13 @@
 far_engines.py SOCKET [DEVICE]      one rank; started by `Rank`, or by hand in a PID namespace of its own
 """
 
+import multiprocessing
 import os
 import pickle
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tidemill_testing import ranks
 from tidemill_weight_update import BucketHandle, PauseMode, Request, location, store_mailbox
 from tidemill_weight_update.nccl_wire import NcclWire
 from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.request import TOKEN_VARIABLE
+from tidemill_weight_update.wait import has_ended
 from tidemill_weight_update.wire import GlooWire
 from torch import Tensor
 from toy_engines import TIED, ToyModel
@@ -119,27 +122,64 @@ def _be_far() -> None:
     torch.from_file = from_file
 
 
-class Rank:
-    """A process that serves as one rank of an engine."""
+def context() -> Any:
+    """Starts processes from a server that has torch imported already, as `run_ranks` does."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(ranks._PRELOAD)
+    return forkserver
 
-    def __init__(self, folder: Path, name: str, device: str = "cpu", wrapper: tuple[str, ...] = ()) -> None:
+
+class Rank:
+    """A process that serves as one rank of an engine.
+
+    Args:
+        folder: for its socket.
+        name: of that.
+        device: of the model.
+        is_far: whether it believes to be on another machine.
+    """
+
+    def __init__(self, folder: Path, name: str, device: str = "cpu", *, is_far: bool = True) -> None:
         self.path = str(folder / name)
-        self.device = device
-        far = [] if wrapper else ["far"]
-        self.process = subprocess.Popen(
-            [*wrapper, sys.executable, __file__, self.path, device, *far], env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        self._start(device, is_far)
+
+    def _start(self, device: str, is_far: bool) -> None:
+        args = (self.path, device, is_far, os.environ[TOKEN_VARIABLE])
+        self._process = context().Process(target=main, args=args, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + 100
         while not os.path.exists(self.path):
-            assert self.process.poll() is None, "the engine rank has ended"
+            assert not has_ended(self.pid), "the engine rank has ended"
             assert time.monotonic() < deadline, "the engine rank does not start"
             time.sleep(0.02)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.join()
+
+
+class RankApart(Rank):
+    """In a PID namespace of its own, where /proc shows no other process.
+
+    Attributes:
+        COMMAND: makes the namespace; not every user may.
+    """
+
+    COMMAND = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+    def _start(self, device: str, is_far: bool) -> None:
+        command = [*self.COMMAND, sys.executable, __file__, self.path, device]
+        self._process: Any = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class FarEngine:
@@ -181,9 +221,10 @@ class FarEngine:
         for connection in self._connections:
             connection.send(("handle", request))
         ended = []
+        deadline = time.monotonic() + request.timeout_s + 2
         for rank, connection in enumerate(self._connections):
             try:
-                if not connection.poll(request.timeout_s + 20):
+                if not connection.poll(max(0, deadline - time.monotonic())):
                     raise RuntimeError(f"rank {rank} did not answer")
                 connection.recv()
             except (EOFError, ConnectionError):
@@ -232,9 +273,13 @@ def settled(read: Callable[[], Any], wanted: Any) -> Any:
     return value
 
 
-if __name__ == "__main__":
-    threading.current_thread().name = "engine rank"
+def main(path: str, device: str, is_far: bool, token: str) -> None:
+    os.environ[TOKEN_VARIABLE] = token
     torch.set_num_threads(1)
-    if sys.argv[3:] == ["far"]:
+    if is_far:
         _be_far()
-    _serve(sys.argv[1], sys.argv[2])
+    _serve(path, device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], False, os.environ[TOKEN_VARIABLE])

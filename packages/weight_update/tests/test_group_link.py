@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from far_engines import FarEngine, Rank, listening, resources, settled
+from far_engines import FarEngine, Rank, RankApart, listening, resources, settled
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.request import TOKEN_VARIABLE
@@ -32,7 +32,7 @@ def ranks(tmp_path_factory) -> Iterator[list[Rank]]:
     patch = pytest.MonkeyPatch()
     patch.setenv(TOKEN_VARIABLE, "the token of this run")
     folder = tmp_path_factory.mktemp("ranks")
-    started = [Rank(folder, f"far{i}") for i in range(3)] + [Rank(folder, "near", wrapper=("env",))]
+    started = [Rank(folder, f"far{i}") for i in range(3)] + [Rank(folder, "near", is_far=False)]
     for rank in started:
         rank.wait_until_up()
     yield started
@@ -278,11 +278,10 @@ def test_without_a_link_the_error_leads_to_it(new, far):
 
 def test_an_engine_in_another_pid_namespace_is_reached(new, tmp_path, monkeypatch):
     """Not pretended: its /proc shows no trainer."""
-    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+    if subprocess.run([*RankApart.COMMAND, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make PID namespaces")
     monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
-    rank = Rank(tmp_path, "apart", wrapper=apart)
+    rank = RankApart(tmp_path, "apart")
     try:
         rank.wait_until_up()
         engine = new(FarEngine, [rank.path])
