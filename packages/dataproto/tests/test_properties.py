@@ -164,6 +164,36 @@ def test_pad_then_unpad_is_the_identity(batch: DataProto, divisor: int) -> None:
     assert len(list(padded)) == len(batch)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda b: b.chunk(2)[1],
+        lambda b: b[[3, 0]],
+        lambda b: b.repeat(2),
+        lambda b: DataProto.concat([b, b]),
+        lambda b: DataProto.concat(b.chunk(4)),
+        lambda b: b.clone(),
+        lambda b: b.fold(2).unfold(),
+        lambda b: pickle.loads(pickle.dumps(b)),
+        lambda b: b.select(),
+    ],
+)
+@pytest.mark.parametrize("added", ["union", "put in", "both"])
+def test_columns_made_like_each_other_in_different_batches_stay_together(operation: Any, added: str) -> None:
+    ids = ragged.ragged(torch.arange(7), [2, 0, 4, 1])
+    batch = DataProto.from_dict({"ids": ids})
+    if added != "put in":
+        more = DataProto.from_dict({"mask": ragged.like(torch.ones(7), batch["ids"])})
+        batch = batch.union(more) if added == "union" else more.union(batch)
+    if added != "union":
+        batch.batch["weight"] = ragged.like(torch.full((7,), 2.0), batch["ids"])
+    result = operation(batch)
+    names = [name for name in result.batch.keys() if name != "ids"]  # noqa: SIM118 - a TensorDict
+    for name in names:
+        assert ragged.offsets(result[name]) is ragged.offsets(result["ids"])
+        assert (result[name] * result["ids"]).values().shape == ragged.values(result["ids"]).shape
+
+
 @given(batches(), st.sampled_from([2, 3, 4, 5]))
 def test_pickle_in_band_is_the_identity(batch: DataProto, protocol: int) -> None:
     copied = pickle.loads(pickle.dumps(batch, protocol))

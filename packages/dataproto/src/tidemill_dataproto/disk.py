@@ -44,13 +44,13 @@ def write(
     layouts: dict[int, int] = {}
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
-            number = layouts.setdefault(id(column.layout), len(layouts))
+            number = layouts.setdefault(column.layout.key, len(layouts))
             tensors[f"bounds/{number}"] = torch.from_numpy(column.layout.bounds)
         tensors[f"batch/{name}"] = storable(column.values if isinstance(column, JaggedColumn) else column)
     manifest = {
         "num_rows": num_rows,
         "columns": {
-            name: layouts[id(column.layout)] if isinstance(column, JaggedColumn) else None
+            name: layouts[column.layout.key] if isinstance(column, JaggedColumn) else None
             for name, column in columns.items()
         },
         "arrays": {name: encoder.encode_array(array, f"column {name!r}") for name, array in arrays.items()},

@@ -64,8 +64,8 @@ def _head_of(batch: DataProto, columns: Mapping[str, Column]) -> _Head:
     for name, column in columns.items():
         number = None
         if isinstance(column, JaggedColumn):
-            layouts.setdefault(id(column.layout), column.layout)
-            number = list(layouts).index(id(column.layout))
+            layouts.setdefault(column.layout.key, column.layout)
+            number = list(layouts).index(column.layout.key)
         values = _values_of(column)
         described[name] = str(values.dtype).removeprefix("torch."), tuple(values.shape), number
     return _Head(

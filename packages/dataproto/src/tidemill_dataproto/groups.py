@@ -29,9 +29,9 @@ def fold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_ro
         if name + _SUFFIX in columns or name + _SUFFIX in arrays:
             raise ValueError(f"column {name + _SUFFIX!r} is in the way of the row lengths of {name!r}; rename it")
         layout = column.layout
-        if id(layout) not in layouts:
-            layouts[id(layout)] = Layout(layout.bounds[::size], layout.device)
-        folded[name] = JaggedColumn(column.values, layouts[id(layout)])
+        if layout.key not in layouts:
+            layouts[layout.key] = Layout(layout.bounds[::size], layout.device)
+        folded[name] = JaggedColumn(column.values, layouts[layout.key])
         others[name + _SUFFIX] = layout.lengths.reshape(count, size)
     return count, folded, others
 
@@ -62,7 +62,7 @@ def _layout_of_rows(folded: Layout, lengths: np.ndarray, known: list[tuple[Layou
     """The layout of the rows within the groups; the same one for columns that shared it before they were folded."""
     bounds = Layout.of_lengths(lengths.reshape(-1), folded.device)
     for other_folded, other in known:
-        if other_folded is folded and np.array_equal(other.bounds, bounds.bounds):
+        if other_folded.key == folded.key and np.array_equal(other.bounds, bounds.bounds):
             return other
     known.append((folded, bounds))
     return bounds

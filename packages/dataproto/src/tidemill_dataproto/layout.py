@@ -21,7 +21,7 @@ class Layout:
     """Where the rows of ragged columns begin and end in their values.
 
     Columns with the same Layout object have the same torch offsets object, which is what torch asks of two jagged
-    tensors that meet in one operation.
+    tensors that meet in one operation. What is done with several columns keeps that: see `key`.
     """
 
     __slots__ = ("_bounds", "_offsets", "device")
@@ -87,9 +87,10 @@ class Layout:
         bounds = self._bounds
         return bool(bounds[0] == 0 and bounds[-1] == num_elements and (bounds[1:] >= bounds[:-1]).all())
 
-    def made_offsets(self) -> Tensor | None:
-        """`offsets` if somebody has asked for them."""
-        return self._offsets
+    @property
+    def key(self) -> int:
+        """The same for layouts that share their offsets, as they do if a column was made like that of another batch."""
+        return id(self) if self._offsets is None else id(self._offsets)
 
     def cut(self, start: int, stop: int) -> "Layout":
         """The layout of a run of rows."""

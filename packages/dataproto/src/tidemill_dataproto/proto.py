@@ -264,7 +264,7 @@ class DataProto(BatchState):
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
         """Moves the named columns and facts out of this batch into a new one; None means none of them. KeyError, before
-        anything moves, for an unknown name."""
+        anything moves, for an unknown name. `batch.batch` is a new TensorDict afterwards."""
         keys = [() if keys is None else keys for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         columns, arrays, meta = self._pick(*keys)
         rest = {name: column for name, column in self._read().items() if name not in columns}

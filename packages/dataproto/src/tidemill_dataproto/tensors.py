@@ -106,7 +106,7 @@ def as_columns(tensors: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
-    """A user's tensor as a column, checked. `layouts` holds those of this batch, by the id of their offsets.
+    """A user's tensor as a column, checked. `layouts` holds those of this batch, by their keys.
 
     Raises:
         TypeError: not a tensor, or its name is not a string.
@@ -121,7 +121,7 @@ def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
         )
     if is_ragged(tensor):
         column = open_column(tensor)
-        column.layout = layouts.setdefault(id(column.layout.offsets), column.layout)
+        column.layout = layouts.setdefault(column.layout.key, column.layout)
         if not column.layout.fits(column.values.shape[0]):
             raise ValueError(f"column {name!r}: expected offsets from 0 to the number of values; see ragged.ragged()")
         return column
@@ -167,9 +167,9 @@ def cut(columns: Mapping[str, Column], bounds: Sequence[int]) -> list[dict[str, 
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
             layout = column.layout
-            if id(layout) not in layouts:
-                layouts[id(layout)] = layout.bounds[rows].tolist(), [layout.cut(a, b) for a, b in pairwise(bounds)]
-            edges, cuts = layouts[id(layout)]
+            if layout.key not in layouts:
+                layouts[layout.key] = layout.bounds[rows].tolist(), [layout.cut(a, b) for a, b in pairwise(bounds)]
+            edges, cuts = layouts[layout.key]
             for part, values, layout in zip(parts, _runs_of(column.values, edges), cuts, strict=True):
                 part[name] = JaggedColumn(values, layout)
         else:
@@ -185,9 +185,10 @@ def take(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
     taken: dict[str, Column] = {}
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
-            if id(column.layout) not in copies:
-                copies[id(column.layout)] = RowCopy(column.layout, rows)
-            taken[name] = copies[id(column.layout)].apply(column)
+            key = column.layout.key
+            if key not in copies:
+                copies[key] = RowCopy(column.layout, rows)
+            taken[name] = copies[key].apply(column)
         else:
             if column.device not in indices:
                 indices[column.device] = on_device(torch.from_numpy(rows), column.device)
@@ -202,7 +203,7 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     for name, first in parts[0].items():
         pieces: list[Any] = [part[name] for part in parts]
         if isinstance(first, JaggedColumn):
-            key = tuple(id(piece.layout) for piece in pieces)
+            key = tuple(piece.layout.key for piece in pieces)
             if key not in layouts:
                 lengths = np.concatenate([piece.layout.lengths for piece in pieces])
                 layouts[key] = Layout.of_lengths(lengths, first.layout.device)
@@ -226,7 +227,7 @@ def map_tensors(columns: Mapping[str, Column], move: Callable[[Tensor], Tensor])
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
             values = move(column.values)
-            layout = layouts.setdefault((id(column.layout), values.device), column.layout.to(values.device))
+            layout = layouts.setdefault((column.layout.key, values.device), column.layout.to(values.device))
             moved[name] = JaggedColumn(values, layout)
         else:
             moved[name] = move(column)
@@ -246,5 +247,4 @@ def _is_shown_as(column: Column | None, tensor: Any) -> bool:
 
 
 def _layouts_of(columns: Iterable[Column]) -> dict[int, Layout]:
-    made = [column.layout for column in columns if isinstance(column, JaggedColumn)]
-    return {id(layout.made_offsets()): layout for layout in made if layout.made_offsets() is not None}
+    return {column.layout.key: column.layout for column in columns if isinstance(column, JaggedColumn)}

@@ -46,10 +46,11 @@ def pack(columns: Mapping[str, Column], protocol: int) -> Packed:
     packed: dict[str, tuple[PackedTensor, int | None]] = {}
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
-            if id(column.layout) not in numbers:
-                numbers[id(column.layout)] = len(layouts)
+            key = column.layout.key
+            if key not in numbers:
+                numbers[key] = len(layouts)
                 layouts.append(column.layout.bounds)
-            packed[name] = _pack(column.values, protocol), numbers[id(column.layout)]
+            packed[name] = _pack(column.values, protocol), numbers[key]
         else:
             packed[name] = _pack(column, protocol), None
     return Packed(layouts, packed)
