@@ -89,7 +89,11 @@ class ActorWorker(Worker):
         dtype: torch.dtype = getattr(torch, self._config.rollout.dtype)
         device = "cpu" if update.memory == "cpu" else None
         self._updater = WeightUpdater(
-            engines, bucket_bytes=update.bucket_bytes, dtype=dtype, device=device, timeout_s=update.timeout_s
+            engines,
+            bucket_bytes=update.bucket_bytes,
+            dtype=dtype,
+            device=device,
+            timeout_s=update.timeout_s / 3,  # an engine that hangs is given up before calls to the others time out
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -149,6 +149,10 @@ class Fleet:
             if member.error is None and not member.unchanged:
                 member.fail(why, unchanged=False)
 
+    def told(self) -> list[str]:
+        """The engines that failed, and why."""
+        return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
+
     def make_visible(self, version: str) -> None:
         """Makes the version visible on all engines that have loaded everything."""
         for member in self.members:

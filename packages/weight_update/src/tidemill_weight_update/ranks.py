@@ -1,12 +1,17 @@
 """Agreement between the trainer's ranks, so that an error on one of them is an error on all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 _SHORT = 4096
 """Bytes that are sent at once, their number included."""
+
+
+class RankLostError(RuntimeError):
+    """A rank of the trainer has ended, or did not answer within its process group's timeout."""
 
 
 class Ranks:
@@ -37,6 +42,7 @@ class Ranks:
         Raises:
             Exception: `error` itself, on its rank.
             RuntimeError: on the other ranks, naming the failed ranks and their errors.
+            RankLostError: a rank does not answer.
         """
         if self.size == 1:
             if error is not None:
@@ -90,13 +96,15 @@ class Ranks:
 
     def _broadcast(self, data: torch.Tensor) -> bytes:
         data = data.to(self._device)
-        dist.broadcast(data, self.owner, group=self._group)
+        with _as_lost():
+            dist.broadcast(data, self.owner, group=self._group)
         return data.cpu().numpy().tobytes()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=self._device)
-        dist.all_gather(list(gathered.unbind()), mine, group=self._group)
+        with _as_lost():
+            dist.all_gather(list(gathered.unbind()), mine, group=self._group)
         return gathered.tolist()
 
     def _gather_texts(self, text: str) -> list[str]:
@@ -106,6 +114,15 @@ class Ranks:
         mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         mine = mine.to(self._device)
         gathered = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(gathered, mine, group=self._group)
+        with _as_lost():
+            dist.all_gather(gathered, mine, group=self._group)
         texts = [bytes(item[:size].tolist()) for item, size in zip(gathered, sizes, strict=True)]
         return [item.decode(errors="replace") for item in texts]
+
+
+@contextmanager
+def _as_lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(f"a trainer rank does not answer: {error}") from error

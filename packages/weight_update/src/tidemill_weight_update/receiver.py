@@ -63,29 +63,35 @@ class Receiver:
         """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
 
         Raises:
-            RuntimeError: nobody waits for a report: the trainer's mailboxes cannot be opened, or are at another update.
+            RuntimeError: nobody waits for a report: rank 0's mailbox cannot be opened, or is at another update.
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
         self._links.keep(request.mailboxes)
-        boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
-        if not boxes[0].is_at(request.sequence):
+        control = self._open(request.mailboxes[0], request.timeout_s)
+        if not control.is_at(request.sequence):
             raise RuntimeError(f"the trainer gave up update {request.sequence} before this engine came to it")
-        turn = Turn(self, request, boxes, min(self._rank, request.num_receivers - 1))
+        rank = min(self._rank, request.num_receivers - 1)
+        row = request.first_receiver + rank
+        boxes, turn = [control], None
         try:
             if self._num_ranks != request.num_receivers:
                 raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
+            boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
+            turn = Turn(self, request, boxes, rank)
             with torch.no_grad():
                 self._follow_model()
                 turn.run()
         except Exception as error:  # noqa: BLE001 - raised, it would end the engine
-            turn.peers.report(MIXED if turn.changed else UNCHANGED, error=f"{type(error).__name__}: {error}")
+            state = MIXED if turn is not None and turn.changed else UNCHANGED
+            if control.is_at(request.sequence):
+                control.report(request.sequence, row, state, {"error": f"{type(error).__name__}: {error}"})
         finally:
             if self.memories.close_unused():
                 for incoming in self._incoming.values():
                     incoming.forget()
             for box in [box for box in boxes if box.is_at(request.sequence)]:
-                box.acknowledge(request.sequence, turn.peers.row, FAR)
+                box.acknowledge(request.sequence, row, FAR)
 
     def manifest(self, keys: Sequence[LineKey]) -> Manifest:
         """What these lines send in all; kept for the next update, which is likely to have the same lines."""

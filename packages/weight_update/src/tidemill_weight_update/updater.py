@@ -13,7 +13,7 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.fast import FastPath
 from tidemill_weight_update.fleet import Fleet, InFlight, Member
 from tidemill_weight_update.group_link import GroupLink
-from tidemill_weight_update.ranks import Ranks
+from tidemill_weight_update.ranks import RankLostError, Ranks
 from tidemill_weight_update.request import Request
 from tidemill_weight_update.sender import Prepared
 from tidemill_weight_update.source import NamedTensors
@@ -50,7 +50,9 @@ class WeightUpdater:
             look).
         link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and
             engines need the run's token.
-        timeout_s: longest wait for an engine, or an engine's wait for a trainer rank, without progress.
+        timeout_s: longest wait for an engine that makes no progress; then the update goes on without it. Less than what
+            the engines' clients wait for an answer, else these give up all engines while they wait for one. (Engines
+            wait three times as long for a trainer rank that lives and sends nothing.)
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class WeightUpdater:
         in_flight: InFlight = "wait",
         allow_non_finite: bool = False,
         link: GroupLink | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = 100.0,
     ) -> None:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -249,7 +251,10 @@ class WeightUpdater:
             with stages("load"):
                 for thread in threads:
                     thread.join()
-        self._ranks.exchange(failure.error, [])
+        try:
+            self._ranks.exchange(failure.error, [])
+        except RankLostError as error:  # which one it was, engines may know
+            raise RankLostError("; ".join([str(error), *fleet.told()])) from error
         return counts
 
     def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:
@@ -260,7 +265,7 @@ class WeightUpdater:
             num_receivers=len(member.rows),
             complete=complete,
             partial=partial,
-            timeout_s=self._timeout_s,
+            timeout_s=3 * self._timeout_s,  # rank 0 gives up an engine after one, other ranks after two
         )
 
     def _remember(self, fleet: Fleet) -> None:
