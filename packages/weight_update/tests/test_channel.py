@@ -1,0 +1,219 @@
+"""One contract for the mailboxes of trainer ranks, in shared memory and over a network."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from tidemill_weight_update.channel import Channel
+from tidemill_weight_update.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox
+from tidemill_weight_update.signed_store import LinkError, SignedStore
+from tidemill_weight_update.store_mailbox import StoreMailbox
+from torch.distributed import TCPStore
+
+
+@dataclass
+class Sides:
+    """Views of one mailbox: the trainer rank's, and those of two engine ranks."""
+
+    trainer: Channel
+    engines: tuple[Channel, Channel]
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    timeout = timedelta(seconds=5)
+    return TCPStore("127.0.0.1", port, None, True, timeout, False, master_listen_fd=listening.detach())
+
+
+def client(server: TCPStore, timeout_s: float = 5) -> TCPStore:
+    return TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=timeout_s), False)
+
+
+def signed(store, session: str = "session", token: str = "token") -> SignedStore:
+    return SignedStore(store, session, token)
+
+
+@pytest.fixture(params=["memory", "store"])
+def sides(request) -> Iterator[Sides]:
+    if request.param == "memory":
+        trainer = Mailbox.create()
+        engines = Mailbox.open(trainer.path), Mailbox.open(trainer.path)
+    else:
+        server = request.getfixturevalue("server")
+        trainer = StoreMailbox(signed(server), "path", 0)
+        trainer.make_room(8)
+        trainer.begin(0)
+        engines = tuple(StoreMailbox(signed(client(server)), "path", 0) for _ in range(2))
+    yield Sides(trainer, engines)
+    for box in (trainer, *engines):
+        box.close()
+
+
+def test_an_update_is_announced_bucket_by_bucket(sides):
+    trainer, (engine, _) = sides.trainer, sides.engines
+    trainer.begin(5)
+    assert engine.lines(5) == (False, None)
+    assert engine.num_buckets(5) is None
+    trainer.write_journal(0, b"the lines")
+    trainer.announce(5, (0, 9))
+    assert engine.lines(5) == (True, (0, 9))
+    assert engine.read_journal((0, 9)) == b"the lines"
+    assert engine.announced(5, 0) is None
+    trainer.write_journal(9, b"line")
+    trainer.write_journal(13, b"memory")
+    trainer.publish(5, 0, (9, 4), (13, 6))
+    trainer.publish(5, 1, (9, 4), None)
+    assert engine.announced(5, 0) == ((9, 4), (13, 6))
+    assert engine.announced(5, 1) == ((9, 4), None)
+    assert engine.announced(5, 2) is None
+    assert (engine.read_journal((9, 4)), engine.read_journal((13, 6))) == (b"line", b"memory")
+    trainer.publish(5, 2, (9, 4), (13, 6))
+    assert engine.announced(5, 0) is None
+    assert engine.announced(5, 2) == ((9, 4), (13, 6))
+    trainer.finish(5, 3)
+    assert engine.num_buckets(5) == 3
+
+
+def test_what_belongs_to_another_update_does_not_count(sides):
+    trainer, (engine, _) = sides.trainer, sides.engines
+    trainer.begin(1)
+    trainer.announce(1, None)
+    trainer.publish(1, 0, (0, 4), None)
+    trainer.exclude(1, 0)
+    engine.report(1, 0, LOADED, {})
+    engine.acknowledge(1, 0, 3)
+    trainer.begin(2)
+    assert engine.lines(2) == (False, None)
+    assert engine.announced(2, 0) is None
+    assert trainer.state(2, 0) == IDLE
+    assert trainer.acknowledged(2, 0) == 0
+    assert trainer.receiver_pid(2, 0) == 0
+    assert not trainer.is_excluded(2, 0)
+    with pytest.raises(RuntimeError, match="gave up update 1"):
+        engine.num_buckets(1)
+
+
+def test_a_failed_trainer_says_so(sides):
+    sides.trainer.begin(1)
+    sides.trainer.fail(1)
+    with pytest.raises(RuntimeError, match="the trainer failed while it sent"):
+        sides.engines[0].num_buckets(1)
+    sides.trainer.begin(2)
+    assert sides.engines[0].num_buckets(2) is None
+
+
+def test_a_journal_line_may_be_long(sides):
+    text = os.urandom(10 << 20)
+    sides.trainer.write_journal(7, text)
+    assert sides.engines[0].read_journal((7, len(text))) == text
+
+
+def test_engine_ranks_report_to_all(sides):
+    trainer, (first, second) = sides.trainer, sides.engines
+    trainer.begin(3)
+    first.report(3, 0, ATTACHED, {})
+    second.report(3, 1, MIXED, {"error": "what happened", "numbers": [1, 2]})
+    for view in (trainer, first, second):
+        assert [view.state(3, row) for row in range(3)] == [ATTACHED, MIXED, IDLE]
+        assert view.reply(1) == {"error": "what happened", "numbers": [1, 2]}
+        assert view.receiver_pid(3, 1) == os.getpid()
+        assert [view.receiver_has_ended(3, row) for row in range(3)] == [False] * 3
+    first.report(3, 0, CHECKED, {})
+    assert trainer.state(3, 0) == CHECKED
+
+
+def test_a_reply_that_is_too_long_is_cut(sides):
+    sides.trainer.begin(1)
+    sides.engines[0].report(1, 0, MIXED, {"error": "x" * (1 << 20)})
+    assert sides.trainer.reply(0) == {"error": "x" * 4096}
+
+
+def test_acknowledgements_and_exclusions_are_by_rank(sides):
+    trainer, (first, second) = sides.trainer, sides.engines
+    trainer.begin(1)
+    first.acknowledge(1, 0, 4)
+    second.acknowledge(1, 5, 1 << 31)
+    assert [trainer.acknowledged(1, row) for row in (0, 1, 5)] == [4, 0, 1 << 31]
+    trainer.exclude(1, 0)
+    trainer.exclude(1, 5)
+    assert [first.is_excluded(1, row) for row in (0, 1, 5)] == [True, False, True]
+
+
+def test_digests_and_totals_are_int64_as_they_were_written(sides):
+    trainer, (first, second) = sides.trainer, sides.engines
+    digests = np.array([-(2**63), 2**63 - 1, 0, -1], np.int64)
+    trainer.write_digests(3, digests)
+    assert first.sent(3, 4).tolist() == digests.tolist()
+    many = np.arange(200_000, dtype=np.int64)
+    first.write_totals(2, many, -many)
+    second.write_totals(3, digests, digests * 0)
+    for view in (trainer, first):
+        assert [part.tolist() for part in view.totals(2, 200_000)] == [many.tolist(), (-many).tolist()]
+        assert [part.tolist() for part in view.totals(3, 4)] == [digests.tolist(), [0] * 4]
+
+
+def test_it_is_known_who_has_ended(sides, monkeypatch):
+    trainer, (engine, _) = sides.trainer, sides.engines
+    trainer.begin(1)
+    assert engine.owner_pid == os.getpid()
+    assert not engine.owner_has_ended()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(os, "getpid", lambda: ended.pid)
+    engine.report(1, 0, ATTACHED, {})
+    assert trainer.receiver_has_ended(1, 0)
+    assert not trainer.receiver_has_ended(2, 0)
+
+
+def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
+    """A number that no process has here may be a process that runs there."""
+    box = StoreMailbox(signed(server), "path", 0)
+    box.make_room(1)
+    box.begin(1)
+    monkeypatch.setattr("tidemill_weight_update.store_mailbox.here", lambda: "another machine")
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    StoreMailbox(signed(client(server)), "path", 0).report(1, 0, ATTACHED, {})
+    monkeypatch.undo()
+    assert box.receiver_pid(1, 0) == 2**22 + 1
+    assert not box.receiver_has_ended(1, 0)
+
+
+# The store beneath.
+
+
+def test_values_of_another_run_or_key_or_link_are_refused(server):
+    ours = signed(server)
+    ours.set("one", b"value")
+    assert ours.get("one") == b"value"
+    raw = client(server)
+    with pytest.raises(LinkError, match="'one' in the link's store was not signed"):
+        signed(raw, token="another").get("one")
+    stored = raw.get("session/one")
+    raw.set("session/two", stored)
+    with pytest.raises(LinkError, match="'two'"):
+        ours.get("two")
+    raw.set("another session/one", stored)
+    with pytest.raises(LinkError, match="'one'"):
+        signed(raw, session="another session").get("one")
+    raw.set("session/one", stored[:-1] + b"!")
+    with pytest.raises(LinkError, match="'one'"):
+        ours.multi_get(["one"])
+    raw.set("session/one", b"short")
+    with pytest.raises(LinkError, match="'one'"):
+        ours.get("one")
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_stays_one(server):
+    store = signed(client(server, timeout_s=0.2))
+    assert not store.is_broken
+    with pytest.raises(LinkError, match="does not answer"):
+        store.get("never set")
+    assert store.is_broken
