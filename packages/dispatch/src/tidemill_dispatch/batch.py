@@ -27,6 +27,16 @@ class Batch(Protocol):
     def __len__(self) -> int: ...
 
 
+def is_batch(value: Any) -> bool:
+    """`isinstance(value, Batch)`, which takes 10 us and is asked dozens of times in a call, by the value's type."""
+    return _is_batch_type(type(value))
+
+
+@lru_cache(maxsize=256)
+def _is_batch_type(kind: type) -> bool:
+    return issubclass(kind, Batch)
+
+
 @runtime_checkable
 class _Sliceable(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
@@ -112,11 +122,11 @@ def join_results(results: list[Any]) -> Any:
         TypeError: some results are batches and some are not, or they are batches of different types.
         ValueError: the batches' own `concat` refused them.
     """
-    is_batch = [isinstance(result, Batch) for result in results]
-    if not any(is_batch):
+    batches = [is_batch(result) for result in results]
+    if not any(batches):
         return results
     types = [type(result) for result in results]
-    if not all(is_batch) or len(set(types)) > 1:
+    if not all(batches) or len(set(types)) > 1:
         names = [kind.__name__ for kind in types]
         raise TypeError(f"results to concatenate must be batches of one type on every dp rank; got {names} in dp order")
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
-from tidemill_dispatch.batch import Batch, split_rows, take_rows
+from tidemill_dispatch.batch import is_batch, split_rows, take_rows
 from tidemill_dispatch.rows import balanced_lengths
 
 RankCall = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,7 +101,7 @@ class PaddedShard:
         Raises:
             ValueError: a batch with another number of rows than the shard had, so that its padding cannot be told.
         """
-        if self.num_real == self.num_rows or not isinstance(result, Batch) or len(result) == 0:
+        if self.num_real == self.num_rows or not is_batch(result) or len(result) == 0:
             return result
         if len(result) != self.num_rows:
             raise ValueError(
@@ -162,7 +162,7 @@ def _split(name: str, value: Any, n: int) -> _Split | None:
     rows = value.value if isinstance(value, Shard) else value
     if isinstance(rows, DeferredRows):
         return _Split(rows.chunk(n), None)
-    if isinstance(rows, Batch):
+    if is_batch(rows):
         parts = split_rows(rows, n)
         return _Split(parts, tuple(len(part) for part in parts))
     if not isinstance(value, Shard):
@@ -201,7 +201,7 @@ def _finished(
     if padding is None or len(set(split.lengths)) == 1:
         return split.parts
     rows = value.value if isinstance(value, Shard) else value
-    if not isinstance(rows, Batch):
+    if not is_batch(rows):
         raise ValueError(
             f"{name} has {sum(split.lengths)} rows, which do not divide into {len(split.parts)} shards of equal "
             "length, and only batches can be padded; pad it before the call, or put it into the batch"

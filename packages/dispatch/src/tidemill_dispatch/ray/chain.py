@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill_dispatch.batch import Batch, join_results, take_rows
+from tidemill_dispatch.batch import is_batch, join_results, take_rows
 from tidemill_dispatch.ray.failure import Failure
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.rows import Cut, ShardPlan, plan_shard
@@ -165,4 +165,4 @@ class Links:
 
 def rows_of(result: Any) -> int | None:
     """What a receipt says of a result: its rows, None if it is not a batch."""
-    return len(result) if isinstance(result, Batch) else None
+    return len(result) if is_batch(result) else None

@@ -19,6 +19,7 @@ from tidemill_dispatch.sharding import DeferredRows, DeferredShard
 GRACE_S = 1.0
 # All ranks are waited for at once, in slices; a failure is seen at the end of a slice.
 _WAIT_SLICE_S = 0.2
+_LOOK_S = 0.005
 _WATCH_S = 2.0
 _FETCH_S = 60.0
 
@@ -134,7 +135,10 @@ class CallFuture(DeferredRows):
         while self._pending and self._error is None:
             until = self._first_failure + GRACE_S if self._failures else self._deadline(deadline)
             remaining = until - time.monotonic()
-            self._poll(max(0.0, min(remaining, _WAIT_SLICE_S)))
+            wait_s = max(0.0, min(remaining, _WAIT_SLICE_S))
+            if not self._failures and self._get_all(wait_s):
+                return
+            self._poll(wait_s if self._failures else _LOOK_S)
             if remaining > 0 or not self._pending or self._error is not None:
                 continue
             if self._failures:
@@ -168,6 +172,22 @@ class CallFuture(DeferredRows):
                     self._failures[rank] = Failure.of_ray(self._host(rank), error)
             return
         self._result.append(self.call.collect(values))
+
+    def _get_all(self, wait_s: float) -> bool:
+        """Gets receipts and values in one call to Ray, which is faster than two; False if that was too soon."""
+        with self._lock:
+            if self._result:
+                return True
+            try:
+                got = ray.get([*self._pending, *self.call.values.values()], timeout=wait_s)
+            except (GetTimeoutError, RayError):  # to be looked at one by one
+                return False
+            receipts = dict(zip(self._pending.values(), got, strict=False))
+            if any(isinstance(receipt, Failure) for receipt in receipts.values()):
+                return False
+            self._result.append(self.call.collect(got[len(receipts) :]))
+            self._pending.clear()
+            return True
 
     def _poll(self, wait_s: float) -> None:
         """Waits up to `wait_s` for all ranks, then takes in every rank that has answered."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import ray
+
 from tidemill_dispatch.errors import CallTimeoutError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
 from tidemill_dispatch.ray.future import CallFuture, PendingCall
@@ -242,22 +244,23 @@ class RayWorkerGroup:
         self.wait_ready()
         name = f"{self._classes[self._role].__name__}.{method}"
         flat_calls, links = pack_calls(name, [calls[rank] for rank in ranks], ranks, self._processes.node)
+        receipts: dict[int, ray.ObjectRef] = {}
+        values: dict[int, ray.ObjectRef] = {}
         with self._processes.lock:
-            pairs = {
-                rank: self.workers[rank].tidemill_call.remote(
-                    (self._role, method, rank in result_ranks, len(calls[rank][0]), tuple(calls[rank][1])),
-                    *flat,
-                    *links.receipts,
-                )
-                for rank, flat in zip(ranks, flat_calls, strict=True)
-            }
+            for rank, flat in zip(ranks, flat_calls, strict=True):
+                args, kwargs = calls[rank]
+                sent = ((self._role, method, len(args), tuple(kwargs)), *flat, *links.receipts)
+                if rank in result_ranks:
+                    receipts[rank], values[rank] = self.workers[rank].tidemill_call.remote(*sent)
+                else:
+                    receipts[rank] = self.workers[rank].tidemill_call_unsent.remote(*sent)
         return CallFuture(
             PendingCall(
                 processes=self._processes,
                 group=self.name,
                 method=method,
-                receipts={rank: pair[0] for rank, pair in pairs.items()},
-                values={rank: pairs[rank][1] for rank in result_ranks},
+                receipts=receipts,
+                values={rank: values[rank] for rank in result_ranks},
                 collect=collect,
                 chains=chains,
                 timeout_s=timeout_s,

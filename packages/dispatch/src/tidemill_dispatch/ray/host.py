@@ -22,9 +22,8 @@ from tidemill_dispatch.ray.roles import ONLY_ROLE, RayClassWithInitArgs, public_
 from tidemill_dispatch.registry import MethodSpec, registered_methods
 from tidemill_dispatch.worker import Worker
 
-CallHeader = tuple[str, str, bool, int, tuple[str, ...]]
-"""Role, method, whether the result is sent, number of positional arguments, names of the others. One tuple: Ray pickles
-every argument of a call by itself."""
+CallHeader = tuple[str, str, int, tuple[str, ...]]
+"""Role, method, number of positional arguments, names of the others. One tuple: Ray pickles each argument by itself."""
 Receipt = Failure | int | None
 """What every rank returns of a call: why it failed, or the number of rows if it sent a batch."""
 
@@ -68,7 +67,14 @@ class WorkerHost:
     @ray.method(num_returns=2)
     def tidemill_call(self, header: CallHeader, *sent: Any) -> tuple[Receipt, Any]:
         """Calls a worker. The first return value is small and always fetched, the second is the result."""
-        role, method, send_result, num_args, keys = header
+        return self._call(header, sent)
+
+    def tidemill_call_unsent(self, header: CallHeader, *sent: Any) -> Receipt:
+        """Calls a worker whose result is not collected."""
+        return self._call(header, sent)[0]
+
+    def _call(self, header: CallHeader, sent: tuple[Any, ...]) -> tuple[Receipt, Any]:
+        role, method, num_args, keys = header
         num_values = num_args + len(keys)
         try:
             worker = self.tidemill_worker(role)
@@ -79,7 +85,7 @@ class WorkerHost:
             result = inputs.finish(self.tidemill_run(getattr(worker, method)(*values[:num_args], **kwargs)))
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - sent to the driver
             return Failure.of(error), None
-        return (rows_of(result), result) if send_result else (None, None)
+        return rows_of(result), result
 
     def tidemill_ping(self) -> None:
         """Answers when the calls before it are done; fails when the process is gone."""

@@ -1,0 +1,223 @@
+"""What a call through a worker group costs beyond Ray's own calls, and what of a chained call visits the driver.
+
+    python bench/dispatch.py [--rounds 200]
+
+Both halves of each comparison run in turns in one process over the same actors, on as many cores as there are. The
+limits are those the package promises; the exit status says whether they hold.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import ray
+from ray import cloudpickle
+from tidemill_dispatch import ListBatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tidemill_dispatch.ray.arguments import pack
+
+NUM_RANKS, DP_SIZE = 8, 4
+LIMIT_MS = 1.0
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Rows:
+    """A batch of one float32 column [B, C]."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def chunk(self, n: int) -> list["Rows"]:
+        return [Rows(part) for part in np.array_split(self.values, n)]
+
+    def __getitem__(self, rows: slice) -> "Rows":
+        return Rows(self.values[rows])
+
+    @staticmethod
+    def concat(parts: list["Rows"]) -> "Rows":
+        return Rows(np.concatenate([part.values for part in parts]))
+
+
+class Echo(Worker):
+    """Ranks in dp x tp; of every pair the second collects. In "halves" they have two shards."""
+
+    def __init__(self) -> None:
+        self.register_dispatch_collect_info("mesh", self.rank // 2, self.rank % 2 == 1, dp_size=DP_SIZE)
+        self.register_dispatch_collect_info("halves", self.rank % 2, self.rank < 2, dp_size=2)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def echo(self, batch: ListBatch, temperature: float) -> ListBatch:
+        return batch
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def rows(self, batch: Rows, temperature: float) -> int:
+        return len(batch)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"), blocking=False)
+    def make(self, batch: ListBatch) -> Rows:
+        return Rows(np.full((len(batch), batch[0]), self.rank, np.float32))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("halves"), blocking=False)
+    def read(self, batch: Rows) -> float:
+        return float(batch.values.sum())
+
+
+def in_turns(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
+    """Milliseconds of each call of each function."""
+    times: list[list[float]] = [[] for _ in functions]
+    for i in range(rounds + 10):
+        for function, spent in zip(functions, times, strict=True):
+            started = time.perf_counter()
+            function()
+            if i >= 10:
+                spent.append(1e3 * (time.perf_counter() - started))
+    return times
+
+
+def overhead(group: RayWorkerGroup, rounds: int) -> float:
+    """Prints what an nd call costs next to Ray's calls; returns by how many ms at most it takes longer than those.
+
+    "its Ray calls" are the ones that the nd call makes: the same puts, the same calls of the same actors, one get.
+    "plain" is what somebody would write by hand, with one return value a call and the results of all ranks.
+    """
+    print(f"nd call over {NUM_RANKS} actors (dp {DP_SIZE} x tp 2), medians of {rounds} in turns, ms")
+    print(f"{'':34}{'plain':>9}{'its Ray calls':>15}{'nd call':>10}{'more':>8}")
+    workers = group.workers
+    small = ListBatch(list(range(64)))
+    large = Rows(np.ones((64, 1 << 17), np.float32))  # 32 MiB
+
+    def plain_small() -> None:
+        shards = small.chunk(DP_SIZE)
+        ray.get([worker.echo.remote(shards[rank // 2], 0.5) for rank, worker in enumerate(workers)])
+
+    def plain_large() -> None:
+        shards = [ray.put(shard) for shard in large.chunk(DP_SIZE)]
+        results = [worker.rows.remote(shards[rank // 2], 0.5) for rank, worker in enumerate(workers)]
+        del shards  # as in the group: Ray frees them when the last rank is done, within the time that is measured
+        ray.get(results)
+
+    def ray_calls(method: str, shards: list[Any]) -> None:
+        header = ("", method, 1, ("temperature",))
+        results: list[Any] = []
+        for rank, worker in enumerate(workers):
+            if rank % 2:
+                results += worker.tidemill_call.remote(header, shards[rank // 2], 0.5)
+            else:
+                results.append(worker.tidemill_call_unsent.remote(header, shards[rank // 2], 0.5))
+        shards.clear()
+        ray.get(results)
+
+    small_shards = [pack("shard", shard) for shard in small.chunk(DP_SIZE)]
+    worst = 0.0
+    for name, *functions in [
+        (
+            "64 Python rows, there and back",
+            plain_small,
+            lambda: ray_calls("echo", list(small_shards)),
+            lambda: group.echo(small, temperature=0.5),
+        ),
+        (
+            "32 MiB there, numbers back",
+            plain_large,
+            lambda: ray_calls("rows", [ray.put(shard) for shard in large.chunk(DP_SIZE)]),
+            lambda: group.rows(large, temperature=0.5),
+        ),
+    ]:
+        plain, calls, ours = (statistics.median(times) for times in in_turns(rounds, *functions))
+        print(f"{name:34}{plain:9.2f}{calls:15.2f}{ours:10.2f}{ours - calls:8.2f}")
+        worst = max(worst, ours - calls)
+    return worst
+
+
+def store_bytes_seen() -> int:
+    """Bytes of Ray's object store in the pages that this process has ever read or written."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.endswith("kB") and "-" in line.split(" ", 1)[0]:
+            inside = "plasma" in line
+        elif inside and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def tcp_bytes() -> dict[int, int]:
+    """Bytes sent and received by each TCP socket of this process, by inode."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inode = os.stat(f"/proc/self/fd/{fd}").st_ino
+            with socket.socket(fileno=os.dup(int(fd))) as copy:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # not a socket, or not one of TCP, or closed since
+            continue
+        found[inode] = sum(struct.unpack_from("QQ", info, 120))  # tcpi_bytes_acked, tcpi_bytes_received
+    return found
+
+
+def chained(group: RayWorkerGroup) -> int:
+    """Prints what of a batch visits the driver, chained and not; returns the bytes of it when chained.
+
+    Comes first: a page of the store that this process has touched before could not tell whether it is touched again.
+    """
+    print(f"make (dp {DP_SIZE}) -> read (dp 2) of another mesh: bytes at the driver")
+    print(f"{'batch':>14}{'store':>14}{'TCP':>14}{'ms':>10}")
+    group.read(group.make(ListBatch([1] * 64))).get()
+    visited = 0
+    sizes = [1 << 13, 1 << 16, 1 << 19]
+    for columns in sizes:
+        rows = ListBatch([columns] * 64)
+        store, tcp, started = store_bytes_seen(), tcp_bytes(), time.perf_counter()
+        total = sum(group.read(group.make(rows)).get())
+        ms = 1e3 * (time.perf_counter() - started)
+        seen = store_bytes_seen() - store
+        control = sum(count - tcp.get(inode, 0) for inode, count in tcp_bytes().items())
+        assert total == 64 * columns * 4.0, total  # ranks 1, 3, 5, 7 collect
+        print(f"{64 * columns * 4:14,}{seen:14,}{control:14,}{ms:10.1f}   chained")
+        visited += seen + (control if columns == sizes[-1] and control > columns else 0)
+    for columns in sizes:
+        store, started = store_bytes_seen(), time.perf_counter()
+        got = group.make(ListBatch([columns] * 64)).get()
+        ms = 1e3 * (time.perf_counter() - started)
+        print(
+            f"{got.values.nbytes:14,}{store_bytes_seen() - store:14,}{'':14}{ms:10.1f}   make alone, got by the driver"
+        )
+    print("TCP is Ray's control traffic; a 256th of the largest batch would count as the batch's.\n")
+    return visited
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    rounds = parser.parse_args().rounds
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=1 << 30
+    )
+    print(f"{os.cpu_count()} cores, Ray {ray.__version__}, load {os.getloadavg()[0]:.2f} at the start")
+    pool = RayResourcePool([NUM_RANKS], num_cpus_per_worker=0.25)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Echo), name_prefix="bench") as group:
+        chained_bytes = chained(group)
+        more_ms = overhead(group, rounds)
+    ray.shutdown()
+    fast, past = more_ms <= LIMIT_MS, chained_bytes == 0
+    print(f"\nnd call: {more_ms:.2f} ms more than its Ray calls, limit {LIMIT_MS} ms: {'ok' if fast else 'MISSED'}")
+    print(f"chained call: {chained_bytes} bytes of the batch at the driver, limit 0: {'ok' if past else 'MISSED'}")
+    return 0 if fast and past else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
