@@ -90,7 +90,9 @@ class Command:
         self.output += rest
         _, alive = psutil.wait_procs(self.started, timeout=15)
         assert not alive, [process.cmdline() for process in alive]
-        assert {name for name in os.listdir("/dev/shm") if not _belongs_to_the_living(name)} <= self.shared_before
+        left = [path for path in Path("/dev/shm").iterdir() if path.name not in self.shared_before]
+        mapped = _mapped_inodes()
+        assert [path for path in left if path.exists() and path.stat().st_ino not in mapped] == []
         files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
         folders = {path.name for path in Path(self.temporary.name).iterdir()}
         assert files == []
@@ -98,9 +100,15 @@ class Command:
         return self.process.returncode
 
 
-def _belongs_to_the_living(name: str) -> bool:
-    """Whether a process that still runs, so none of the command's, has its number in a name like sem.loky-123-abc."""
-    return any(psutil.pid_exists(int(number)) for number in re.findall(r"(?<=[-_])\d+(?=[-_])", name))
+def _mapped_inodes() -> set[int]:
+    """Of the files in /dev/shm that processes have mapped: of those that run, none is the command's."""
+    inodes: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            inodes.update(int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line)
+        except (FileNotFoundError, ProcessLookupError):  # it ended
+            continue
+    return inodes
 
 
 def _title(process: psutil.Process) -> str:
