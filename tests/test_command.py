@@ -106,7 +106,7 @@ def _mapped_inodes() -> set[int]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             inodes.update(int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line)
-        except (FileNotFoundError, ProcessLookupError):  # it ended
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is of another user
             continue
     return inodes
 
