@@ -35,7 +35,14 @@ def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]
 
 def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **spec: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="tidemill-weights-") as folder:
-        defaults = {"folder": folder, "device": "cpu", "bucket_bytes": 1 << 16, "dtype": None, "rounds": 1}
+        defaults = {
+            "folder": folder,
+            "device": "cpu",
+            "bucket_bytes": 1 << 16,
+            "dtype": None,
+            "rounds": 1,
+            "link": False,
+        }
         command = json.dumps(defaults | spec | {"checkpoints": [str(path) for path in checkpoints]})
         with Listener(os.path.join(folder, "engine"), authkey=b"test") as listener:
             senders = [
@@ -60,7 +67,7 @@ def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **spec:
 def send() -> Callable[..., list[dict[str, Any]]]:
     """`send(engine, *checkpoints, world_size=1, **spec)`: sends them one after the other, from `world_size` processes.
 
-    `spec`: device, bucket_bytes, dtype and rounds of `sender.py`. Returns the statistics of each update.
+    `spec`: device, bucket_bytes, dtype, rounds and link of `sender.py`. Returns the statistics of each update.
     """
     return _send
 

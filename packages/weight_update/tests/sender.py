@@ -1,9 +1,10 @@
 """A trainer in miniature: sends checkpoints to an engine that lives in another process. Run as a script.
 
-    sender.py JSON        {"folder", "device", "bucket_bytes", "dtype", "checkpoints": [path, ...], "rounds"}
+    sender.py JSON        {"folder", "device", "bucket_bytes", "dtype", "checkpoints": [path, ...], "rounds", "link"}
 
 Started once per rank, with RANK and WORLD_SIZE in the environment. Rank 0 sends what it asks of the engine through the
-unix socket `folder/engine`, and at the end the statistics of each update.
+unix socket `folder/engine`, and at the end the statistics of each update. With `link` it says that it is on another
+machine, and counts in `sent` the bytes that it sends over the link.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from multiprocessing.connection import Client, Connection
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tidemill_weight_update import BucketHandle, PauseMode, Request, WeightUpdater
+from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater, store_mailbox, wire
 
 
 class RemoteEngine:
@@ -77,6 +78,19 @@ def tensors(path: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield from state.items()
 
 
+def be_elsewhere() -> list[int]:
+    """Makes links believe that this process is on another machine; the sizes of what is sent come into the list."""
+    sent: list[int] = []
+
+    def send(self, data, original=wire.GlooWire.send) -> None:
+        sent.append(data.numel())
+        original(self, data)
+
+    store_mailbox.here = lambda: "another machine"
+    wire.GlooWire.send = send
+    return sent
+
+
 def main() -> None:
     spec = json.loads(sys.argv[1])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -86,11 +100,15 @@ def main() -> None:
     connection = Client(os.path.join(spec["folder"], "engine"), authkey=b"test") if rank == 0 else None
     engines = [] if connection is None else [RemoteEngine(connection)]
     dtype = None if spec["dtype"] is None else getattr(torch, spec["dtype"])
-    updater = WeightUpdater(engines, bucket_bytes=spec["bucket_bytes"], dtype=dtype)
+    link = GroupLink() if spec["link"] else None
+    updater = WeightUpdater(engines, bucket_bytes=spec["bucket_bytes"], dtype=dtype, link=link)
+    sent = be_elsewhere() if spec["link"] else []
     stats = []
     for version in range(spec["rounds"]):
         for path in spec["checkpoints"]:
-            stats.append(dataclasses.asdict(updater.update(tensors(path, spec["device"]), f"{path}#{version}")))
+            done = updater.update(tensors(path, spec["device"]), f"{path}#{version}")
+            stats.append(dataclasses.asdict(done) | {"sent": sum(sent)})
+            sent.clear()
     updater.close()
     if connection is not None:
         connection.send(("done", stats, {}))

@@ -127,6 +127,24 @@ def test_an_update_from_other_processes_equals_one_call_per_tensor(
     assert stats[-1]["num_buckets"] > 1
 
 
+@pytest.mark.parametrize(("world_size", "bucket_bytes"), [(1, 1 << 18), (2, 1 << 16)])
+def test_an_engine_on_another_machine_is_updated_over_a_link(
+    engine, send, checkpoints, expected, tmp_path, world_size, bucket_bytes
+):
+    _, one, two = checkpoints
+    send_one_call_per_tensor(engine, two)
+    wanted = parameters(engine, tmp_path / "reference")
+    probe(engine, "scramble", tmp_path)
+    stats = send(LocalEngine(engine), one, two, world_size=world_size, bucket_bytes=bucket_bytes, link=True)
+    got = parameters(engine, tmp_path / "linked")
+    assert got.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+    out = generate(engine)
+    assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[two], f"{two}#0")
+    assert stats[-1]["verified"]
+    assert stats[-1]["sent"] >= stats[-1]["num_bytes"] == sum(t.nbytes for t in state(two).values()) // world_size
+
+
 def test_the_prefix_cache_never_serves_old_weights(engine, checkpoints, expected):
     updater = WeightUpdater([LocalEngine(engine)])
     for path in (*checkpoints, *checkpoints):
