@@ -3,6 +3,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Examples are small; how long one takes says only how busy the machine is.
+settings.register_profile("dispatch", deadline=None)
+settings.load_profile("dispatch")
 
 
 @pytest.fixture(scope="module")

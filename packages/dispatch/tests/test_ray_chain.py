@@ -186,7 +186,7 @@ def test_rows_reach_the_shards_of_another_dp_size(groups, before, after):
         assert second.kept() == [shard_of(rank, rows, after) for rank in range(4)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     counts=st.lists(st.integers(0, 5), max_size=8),
     after=st.sampled_from(DP_SIZES),

@@ -125,7 +125,7 @@ def meshes(draw):
 _counter = itertools.count()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mesh=meshes(), rows=st.lists(st.integers(), max_size=20), padded=st.booleans())
 def test_dispatch_then_collect_is_the_identity_and_every_rank_sees_its_own_shard(group, mesh, rows, padded):
     names, sizes, data_axes, collect_at, coordinates = mesh

@@ -1,4 +1,4 @@
-"""One rank of a trainer whose update is cut short."""
+"""Trainers whose updates are cut short."""
 
 import os
 import signal
@@ -11,16 +11,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from far_engines import FarEngine, resources, settled, stopwatch
+from far_engines import FarEngine, Rank, context, resources, settled, stopwatch
 from tidemill_weight_update import GroupLink, LocalShard, UpdateStats, WeightUpdater
 from tidemill_weight_update.request import TOKEN_VARIABLE
 from torch import Tensor
-from toy_engines import tensors
+from toy_engines import ToyEngine, freshly_loaded, same, tensors
+
+DEADLINE_S = 4
+AFTER = 8
+"""Tensors that were drawn from the generator when it happens: some buckets have arrived, and more are to come."""
 
 
-def shards(seed: int, rank: int, size: int) -> Iterator[tuple[str, Tensor | LocalShard]]:
+def shards(seed: int, rank: int, size: int, device: str) -> Iterator[tuple[str, Tensor | LocalShard]]:
     """Of tensors that can be cut evenly, each rank's part; the others are rank 0's."""
-    for name, tensor in tensors(seed).items():
+    for name, tensor in ((name, tensor.to(device)) for name, tensor in tensors(seed).items()):
         if tensor.ndim and tensor.shape[0] % size == 0:
             part = tensor.chunk(size)[rank].clone()
             yield name, LocalShard(tensor=part, global_shape=tuple(tensor.shape), dim=0, rank=rank, size=size)
@@ -35,6 +39,7 @@ class Plan:
     Attributes:
         folder: that the ranks have in common.
         engines: the sockets of the ranks of each.
+        device: of the trainer's tensors.
         world_size: of the trainer.
         timeout_s: of the update.
         victim: a process, or "rank 0" or "rank 1" of the trainer.
@@ -42,6 +47,7 @@ class Plan:
 
     folder: str
     engines: list[list[str]]
+    device: str
     world_size: int
     timeout_s: float
     victim: int | str
@@ -62,7 +68,7 @@ class Outcome:
     versions: list[str]
 
 
-def main(plan: Plan, rank: int, token: str, result: Connection) -> None:
+def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
     os.environ[TOKEN_VARIABLE] = token
     torch.set_num_threads(1)
     pid_file = Path(plan.folder) / f"rank {rank}"
@@ -76,14 +82,14 @@ def main(plan: Plan, rank: int, token: str, result: Connection) -> None:
         return WeightUpdater(clients, bucket_bytes=300, link=GroupLink(), timeout_s=timeout_s)
 
     first = updater(60)  # which teaches the engines their models
-    first.update(shards(1, rank, plan.world_size), 1)
+    first.update(shards(1, rank, plan.world_size, plan.device), 1)
     first.close()
     before = settled(resources, None)
     second = updater(plan.timeout_s)
-    second.update(shards(2, rank, plan.world_size), 2)
+    second.update(shards(2, rank, plan.world_size, plan.device), 2)
 
     def cut_short() -> Iterator[tuple[str, Tensor | LocalShard]]:
-        for index, item in enumerate(shards(3, rank, plan.world_size)):
+        for index, item in enumerate(shards(3, rank, plan.world_size, plan.device)):
             yield item
             if rank == 0 and index == plan.after:
                 victim = plan.victim
@@ -103,3 +109,73 @@ def main(plan: Plan, rank: int, token: str, result: Connection) -> None:
     )
     result.send(outcome)
     os._exit(0)  # the group of a rank that was killed cannot be destroyed in order
+
+
+def run(
+    folder: Path,
+    engines: list[list[Rank]],
+    victim: int | str,
+    how: signal.Signals,
+    world_size: int = 2,
+    device: str = "cpu",
+) -> list[Outcome | None]:
+    """What the trainer's ranks say about the update; None: killed."""
+    plan = Plan(
+        folder=str(folder),
+        engines=[[rank.path for rank in engine] for engine in engines],
+        device=device,
+        world_size=world_size,
+        timeout_s=DEADLINE_S,
+        victim=victim,
+        signal=how,
+        after=AFTER,
+    )
+    pipes = [context().Pipe(duplex=False) for _ in range(world_size)]
+    trainers = [
+        context().Process(target=_main, args=(plan, rank, os.environ[TOKEN_VARIABLE], pipe), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for trainer, (_, pipe) in zip(trainers, pipes, strict=True):
+        trainer.start()
+        pipe.close()
+    try:
+        outcomes = [_outcome(pipe) for pipe, _ in pipes]
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+            trainer.join()
+    return outcomes
+
+
+def _outcome(pipe: Connection) -> Outcome | None:
+    assert pipe.poll(100), "a trainer rank hangs"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def check_survivor(outcome: Outcome | None) -> Outcome:
+    assert outcome is not None
+    assert outcome.seconds < 2 * DEADLINE_S + 2  # an engine's deadline may begin when the trainer's is nearly over
+    assert all(now <= then for now, then in zip(outcome.after, outcome.before, strict=True))  # fewer: to who was killed
+    return outcome
+
+
+def check_usable(ranks: list[Rank], *, fresh: bool = False, device: str = "cpu") -> None:
+    """The processes obey again, and another trainer can update them.
+
+    Args:
+        fresh: they make another engine than before.
+        device: of the trainer's tensors.
+    """
+    started = time.monotonic()
+    engine = FarEngine([rank.path for rank in ranks], fresh=fresh)
+    engine.ask_all("resources")
+    assert time.monotonic() - started < DEADLINE_S + 2
+    updater = WeightUpdater([engine], bucket_bytes=300, link=GroupLink(), timeout_s=20)
+    checkpoint = tensors(9)
+    assert updater.update({name: tensor.to(device) for name, tensor in checkpoint.items()}.items(), 9).verified
+    assert same(engine.state(), freshly_loaded(ToyEngine(len(ranks)), checkpoint))
+    updater.close()
+    engine.close()
