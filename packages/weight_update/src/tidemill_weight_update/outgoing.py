@@ -65,7 +65,7 @@ class Outgoing:
     def layout(self) -> tuple[object, ...]:
         """Equal for lines with equal `line` and equal `tables()`."""
         own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
-        return own, self.line.memories, self.places if self.line.memories else len(self.line.sources)
+        return own, self.line.memories, self.places if self.line.memories else self.line.sources
 
 
 def in_arena(pieces: Sequence[Held], announced: Iterable[SourceSpec] = ()) -> Outgoing:
