@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tidemill_weight_update.copy_host import HostCopier
-from tidemill_weight_update.digest import digest
-from tidemill_weight_update.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -133,7 +133,7 @@ class Bench:
         if self.device.type == "cpu":
             host = HostCopier([case.table], [self.target], "target")
             return lambda *sums, write: host.run([self.source], *sums, write=write)
-        from tidemill_weight_update.copy_cuda import CudaCopier, Tiling
+        from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
         chosen = None if tiling is None else Tiling(tile_elements=tiling[0], num_warps=tiling[1])
         copier = CudaCopier([case.table], self.device, "target", chosen)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tidemill_weight_update.digest import digest_rows, non_finite
-from tidemill_weight_update.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.digest import digest_rows, non_finite
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from torch import Tensor
 
 NUM_TENSORS = 7

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from tidemill_testing import ranks
 from tidemill_weight_update import BucketHandle, PauseMode, Request, location, store_mailbox
-from tidemill_weight_update.nccl_wire import NcclWire
-from tidemill_weight_update.receiver import Receiver
-from tidemill_weight_update.request import TOKEN_VARIABLE
-from tidemill_weight_update.wait import has_ended
-from tidemill_weight_update.wire import GlooWire
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
+from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.link.nccl_wire import NcclWire
+from tidemill_weight_update.link.wire import GlooWire
+from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel
 
@@ -94,8 +94,8 @@ def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
-def listening() -> set[str]:
-    """The addresses on which this process listens."""
+def listening() -> set[tuple[str, int]]:
+    """The addresses and ports on which this process listens."""
     addresses = set()
     for fd in os.listdir("/proc/self/fd"):
         if _is_open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -103,7 +103,7 @@ def listening() -> set[str]:
                 if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.getsockopt(
                     socket.SOL_SOCKET, socket.SO_ACCEPTCONN
                 ):
-                    addresses.add(opened.getsockname()[0])
+                    addresses.add(opened.getsockname()[:2])
     return addresses
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from far_engines import FarEngine, Rank, context, resources, settled, stopwatch
 from tidemill_weight_update import GroupLink, LocalShard, UpdateStats, WeightUpdater
-from tidemill_weight_update.request import TOKEN_VARIABLE
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from torch import Tensor
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tidemill_weight_update.arena import ArenaRing, HostArena
+from tidemill_weight_update.memory.arena import ArenaRing, HostArena
 
 READER = """
 import sys, torch
@@ -19,7 +19,7 @@ t.fill_(0)  # private to the reader
 
 SENDER = """
 import sys, time, torch
-from tidemill_weight_update.arena import HostArena
+from tidemill_weight_update.memory.arena import HostArena
 arena = HostArena(1 << 20)
 arena.data.fill_(1)
 memory = arena.publish()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tidemill_weight_update.box import Box, contiguous_strides
+from tidemill_weight_update.plan.box import Box, contiguous_strides
 
 
 def indices(box: Box | None) -> set[tuple[int, ...]]:

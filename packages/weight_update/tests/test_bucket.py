@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from tidemill_weight_update.alignment import ALIGNMENT
-from tidemill_weight_update.bucket import plan_buckets
-from tidemill_weight_update.gather import shard_range
-from tidemill_weight_update.shards import LocalShard
+from tidemill_weight_update.copy.alignment import ALIGNMENT
+from tidemill_weight_update.send.bucket import plan_buckets
+from tidemill_weight_update.send.gather import shard_range
+from tidemill_weight_update.send.shards import LocalShard
 
 PARTS = ["attn.q.weight", "attn.kv.weight", "attn.kv.scale", "mlp.up.weight"]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128]

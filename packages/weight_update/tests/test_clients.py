@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tidemill_weight_update import BucketHandle, WeightUpdater
-from tidemill_weight_update.arena import HostArena
-from tidemill_weight_update.bucket import plan_buckets
-from tidemill_weight_update.handle import CudaMemory
+from tidemill_weight_update.memory.arena import HostArena
+from tidemill_weight_update.memory.handle import CudaMemory
+from tidemill_weight_update.send.bucket import plan_buckets
 from tidemill_weight_update.sglang import HttpEngine, LocalEngine
 from tidemill_weight_update.sglang.payload import stock_payload
 

@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.digest import digest
-from tidemill_weight_update.table import COLUMNS, CopyTable
-from tidemill_weight_update.tiles import cut
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.tiles import cut
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FP8, INT64, UINT8 = torch.float8_e4m3fn, torch.int64, torch.uint8
@@ -29,7 +29,7 @@ on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available()
 
 def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1):
     """Targets, digests and counts of one run; `skew`: bytes by which every block begins after a multiple of 512."""
-    from tidemill_weight_update.copy_cuda import CudaCopier, Tiling
+    from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
     def on_skew(block):
         room = torch.empty(block.numel() + 1024, dtype=torch.uint8, device=DEVICE)
@@ -109,7 +109,7 @@ class TestKernel:
         memories = case.memories(1)
         assert_equal(run(case, memories), case.expected(memories, "source"))
         none = CopyTable(BF16, BF16, **{name: getattr(case.table, name)[:0] for name in COLUMNS})
-        from tidemill_weight_update.copy_cuda import CudaCopier
+        from tidemill_weight_update.copy.cuda import CudaCopier
 
         digests = torch.zeros(7, dtype=torch.int64, device=DEVICE)
         CudaCopier([none], DEVICE).run([], [], digests)
@@ -117,7 +117,7 @@ class TestKernel:
         assert digests.count_nonzero() == 0
 
     def test_sums_add_up_over_runs_tables_and_addresses(self, copies):
-        from tidemill_weight_update.copy_cuda import CudaCopier
+        from tidemill_weight_update.copy.cuda import CudaCopier
 
         cases = [copies.random_copies(seed, BF16, to, align=8, **SIZE) for seed, to in ((6, BF16), (7, FP32))]
         shift = len(cases[0].memory_bytes), len(cases[0].target_bytes)
@@ -137,7 +137,7 @@ class TestKernel:
             assert torch.equal(digests.cpu(), total)
 
     def test_what_does_not_fit_is_refused(self, copies):
-        from tidemill_weight_update.copy_cuda import CudaCopier
+        from tidemill_weight_update.copy.cuda import CudaCopier
 
         case = copies.random_copies(8, FP32, FP32)
         copier = CudaCopier([case.table], DEVICE)
@@ -159,7 +159,7 @@ class TestKernel:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offsets_beyond_4_gib_and_rows_of_a_huge_tensor():
     """A 5 GiB fused tensor, of which the odd quarters of all rows go to the end of another such block."""
-    from tidemill_weight_update.copy_cuda import CudaCopier
+    from tidemill_weight_update.copy.cuda import CudaCopier
 
     rows, cols = 5 << 17, 4096
     source = torch.randint(-(2**63), 2**63 - 1, (rows, cols // 4), device=DEVICE).view(torch.int16)

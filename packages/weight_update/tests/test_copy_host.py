@@ -6,9 +6,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy_host import HostCopier
-from tidemill_weight_update.digest import digest
-from tidemill_weight_update.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PAIRS = [(d, d) for d in (BF16, FP16, FP32, FP64, torch.int64, torch.uint8, torch.float8_e4m3fn)]

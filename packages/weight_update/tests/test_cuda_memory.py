@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from tidemill_weight_update.cuda_memory import DeviceArena, ImportedMemory, NotExportableError, export
-from tidemill_weight_update.digest import digest
-from tidemill_weight_update.handle import DeviceMemory
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.memory.cuda_memory import DeviceArena, ImportedMemory, NotExportableError, export
+from tidemill_weight_update.memory.handle import DeviceMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,10 +26,10 @@ READER = """
 import json, sys
 import numpy as np
 import torch
-from tidemill_weight_update.copy_cuda import CudaCopier
-from tidemill_weight_update.cuda_memory import ImportedMemory
-from tidemill_weight_update.handle import DeviceMemory
-from tidemill_weight_update.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.cuda import CudaCopier
+from tidemill_weight_update.memory.cuda_memory import ImportedMemory
+from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 device = torch.device("cuda", int(sys.argv[1]))
 torch.cuda.set_device(device)
 
@@ -195,7 +195,7 @@ def test_what_is_no_gpu_memory_is_refused():
 ENDED = """
 import json, torch
 from dataclasses import asdict
-from tidemill_weight_update.cuda_memory import export
+from tidemill_weight_update.memory.cuda_memory import export
 tensor = torch.zeros(1 << 20, device="cuda:0")
 memory = export(tensor.data_ptr(), tensor.device)
 print(json.dumps(asdict(memory) | {"handle": memory.handle.hex()}))
@@ -219,7 +219,7 @@ def test_too_large_an_arena_is_an_error_that_says_what_to_do():
 
 EXPANDABLE = """
 import torch
-from tidemill_weight_update.cuda_memory import DeviceArena, NotExportableError, export
+from tidemill_weight_update.memory.cuda_memory import DeviceArena, NotExportableError, export
 device = torch.device("cuda", 0)
 try:
     export(torch.zeros(1 << 20, device=device).data_ptr(), device)

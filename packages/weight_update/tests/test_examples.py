@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tidemill_weight_update.request import TOKEN_VARIABLE, new_token
+from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 API_KEY = "example"

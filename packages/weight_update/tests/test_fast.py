@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater, recorder
-from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, same, state, tensors
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.receive.receiver import Receiver
 from toy_engines import ToyEngine, holds, same, state, tensors
 
 MODES = ["complete", "streaming"]

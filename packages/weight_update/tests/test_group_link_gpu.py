@@ -8,7 +8,7 @@ import torch
 from far_engines import FarEngine, Rank, resources, settled
 from far_trainer import check_survivor, check_usable, run
 from tidemill_weight_update import GroupLink, WeightUpdater
-from tidemill_weight_update.request import TOKEN_VARIABLE
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 
 pytestmark = [

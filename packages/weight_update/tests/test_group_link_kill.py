@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from far_engines import Rank
 from far_trainer import check_survivor, check_usable, run
-from tidemill_weight_update.request import TOKEN_VARIABLE
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(150)
 

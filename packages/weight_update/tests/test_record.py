@@ -4,8 +4,8 @@ import concurrent.futures
 
 import pytest
 import torch
-from tidemill_weight_update.plan import Copy, SourceSpec
-from tidemill_weight_update.record import finish_load, record
+from tidemill_weight_update.plan.plan import Copy, SourceSpec
+from tidemill_weight_update.plan.record import finish_load, record
 from torch import Tensor
 from toy_models import Toy, check, replay, same, specs, state
 

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 from tidemill_weight_update import Request
-from tidemill_weight_update.mailbox import LOADED, Mailbox
-from tidemill_weight_update.request import TOKEN_VARIABLE, TokenError, new_token, run_token, sign, verify
+from tidemill_weight_update.control.mailbox import LOADED, Mailbox
+from tidemill_weight_update.control.request import TOKEN_VARIABLE, TokenError, new_token, run_token, sign, verify
 from tidemill_weight_update.sglang import loader, sglang_launch_args
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import request_payload

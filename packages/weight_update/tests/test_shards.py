@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
-from tidemill_weight_update.shards import held
+from tidemill_weight_update.send.shards import held
 
 SIZES = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 1), (4, 1), (0, 3)]
 

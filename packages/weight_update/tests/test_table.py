@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.box import Box, contiguous_strides
-from tidemill_weight_update.plan import Copy, SourceSpec
-from tidemill_weight_update.table import COLUMNS, CopyTable, Shard, build_tables
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable, Shard, build_tables
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.plan import Copy, SourceSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.table import COLUMNS, CopyTable
-from tidemill_weight_update.tiles import SEGMENT_FIELDS, cut
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [(BF16, BF16), (torch.float8_e4m3fn, torch.float8_e4m3fn), (torch.int64, torch.int64), (FP32, BF16)]

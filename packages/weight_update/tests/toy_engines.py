@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from tidemill_weight_update import BucketHandle, PauseMode, Request
-from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
 
 ATTN, MLP = "layers.0.self_attn", "layers.0.mlp"

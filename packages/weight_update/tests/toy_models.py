@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from tidemill_weight_update.plan import CopyPlan, SourceSpec
-from tidemill_weight_update.record import record, write_fills
+from tidemill_weight_update.plan.plan import CopyPlan, SourceSpec
+from tidemill_weight_update.plan.record import record, write_fills
 from torch import Tensor, nn
 
 Load = Callable[[Mapping[str, Tensor], str, Tensor], None]

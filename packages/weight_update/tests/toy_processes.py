@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from sender import RemoteEngine
 from tidemill_weight_update import PauseMode, Request, WeightUpdater
-from tidemill_weight_update.receiver import Receiver
+from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel, tensors
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tidemill_weight_update.receiver"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tidemill_weight_update.receive.receiver"])
 
 
 def _serve_rank(rank: int, size: int, connection: Connection) -> None:

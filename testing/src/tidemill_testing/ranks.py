@@ -21,9 +21,10 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
-        fn, args = cloudpickle.loads(payload)
+        environment, fn, args = cloudpickle.loads(payload)
+        os.environ.clear()  # the server's is of the time when it started
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         results.put((rank, None, cloudpickle.dumps(fn(*args))))
     except BaseException:  # noqa: BLE001 - it is sent to the parent, which raises it
@@ -36,7 +37,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
 
     The processes are forked from a server that has torch and transformers imported already, so that starting them
-    takes a fraction of a second after the first call. RANK, LOCAL_RANK and WORLD_SIZE are set.
+    takes a fraction of a second after the first call. They have the caller's environment; RANK, LOCAL_RANK and
+    WORLD_SIZE are set.
 
     Returns:
         What `fn` returned on each rank, in rank order (plain data or CPU tensors).
@@ -49,7 +51,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     if by_value:  # test modules cannot be imported by name in another process
         cloudpickle.register_pickle_by_value(module)
     try:
-        payload = cloudpickle.dumps((fn, args))
+        payload = cloudpickle.dumps((dict(os.environ), fn, args))
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)

@@ -1,10 +1,10 @@
 """Bucketed weight updates from any trainer into SGLang."""
 
 from tidemill_weight_update.client import EngineClient, PauseMode
-from tidemill_weight_update.group_link import GroupLink
-from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.request import Request
-from tidemill_weight_update.shards import LocalShard
+from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.link.group_link import GroupLink
+from tidemill_weight_update.memory.handle import BucketHandle
+from tidemill_weight_update.send.shards import LocalShard
 from tidemill_weight_update.stats import UpdateStats
 from tidemill_weight_update.updater import WeightUpdater
 

@@ -2,8 +2,8 @@
 
 from typing import Literal, Protocol
 
-from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.request import Request
+from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.memory.handle import BucketHandle
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """SGLang's modes of pausing: running requests end, are computed anew afterwards, or go on from their old cache."""

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.fast import FastPath
-from tidemill_weight_update.fleet import Fleet, InFlight, Member
-from tidemill_weight_update.group_link import GroupLink
-from tidemill_weight_update.ranks import RankLostError, Ranks
-from tidemill_weight_update.request import Request
-from tidemill_weight_update.sender import Prepared
-from tidemill_weight_update.source import NamedTensors
+from tidemill_weight_update.link.group_link import GroupLink
+from tidemill_weight_update.send.fast import FastPath
+from tidemill_weight_update.send.fleet import Fleet, InFlight, Member
+from tidemill_weight_update.send.ranks import RankLostError, Ranks
+from tidemill_weight_update.send.sender import Prepared
+from tidemill_weight_update.send.source import NamedTensors
+from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
-from tidemill_weight_update.stock import StockPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,9 +141,12 @@ class WeightUpdater:
             fleet.pause()
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
-                num_buckets, num_tensors, num_bytes = self._send(
-                    named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages
-                )
+                try:
+                    num_buckets, num_tensors, num_bytes = self._send(
+                        named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages
+                    )
+                except RankLostError as error:  # which one it was, engines may know
+                    raise RankLostError("; ".join([str(error), *fleet.told()])) from error
             if num_stock:
                 with torch.no_grad():
                     num_buckets, num_tensors, num_bytes = self._stock.send(named_tensors, version, fleet.stock, stages)
@@ -229,6 +232,11 @@ class WeightUpdater:
                 fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
             )
 
+        def give_up() -> None:  # the engines would wait
+            self._fast.fail()
+            if not threads:
+                fleet.exclude(self._sequence, self._fast.mailbox)
+
         try:
             with failure, torch.no_grad():
                 if is_stream and num_stock:
@@ -242,19 +250,19 @@ class WeightUpdater:
                     with stages("prepare"):
                         lines = self._fast.prepare(named_tensors)
                 counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask)
-            is_sent = failure.error is None
-        finally:  # after an interrupt, too: the engines would wait
+                is_sent = True
             if not is_sent:
-                self._fast.fail()
-                if not threads:
-                    fleet.exclude(self._sequence, self._fast.mailbox)
+                give_up()
+            self._ranks.exchange(failure.error, [])  # while the engines compare; a lost rank need not be waited for
+        except RankLostError:
+            is_sent = False
+            raise
+        finally:  # after an interrupt, too
+            if not is_sent:
+                give_up()
             with stages("load"):
                 for thread in threads:
                     thread.join()
-        try:
-            self._ranks.exchange(failure.error, [])
-        except RankLostError as error:  # which one it was, engines may know
-            raise RankLostError("; ".join([str(error), *fleet.told()])) from error
         return counts
 
     def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:

@@ -7,8 +7,8 @@ import urllib.parse
 from typing import Any
 
 from tidemill_weight_update.client import PauseMode
-from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.request import Request, run_token
+from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from tidemill_weight_update.request import TOKEN_VARIABLE, new_token
+from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 
 LOADER = "tidemill_weight_update.sglang.loader.load"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tidemill_weight_update.receiver import Receiver
-from tidemill_weight_update.record import finish_load
-from tidemill_weight_update.request import run_token, verify
+from tidemill_weight_update.control.request import run_token, verify
+from tidemill_weight_update.plan.record import finish_load
+from tidemill_weight_update.receive.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 

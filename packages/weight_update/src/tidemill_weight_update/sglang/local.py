@@ -5,8 +5,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill_weight_update.client import PauseMode
-from tidemill_weight_update.handle import BucketHandle
-from tidemill_weight_update.request import Request, run_token
+from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 

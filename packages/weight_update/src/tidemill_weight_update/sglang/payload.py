@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from tidemill_weight_update.handle import BucketHandle, HostMemory
-from tidemill_weight_update.request import Request, sign
+from tidemill_weight_update.control.request import Request, sign
+from tidemill_weight_update.memory.handle import BucketHandle, HostMemory
 
 LOAD_FORMAT = "flattened_bucket"
 

@@ -1,0 +1,1 @@
+"""What trainer and engine ranks say to each other."""

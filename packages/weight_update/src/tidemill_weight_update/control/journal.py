@@ -1,0 +1,128 @@
+"""How a trainer rank describes to engine ranks what it sends: lines of JSON in its mailbox."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tidemill_weight_update.copy.table import Shard
+from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory, Memory
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.plan import SourceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What travels together.
+
+    Attributes:
+        sources: the tensors that the pieces belong to; `shards[i]` holds the pieces of `sources[i]`.
+        shards: their places in `memories`; if `memories` is empty, in the arena that is announced with the bucket.
+        memories: of the trainer's own tensors.
+        first_digest: index in the mailbox's digests of the digest of `shards[0]` (all of them); the others follow.
+    """
+
+    sources: tuple[SourceSpec, ...]
+    shards: tuple[tuple[Shard, ...], ...]
+    memories: tuple[DeviceMemory, ...]
+    first_digest: int
+
+
+def joined(lines: Sequence[Line]) -> Line:
+    """Lines whose pieces stay where they are, as one; the digests are those of none of them."""
+    sources: dict[SourceSpec, list[Shard]] = {}
+    memories: list[DeviceMemory] = []
+    for line in lines:
+        for source, shards in zip(line.sources, line.shards, strict=True):
+            places = [replace(shard, memory=shard.memory + len(memories)) for shard in shards]
+            sources.setdefault(source, []).extend(places)
+        memories += line.memories
+    shards = tuple(tuple(places) for places in sources.values())
+    return Line(sources=tuple(sources), shards=shards, memories=tuple(memories), first_digest=0)
+
+
+def line_to_json(line: Line) -> bytes:
+    shards = [
+        [[s.box.start, s.box.shape, s.memory, s.offset, _strides_to_json(s)] for s in shards] for shards in line.shards
+    ]
+    document = {
+        "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in line.sources],
+        "shards": shards,
+        "memories": [memory_to_dict(memory) for memory in line.memories],
+        "first_digest": line.first_digest,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def line_from_json(text: bytes) -> Line:
+    document = json.loads(text)
+    return Line(
+        sources=tuple(
+            SourceSpec(name, tuple(shape), dtype_from_name(dtype)) for name, shape, dtype in document["sources"]
+        ),
+        shards=tuple(tuple(_shard_from_json(*item) for item in items) for items in document["shards"]),
+        memories=tuple(_device_memory(item) for item in document["memories"]),
+        first_digest=document["first_digest"],
+    )
+
+
+def list_to_json(items: Sequence[Sequence[int]]) -> bytes:
+    """The lines (offset, length) that an update consists of."""
+    return json.dumps([list(item) for item in items], separators=(",", ":")).encode()
+
+
+def list_from_json(text: bytes) -> list[tuple[int, int]]:
+    return [(offset, length) for offset, length in json.loads(text)]
+
+
+def memory_to_dict(memory: Memory) -> dict[str, Any]:
+    if isinstance(memory, HostMemory):
+        return {"path": memory.path, "num_bytes": memory.num_bytes}
+    return {
+        "pid": memory.pid,
+        "buffer_id": memory.buffer_id,
+        "handle": memory.handle.hex(),
+        "address": memory.address,
+        "num_bytes": memory.num_bytes,
+        "device_uuid": memory.device_uuid,
+    }
+
+
+def memory_from_dict(fields: dict[str, Any]) -> Memory:
+    return HostMemory(**fields) if "path" in fields else _device_memory(fields)
+
+
+def _device_memory(fields: dict[str, Any]) -> DeviceMemory:
+    fields["handle"] = bytes.fromhex(fields["handle"])
+    return DeviceMemory(**fields)
+
+
+def memory_to_json(memory: Memory) -> bytes:
+    return json.dumps(memory_to_dict(memory), separators=(",", ":")).encode()
+
+
+def memory_from_json(text: bytes) -> Memory:
+    return memory_from_dict(json.loads(text))
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a torch.dtype, got {name!r}")
+    return dtype
+
+
+def _strides_to_json(shard: Shard) -> tuple[int, ...] | None:
+    return None if shard.strides == contiguous_strides(shard.box.shape) else shard.strides
+
+
+def _shard_from_json(start: list[int], shape: list[int], memory: int, offset: int, strides: list[int] | None) -> Shard:
+    box = Box(tuple(start), tuple(shape))
+    return Shard(
+        box=box,
+        memory=memory,
+        offset=offset,
+        strides=contiguous_strides(box.shape) if strides is None else tuple(strides),
+    )

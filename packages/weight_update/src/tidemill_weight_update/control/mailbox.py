@@ -1,0 +1,256 @@
+"""Shared memory in which one trainer rank and all engine ranks tell each other how far they are.
+
+A mailbox belongs to a trainer rank. It is a memfd, so nothing is left behind however a process ends, and other
+processes of the same user open it as `/proc/<pid>/fd/<n>`. It is large and sparse: pages exist once they are written.
+
+Every word has one writer. Words that announce something carry the sequence number of the update in their upper half,
+and are written after what they announce, by aligned stores of 8 bytes; what they announce is read after them.
+"""
+
+import json
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill_weight_update.control.channel import Inlet
+from tidemill_weight_update.control.wait import has_ended
+
+MAX_RECEIVERS = 256
+MAX_TENSORS = 1 << 18
+_REPLY_BYTES = 1 << 16
+_ROW_WORDS = 8
+_ROWS = 4096  # bytes
+_REPLIES = 1 << 20
+_DIGESTS = 128 << 20
+_JOURNAL = 256 << 20
+_TOTALS = 1 << 30
+_TOTALS_STRIDE = 2 * MAX_TENSORS * 8
+_SIZE = _TOTALS + MAX_RECEIVERS * _TOTALS_STRIDE
+
+# Words of the sender.
+_PID, _TOTAL, _FAILED, _OPEN, _LINES, _SLOTS = 0, 1, 2, 3, 4, 8
+# Words of a receiver's row.
+_ACK, _STATE, _RECEIVER_PID, _REPLY_LENGTH = 0, 1, 2, 3
+_OUT = 7  # written by trainer rank 0 in its own mailbox
+
+IDLE, ATTACHED, CHECKED, COPIED, LOADED, UNCHANGED, MIXED = range(7)
+"""States of a receiver. The last two have failed: UNCHANGED before it changed anything, MIXED may hold old and new."""
+
+_LOW = (1 << 32) - 1
+
+
+def reply_to_json(reply: dict[str, Any]) -> bytes:
+    """Cut to the room there is."""
+    text = json.dumps(reply).encode()
+    if len(text) > _REPLY_BYTES:
+        text = json.dumps({"error": str(reply.get("error", "the reply is too long"))[:4096]}).encode()
+    return text
+
+
+def _stamp(sequence: int, value: int) -> int:
+    return sequence << 32 | value
+
+
+def path_of(pid: int, fd: int) -> str:
+    """Where other processes of the same user open an open file of process `pid`."""
+    return f"/proc/{pid}/fd/{fd}"
+
+
+class Mailbox:
+    """One side's view of a mailbox; see `create`, `open` and `Channel`."""
+
+    inlet: Inlet | None = None  # who opens a mailbox maps what it announces, too
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        self.fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, _SIZE)
+        self._words = np.frombuffer(self._map, dtype=np.int64, count=_REPLIES // 8)
+        self._rows = self._words[_ROWS // 8 :][: MAX_RECEIVERS * _ROW_WORDS].reshape(MAX_RECEIVERS, _ROW_WORDS)
+        self.digests = np.frombuffer(self._map, dtype=np.int64, count=(_JOURNAL - _DIGESTS) // 8, offset=_DIGESTS)
+
+    @classmethod
+    def create(cls) -> "Mailbox":
+        fd = os.memfd_create("tidemill-mailbox")
+        os.ftruncate(fd, _SIZE)
+        box = cls(fd, path_of(os.getpid(), fd))
+        box._words[_PID] = os.getpid()
+        return box
+
+    @classmethod
+    def open(cls, path: str) -> "Mailbox":
+        """Opens the mailbox of another process.
+
+        Raises:
+            RuntimeError: that process has ended, or runs on another machine, in another container or as another user.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot open the trainer's memory {path} ({error.strerror}): engine and trainer must run on one "
+                f"machine, in one PID namespace and under one user, and the trainer must be alive; for engines on "
+                f"other machines pass link=GroupLink(...) to WeightUpdater"
+            ) from error
+        return cls(fd, path)
+
+    def close(self) -> None:
+        del self._words, self._rows, self.digests
+        self._map.close()
+        os.close(self.fd)
+
+    def is_current(self) -> bool:
+        """Whether `path` still leads here, and not to nothing or to another mailbox."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except OSError:
+            return False
+
+    @property
+    def owner_pid(self) -> int:
+        return int(self._words[_PID])
+
+    def owner_has_ended(self) -> bool:
+        return has_ended(self.owner_pid)
+
+    # The sender's side.
+
+    def begin(self, sequence: int) -> None:
+        """Starts an update; what receivers of earlier ones still read or write here does not count."""
+        self._words[_TOTAL] = _stamp(sequence, _LOW)
+
+    def write_journal(self, offset: int, text: bytes) -> None:
+        """Places a line of the journal; a line is found by its offset and length, which `publish` announces."""
+        end = offset + len(text)
+        if _JOURNAL + end > _TOTALS:
+            raise RuntimeError(f"the description of the tensors takes more than {_TOTALS - _JOURNAL} bytes")
+        self._map[_JOURNAL + offset : _JOURNAL + end] = text
+
+    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
+        """Notes the digests of a bucket, before it is published."""
+        self.digests[first : first + len(digests)] = digests
+
+    def announce(self, sequence: int, lines: tuple[int, int] | None) -> None:
+        """Opens the update. `lines`: the journal line that lists all lines of the update, if they are known."""
+        self._words[_LINES], self._words[_LINES + 1] = (0, 0) if lines is None else lines
+        self._words[_OPEN] = _stamp(sequence, 1)
+
+    def publish(self, sequence: int, bucket: int, line: tuple[int, int], arena: tuple[int, int] | None) -> None:
+        """Announces bucket number `bucket`.
+
+        Args:
+            line: (offset, length) of its line in the journal.
+            arena: of the journal line that describes the memory that holds it; None: the trainer's own tensors do.
+        """
+        slot = _SLOTS + 8 * (bucket % 2)
+        self._words[slot + 1], self._words[slot + 2] = line
+        self._words[slot + 3], self._words[slot + 4] = (0, 0) if arena is None else arena
+        self._words[slot] = _stamp(sequence, bucket + 1)
+
+    def finish(self, sequence: int, num_buckets: int) -> None:
+        """Says that the update has `num_buckets` buckets in all."""
+        self._words[_TOTAL] = _stamp(sequence, num_buckets)
+
+    def fail(self, sequence: int) -> None:
+        """Says that no more buckets will come."""
+        self._words[_FAILED] = _stamp(sequence, 1)
+
+    def exclude(self, sequence: int, receiver: int) -> None:
+        """Says (in rank 0's mailbox) that nobody shall wait for `receiver`."""
+        self._rows[receiver, _OUT] = _stamp(sequence, 1)
+
+    def is_excluded(self, sequence: int, receiver: int) -> bool:
+        return int(self._rows[receiver, _OUT]) == _stamp(sequence, 1)
+
+    def acknowledged(self, sequence: int, receiver: int) -> int:
+        """Number of buckets that `receiver` no longer needs."""
+        word = int(self._rows[receiver, _ACK])
+        return word & _LOW if word >> 32 == sequence else 0
+
+    def reply(self, receiver: int) -> dict[str, Any]:
+        """What `receiver` reported with its state."""
+        start = _REPLIES + receiver * _REPLY_BYTES
+        return json.loads(self._map[start : start + int(self._rows[receiver, _REPLY_LENGTH])])
+
+    def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What `receiver` wrote of each tensor in rank 0's mailbox: digests and element counts, int64 [num_tensors]."""
+        start = _TOTALS + receiver * _TOTALS_STRIDE
+        both = np.frombuffer(self._map, dtype=np.int64, count=2 * MAX_TENSORS, offset=start).reshape(2, MAX_TENSORS)
+        return both[0, :num_tensors], both[1, :num_tensors]
+
+    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Leaves what `receiver` has copied of each tensor; announced by the next `report`."""
+        places = self.totals(receiver, len(digests))
+        places[0][:], places[1][:] = digests, counts
+
+    # The receivers' side.
+
+    def lines(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
+        """Whether the update is open, and the journal line that lists its lines, if there is one."""
+        if int(self._words[_OPEN]) != _stamp(sequence, 1):
+            return False, None
+        line = int(self._words[_LINES]), int(self._words[_LINES + 1])
+        return True, line if line[1] else None
+
+    def announced(self, sequence: int, bucket: int) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
+        """The journal lines (its own, its arena's) of bucket number `bucket`, or None if it is not there yet."""
+        slot = _SLOTS + 8 * (bucket % 2)
+        if int(self._words[slot]) != _stamp(sequence, bucket + 1):
+            return None
+        _, offset, length, arena, arena_length = self._words[slot : slot + 5].tolist()
+        return (offset, length), (arena, arena_length) if arena_length else None
+
+    def read_journal(self, line: tuple[int, int]) -> bytes:
+        offset, length = line
+        return self._map[_JOURNAL + offset : _JOURNAL + offset + length]
+
+    def sent(self, first: int, count: int) -> NDArray[np.int64]:
+        """The digests of what was published, from index `first`: int64 [count]."""
+        return self.digests[first : first + count]
+
+    def num_buckets(self, sequence: int) -> int | None:
+        """Number of buckets of the update; None: not known yet.
+
+        Raises:
+            RuntimeError: the mailbox belongs to another update, or the sender has failed.
+        """
+        total = int(self._words[_TOTAL])
+        if total >> 32 != sequence:
+            raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
+        if int(self._words[_FAILED]) == _stamp(sequence, 1):
+            raise RuntimeError("the trainer failed while it sent; its own error says why")
+        return None if total & _LOW == _LOW else total & _LOW
+
+    def is_at(self, sequence: int) -> bool:
+        return int(self._words[_TOTAL]) >> 32 == sequence
+
+    def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
+        if not self.is_at(sequence):  # another engine has this row now
+            return
+        self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
+
+    def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
+        """Makes `state` of `receiver` visible, with `reply` (JSON, cut to the room there is)."""
+        text = reply_to_json(reply)
+        start = _REPLIES + receiver * _REPLY_BYTES
+        self._map[start : start + len(text)] = text
+        self._rows[receiver, _REPLY_LENGTH] = len(text)
+        self._rows[receiver, _RECEIVER_PID] = os.getpid()
+        self._rows[receiver, _STATE] = _stamp(sequence, state)
+
+    def state(self, sequence: int, receiver: int) -> int:
+        word = int(self._rows[receiver, _STATE])
+        return word & _LOW if word >> 32 == sequence else IDLE
+
+    def receiver_pid(self, sequence: int, receiver: int) -> int:
+        """The process of `receiver`, 0 if it has not reported in this update."""
+        return int(self._rows[receiver, _RECEIVER_PID]) if self.state(sequence, receiver) != IDLE else 0
+
+    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
+        """Whether `receiver` has ended after it reported."""
+        pid = self.receiver_pid(sequence, receiver)
+        return pid != 0 and has_ended(pid)

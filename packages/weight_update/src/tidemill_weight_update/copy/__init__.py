@@ -1,0 +1,1 @@
+"""Carrying out many copies at once, and digests of what was copied."""

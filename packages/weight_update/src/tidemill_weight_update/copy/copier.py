@@ -1,0 +1,69 @@
+"""Filling the arena, on the host and on a GPU."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import CopyTable
+
+READING_STEPS = 4
+"""Tiles that a block reads one after the other, where nothing is written."""
+
+
+class SendCopier(Protocol):
+    """Copies pieces into an arena, casts them on the way, and digests what is sent."""
+
+    def run(
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+    ) -> None:
+        """Adds to `digests` (int64) and `non_finite` (int32), by source; without an arena it only reads.
+
+        Args:
+            pieces: what the tables number as memories: tensors, or addresses of GPU memory.
+        """
+        ...
+
+
+def send_copier(tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> SendCopier:
+    """The copier for an arena on `device`, or for pieces that stay on it and are only read."""
+    return _HostSend(tables) if device.type == "cpu" else _CudaSend(tables, device, stays=stays)
+
+
+class _HostSend:
+    def __init__(self, tables: Sequence[CopyTable]) -> None:
+        self._tables = tables
+
+    def run(
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+    ) -> None:
+        assert arena is not None, "host memory of this process cannot be read by others"
+        # Not kept: its views would hold the trainer's tensors.
+        copier = HostCopier(self._tables, [arena], digest_of="target")
+        copier.run(
+            [_brought(piece, arena.device) for piece in pieces if isinstance(piece, Tensor)], digests, non_finite
+        )
+
+
+class _CudaSend:
+    def __init__(self, tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> None:
+        from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
+
+        tiling = Tiling(steps=READING_STEPS) if stays else None
+        self._copier = CudaCopier(tables, device, digest_of="target", tiling=tiling)
+        self._device = device
+
+    def run(
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+    ) -> None:
+        # Memory of what was brought here is given out again in stream order, so it lives until it was read.
+        here = [_brought(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
+        addresses = [piece.data_ptr() for piece in here] or pieces
+        target = 0 if arena is None else arena.data_ptr()
+        self._copier.run(addresses, [target], digests, non_finite, write=arena is not None)  # type: ignore[arg-type]
+
+
+def _brought(piece: Tensor, device: torch.device) -> Tensor:
+    return piece if piece.device == device else piece.to(device).contiguous()

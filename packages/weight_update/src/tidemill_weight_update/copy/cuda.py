@@ -1,0 +1,249 @@
+"""Executes copy tables on a GPU, with a Triton kernel that copies, casts, digests and counts in one pass.
+
+The floor is the time in which the bytes cross the memory, so the kernel is laid out around keeping many bytes on the
+way: a block of threads handles one tile (see `tiles`), each thread with several 16-byte loads in flight, and all tiles
+of a model start from one launch. The digest costs one 32-bit mix per 4 bytes and one multiply-add per element; each
+block adds its sum to the tensor's by one atomic.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from tidemill_weight_update.copy.kernel import copy_tiles
+from tidemill_weight_update.copy.table import CopyTable
+from tidemill_weight_update.copy.tiles import SEGMENT_STRIDE, VECTOR_BYTES, TileGroup, cut
+
+CACHED_BASES = 4
+"""Lists of addresses that are kept on the GPU: two kinds (memories and targets), two slots of a double buffer."""
+
+_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# An element is infinite or not a number if all these bits are set; of the 8-byte float it is those of the upper word.
+_NON_FINITE = {
+    torch.float64: 0x7FF00000,
+    torch.float32: 0x7F800000,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """How the work is cut. By default each thread has eight loads of 16 bytes on the way, in blocks of 16 KiB.
+
+    Attributes:
+        tile_elements: numbers of up to 4 bytes per block, a power of two, at least 4096.
+        num_warps: per block.
+        steps: tiles that a block does one after the other. More than one is faster for reading alone (4.1 TB/s against
+            3.4), and slower for copying.
+    """
+
+    tile_elements: int = 4096
+    num_warps: int = 4
+    steps: int = 1
+
+
+class CudaCopier:
+    """Runs the same copies again and again, between memories and targets that may move from run to run.
+
+    Args:
+        tables: what to copy; see `CopyTable`. Casts are between float32, bfloat16 and float16.
+        device: where the kernel runs. Memories and targets are its own, or peers' that are mapped into this process.
+        digest_of: which elements `run` digests and counts: those read, or those written (after the cast, if any).
+        tiling: how the work is cut.
+
+    Raises:
+        ValueError: a table casts between other dtypes or copies elements of another size than 1, 2, 4 or 8 bytes.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CopyTable],
+        device: torch.device,
+        digest_of: Literal["source", "target"] = "source",
+        tiling: Tiling | None = None,
+    ) -> None:
+        self._tables = tuple(tables)
+        for table in self._tables:
+            _check(table)
+        # With its index, as tensors name it.
+        self._device = torch.empty(0, device=device).device
+        self._digest_target = digest_of == "target"
+        self._tiling = Tiling() if tiling is None else tiling
+        self._num_tensors = _length(self._tables, "tensor")
+        self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
+        # Of which blocks the addresses are multiples of VECTOR_BYTES. Those that torch allocates all are.
+        self._aligned = np.ones(self._num_blocks["memory"], np.bool_), np.ones(self._num_blocks["target"], np.bool_)
+        self._launches = self._cut()
+        self._bases: dict[tuple[str, tuple[int, ...]], _Bases] = {}
+
+    @property
+    def table_bytes(self) -> int:
+        """GPU memory that the tables take."""
+        return sum(launch.segments.nbytes + launch.tile_segment.nbytes for launch in self._launches)
+
+    def run(
+        self,
+        memory_bases: Sequence[int],
+        target_bases: Sequence[int],
+        digests: Tensor | None = None,
+        non_finite: Tensor | None = None,
+        write: bool = True,
+    ) -> None:
+        """Queues the copies on the current stream, and the sums over what is copied.
+
+        Nothing tells here how large the memories are: the caller has checked that the tables stay inside.
+
+        Args:
+            memory_bases: addresses of what the tables' `memory` columns index.
+            target_bases: addresses of what the tables' `target` columns index; not used if `write` is False.
+            digests: int64 [number of tensors] on the device, added to; or None.
+            non_finite: int32 [number of tensors] on the device, added to; or None.
+            write: False reads only.
+
+        Raises:
+            ValueError: an address is missing or not aligned to its elements, a result tensor does not fit, or
+                non-finite elements of a dtype cannot be counted.
+        """
+        memories = self._found("memory", memory_bases)
+        targets = self._found("target", target_bases if write else [0] * self._num_blocks["target"])
+        aligned = memories.aligned, targets.aligned
+        if not all(np.array_equal(new, old) for new, old in zip(aligned, self._aligned, strict=True)):
+            self._aligned = aligned
+            self._launches = self._cut()
+        self._check_result(digests, torch.int64, "digests")
+        self._check_result(non_finite, torch.int32, "non_finite")
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            for launch in self._launches:
+                launch.start(memories.uploaded, targets.uploaded, digests, non_finite, write)
+
+    def _cut(self) -> list["_Launch"]:
+        return [
+            _Launch(group, self._device, self._digest_target, self._tiling)
+            for table in self._tables
+            for group in cut(table, self._tiling.tile_elements, *self._aligned, steps=self._tiling.steps)
+        ]
+
+    def _found(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
+        """What is known of these addresses; checked and sent to the GPU when they come for the first time."""
+        key = kind, tuple(addresses)
+        bases = self._bases.pop(key, None)
+        if bases is None:
+            bases = self._checked(kind, addresses)
+        self._bases[key] = bases  # now the most recent one
+        while len(self._bases) > CACHED_BASES:
+            del self._bases[next(iter(self._bases))]
+        return bases
+
+    def _checked(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
+        number = self._num_blocks[kind]
+        if len(addresses) < number:
+            raise ValueError(f"the tables use {number} {kind} blocks, got {len(addresses)} addresses")
+        values = np.array(addresses[:number], np.int64)
+        for table in self._tables:
+            dtype = table.src_dtype if kind == "memory" else table.dst_dtype
+            used = values[getattr(table, kind)]
+            wrong = used % min(dtype.itemsize, 4) != 0
+            if wrong.any():
+                raise ValueError(f"{kind} address {used[wrong][0]:#x} is not a multiple of the size of {dtype}")
+        uploaded = torch.from_numpy(values).to(self._device, copy=True)
+        return _Bases(uploaded=uploaded, aligned=values % VECTOR_BYTES == 0)
+
+    def _check_result(self, result: Tensor | None, dtype: torch.dtype, name: str) -> None:
+        if result is None:
+            return
+        fits = result.dim() == 1 and result.is_contiguous() and len(result) >= self._num_tensors
+        if not fits or result.dtype != dtype or result.device != self._device:
+            raise ValueError(
+                f"{name} must be contiguous {dtype} of {self._num_tensors} or more elements on {self._device}, "
+                f"got {result.dtype} {tuple(result.shape)} on {result.device}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bases:
+    """Addresses of the blocks, int64 on the device, and which of them are multiples of VECTOR_BYTES."""
+
+    uploaded: Tensor
+    aligned: np.ndarray
+
+
+class _Launch:
+    """A group of tiles on the device."""
+
+    def __init__(self, group: TileGroup, device: torch.device, digest_target: bool, tiling: Tiling) -> None:
+        self.segments = torch.from_numpy(group.segments).to(device)
+        self.tile_segment = torch.from_numpy(group.tile_segment).to(device)
+        cast = group.src_dtype != group.dst_dtype
+        sent = group.dst_dtype if digest_target else group.src_dtype
+        self._sent = sent
+        width = min(sent.itemsize, 4)
+        number = _WORDS[width * group.packed] if not cast else None
+        self._constants: dict[str, Any] = {
+            "SRC": _FLOATS[group.src_dtype] if number is None else number,
+            "DST": _FLOATS[group.dst_dtype] if number is None else number,
+            "SENT": _WORDS[width * group.packed],
+            "CAST": cast,
+            "DIGEST_TARGET": digest_target,
+            "BITS": 8 * width,
+            "PACKED": group.packed,
+            "UNIT": group.unit,
+            "R": group.shape[0],
+            "C": group.shape[1],
+            "STRIDE": SEGMENT_STRIDE,
+            "HALVES": sent.itemsize == 8,
+            "STEPS": tiling.steps,
+            "num_warps": tiling.num_warps,
+        }
+
+    def start(
+        self, memories: Tensor, targets: Tensor, digests: Tensor | None, non_finite: Tensor | None, write: bool
+    ) -> None:
+        modes: dict[str, Any] = {
+            "WRITE": write,
+            "DIGEST": digests is not None,
+            "NON_FINITE": 0 if non_finite is None else _non_finite_bits(self._sent),
+        }
+        copy_tiles[(len(self.tile_segment),)](
+            self.tile_segment,
+            self.segments,
+            memories,
+            targets,
+            self.segments if digests is None else digests,
+            self.tile_segment if non_finite is None else non_finite,
+            **modes,
+            **self._constants,
+        )
+
+
+def _check(table: CopyTable) -> None:
+    same = table.src_dtype == table.dst_dtype
+    if same and table.src_dtype.itemsize in (1, 2, 4, 8):
+        return
+    if not {table.src_dtype, table.dst_dtype} <= _FLOATS.keys():
+        raise ValueError(
+            f"the GPU copies elements of 1, 2, 4 or 8 bytes and casts between {', '.join(map(str, _FLOATS))}, "
+            f"got {table.src_dtype} to {table.dst_dtype}; cast the tensor before it is sent"
+        )
+
+
+def _non_finite_bits(dtype: torch.dtype) -> int:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0
+    if dtype not in _NON_FINITE:
+        raise ValueError(f"non-finite elements of {dtype} cannot be counted on a GPU; pass non_finite=None")
+    return _NON_FINITE[dtype]
+
+
+def _length(tables: Sequence[CopyTable], column: str) -> int:
+    return max((int(getattr(table, column).max(initial=-1)) + 1 for table in tables), default=0)

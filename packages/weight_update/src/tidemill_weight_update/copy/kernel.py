@@ -1,0 +1,167 @@
+"""The kernel that copies, casts, digests and counts a tile per block of threads.
+
+Its arithmetic is that of `digest`, which says what the numbers mean, and its tables are those of `tiles`.
+"""
+
+# Triton's kernels look like Python functions but are not: compile-time arguments are upper case, and what pyright knows
+# of their types is wrong.
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+from tidemill_weight_update.copy.digest import LANE_FACTOR, MIX_FACTORS, MIX_START
+
+_MIX_START = tl.constexpr(MIX_START)
+_MIX_0, _MIX_1 = tl.constexpr(MIX_FACTORS[0]), tl.constexpr(MIX_FACTORS[1])
+_LANE = tl.constexpr(LANE_FACTOR)
+
+
+@triton.jit
+def _fold(product):
+    return (product ^ (product >> 32)).to(tl.uint32)
+
+
+@triton.jit
+def _mix32(number):
+    """mix32(number - MIX_START)"""
+    number = _fold(number.to(tl.uint64) * _MIX_0)
+    return _fold(number.to(tl.uint64) * _MIX_1)
+
+
+@triton.jit
+def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
+    """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
+    if BITS * PACKED == 32:
+        factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
+        if PACKED == 1:
+            return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
+        total = (numbers & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
+        for lane in tl.static_range(1, PACKED):
+            factors *= _LANE
+            total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
+        return tl.sum(total.to(tl.int64))
+    # Numbers smaller than the 4 bytes that share a mix, which may begin anywhere in them.
+    LANES: tl.constexpr = 32 // BITS
+    SHIFT: tl.constexpr = 1 if LANES == 2 else 2
+    within = col[None, :]
+    if UNIT == 1:
+        within = within + (position & (LANES - 1)).to(tl.uint32)[:, None]
+    factors = _mix32(((position >> SHIFT).to(tl.uint32) + _MIX_START)[:, None] + (within >> SHIFT)) | 1
+    for lane in tl.static_range(1, LANES):
+        factors = tl.where((within & (LANES - 1)) >= lane, factors * _LANE, factors)
+    return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
+
+
+@triton.constexpr_function
+def _repeat(packed):
+    """A 1 in each lane of a number."""
+    return {1: 1, 2: 0x10001, 4: 0x1010101}[packed]
+
+
+@triton.jit
+def _carries(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
+    """Numbers whose elements have their highest bit set if all bits NON_FINITE of the element are set, only then.
+
+    Adding the lowest of these bits carries into the highest. What the other bits hold means nothing.
+    """
+    return (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
+
+
+@triton.jit
+def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
+    bits = (found >> (BITS - 1)) & 1
+    for lane in tl.static_range(1, PACKED):
+        bits += (found >> (BITS * (lane + 1) - 1)) & 1
+    return tl.sum(bits.to(tl.int32))
+
+
+@triton.jit
+def copy_tiles(
+    tile_segment,
+    segments,
+    memories,
+    targets,
+    digests,
+    non_finite,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+    SENT: tl.constexpr,
+    CAST: tl.constexpr,
+    DIGEST_TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    PACKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    STRIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    WRITE: tl.constexpr,
+    DIGEST: tl.constexpr,
+    NON_FINITE: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    segment = segments + tl.load(tile_segment + tile).to(tl.int64) * STRIDE
+    # In the order of SEGMENT_FIELDS.
+    source = tl.load(memories + tl.load(segment)).to(tl.pointer_type(SRC))
+    src, src_pitch = tl.load(segment + 1) * UNIT, tl.load(segment + 2) * UNIT
+    tensor, pos, pos_pitch = tl.load(segment + 6), tl.load(segment + 7), tl.load(segment + 8)
+    rows, cols = tl.load(segment + 9), tl.load(segment + 10) * UNIT
+    index = tile - tl.load(segment + 11).to(tl.int32)
+    tiles_across = tl.load(segment + 12).to(tl.int32)
+    down = index // tiles_across
+    across = index - down * tiles_across
+
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    rows_down = row.to(tl.int64)[:, None]
+    if UNIT > 1:
+        source = tl.multiple_of(source, 16)  # seen on a pointer only, not on the number it is made from
+    if WRITE:
+        target = tl.load(targets + tl.load(segment + 3)).to(tl.pointer_type(DST))
+        dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
+        if UNIT > 1:
+            target = tl.multiple_of(target, 16)
+    total = tl.zeros((), tl.int64)
+    number = tl.zeros((), tl.int32)
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
+    for step in range(STEPS):
+        if R == 1:
+            row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
+        else:
+            row0, col0 = (down * STEPS + step).to(tl.int64) * R, across.to(tl.int64) * C
+        num_cols = tl.multiple_of(tl.maximum(tl.minimum(cols - col0, C), 0).to(tl.int32), UNIT)
+        inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
+        read = source + (src + row0 * src_pitch + col0)
+        value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
+        cast = value
+        if CAST:
+            cast = value.to(DST)
+        if WRITE:
+            written = target + (dst + row0 * dst_pitch + col0)
+            tl.store(written + (rows_down * dst_pitch + col[None, :]), cast, mask=inside)
+
+        sent = value
+        if DIGEST_TARGET:
+            sent = cast
+        if CAST:
+            sent = sent.to(SENT, bitcast=True)
+        sent = sent.to(tl.uint32)
+        if DIGEST:
+            position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
+            total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
+        if NON_FINITE:
+            found = _carries(sent, BITS, PACKED, NON_FINITE)
+            if HALVES:
+                odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
+                found = tl.where(odd, found, 0)
+            if tl.max(found & HIGHEST) != 0:
+                number += _count(found, BITS, PACKED)
+    if DIGEST:
+        tl.atomic_add(digests + tensor, total, sem="relaxed")
+    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
+        if number != 0:
+            tl.atomic_add(non_finite + tensor, number, sem="relaxed")

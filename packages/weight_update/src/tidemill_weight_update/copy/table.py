@@ -1,0 +1,233 @@
+"""Copy tables: a plan and the places of the shards, flattened to rows for one kernel launch. Pure, numpy only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.plan import Copy, SourceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a global tensor and where its values lie.
+
+    Element `i` of the global tensor, with `i` in `box`, is element `offset + sum((i_d - box.start[d]) * strides[d])` of
+    memory block `memory`; offset and strides in elements of the sent dtype.
+    """
+
+    box: Box
+    memory: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTable:
+    """Two-dimensional copies, one per entry of the columns. All counts are in elements.
+
+    Attributes:
+        tensor: index of the source tensor, for digests.
+        memory, src, src_pitch: index of the memory block, first element, elements between rows.
+        target, dst, dst_pitch: index of the parameter, first element, elements between rows.
+        rows, cols: a row is contiguous in the source, in the parameter and in the global tensor.
+        pos, pos_pitch: position of the first element in the flattened global tensor, and between rows.
+        src_dtype, dst_dtype: the sent dtype and the parameter's, of all copies in the table.
+    """
+
+    src_dtype: torch.dtype
+    dst_dtype: torch.dtype
+    tensor: NDArray[np.int32]
+    memory: NDArray[np.int32]
+    src: NDArray[np.int64]
+    src_pitch: NDArray[np.int64]
+    target: NDArray[np.int32]
+    dst: NDArray[np.int64]
+    dst_pitch: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    cols: NDArray[np.int64]
+    pos: NDArray[np.int64]
+    pos_pitch: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in COLUMNS}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the columns of a table must have the same length, got {lengths}")
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that the table copies."""
+        return int((self.rows * self.cols).sum())
+
+
+COLUMNS = tuple(item.name for item in fields(CopyTable) if not item.name.endswith("dtype"))
+"""The names of a table's columns."""
+
+
+def build_tables(
+    copies: Sequence[Copy],
+    sources: Sequence[SourceSpec],
+    shards: Mapping[str, Sequence[Shard]],
+    targets: Sequence[str],
+    *,
+    complete: bool = True,
+) -> tuple[CopyTable, ...]:
+    """The tables that carry out `copies`, one for each pair of dtypes, in the order in which the pairs first appear.
+
+    Args:
+        copies: what to copy; those of a plan.
+        sources: all tensors that are sent; a table's `tensor` is an index into this.
+        shards: source name -> disjoint shards that together hold at least what is copied of it. Of replicas pass one.
+        targets: names of parameters; a table's `target` is an index into this.
+        complete: whether the shards must hold all that is copied; else what they do not hold is left out.
+
+    Raises:
+        ValueError: a copy of a source or into a parameter that is not listed, a box with the wrong number of dims, or
+            shards that do not hold each element of a copied box exactly once.
+    """
+    index_of = {spec.name: index for index, spec in enumerate(sources)}
+    target_of = {name: index for index, name in enumerate(targets)}
+    grouped: dict[tuple[torch.dtype, torch.dtype], list[Copy]] = {}
+    for copy in copies:
+        if copy.name not in index_of or copy.parameter not in target_of:
+            raise ValueError(
+                f"expected a listed source and parameter, got a copy of {copy.name!r} to {copy.parameter!r}"
+            )
+        grouped.setdefault((sources[index_of[copy.name]].dtype, copy.dtype), []).append(copy)
+    return tuple(
+        _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of, complete)
+        for dtypes, group in grouped.items()
+    )
+
+
+def _table(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    copies: Sequence[Copy],
+    specs: Sequence[SourceSpec],
+    index_of: Mapping[str, int],
+    shards: Mapping[str, Sequence[Shard]],
+    target_of: Mapping[str, int],
+    complete: bool,
+) -> CopyTable:
+    held = [shards.get(copy.name, ()) for copy in copies]
+    pair = np.repeat(np.arange(len(copies)), [len(group) for group in held])
+    shape, first, steps = _overlaps(copies, specs, held, pair)
+    if complete:
+        _check_held(copies, pair, shape.prod(axis=1))
+    kept = np.flatnonzero(shape.prod(axis=1))
+    entry, first, pitch, rows, cols = _to_rows(shape[kept], first[:, kept], steps[:, kept])
+    entry = kept[entry]
+    return CopyTable(
+        *dtypes,
+        tensor=np.array([index_of[copy.name] for copy in copies], np.int32)[pair[entry]],
+        memory=np.array([shard.memory for group in held for shard in group], np.int32)[entry],
+        src=first[0],
+        src_pitch=pitch[0],
+        target=np.array([target_of[copy.parameter] for copy in copies], np.int32)[pair[entry]],
+        dst=first[1],
+        dst_pitch=pitch[1],
+        rows=rows,
+        cols=cols,
+        pos=first[2],
+        pos_pitch=pitch[2],
+    )
+
+
+def _overlaps(
+    copies: Sequence[Copy], specs: Sequence[SourceSpec], held: Sequence[Sequence[Shard]], pair: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """What each copy takes of each shard of its source; `pair` [n] is the index of the copy.
+
+    Returns:
+        shape: of the common box [n, num_dims], with a 0 where there is none.
+        first, steps: its first element [3, n] and the elements between neighbours along each dim [3, n, num_dims],
+            in the shard's memory, in the parameter, and in the flattened source.
+    """
+    for copy, spec, group in zip(copies, specs, held, strict=True):
+        boxes = (copy.box, *(shard.box for shard in group))
+        if any(len(box.shape) != len(spec.shape) for box in boxes):
+            raise ValueError(f"{copy.name!r} has shape {spec.shape}, a copy or shard of it has another number of dims")
+    num_dims = max((len(spec.shape) for spec in specs), default=0)
+    flat = [shard for group in held for shard in group]
+
+    def matrix(rows: Sequence[tuple[int, ...]], pad: int) -> NDArray[np.int64]:  # [len(rows), num_dims]
+        padded = [(pad,) * (num_dims - len(row)) + row for row in rows]
+        return np.array(padded, dtype=np.int64).reshape(len(rows), num_dims)
+
+    copy_start = matrix([copy.box.start for copy in copies], 0)[pair]
+    shard_start = matrix([shard.box.start for shard in flat], 0)
+    start = np.maximum(copy_start, shard_start)
+    end = np.minimum(
+        copy_start + matrix([copy.box.shape for copy in copies], 1)[pair],
+        shard_start + matrix([shard.box.shape for shard in flat], 1),
+    )
+    steps = np.stack(
+        [
+            matrix([shard.strides for shard in flat], 0),
+            matrix([copy.strides for copy in copies], 0)[pair],
+            matrix([contiguous_strides(spec.shape) for spec in specs], 0)[pair],
+        ]
+    )
+    first = (np.stack([start - shard_start, start - copy_start, start]) * steps).sum(axis=2)
+    first[0] += np.array([shard.offset for shard in flat], np.int64)
+    first[1] += np.array([copy.offset for copy in copies], np.int64)[pair]
+    return np.maximum(end - start, 0), first, steps
+
+
+def _check_held(copies: Sequence[Copy], pair: NDArray[np.int64], numel: NDArray[np.int64]) -> None:
+    held = np.zeros(len(copies), np.int64)
+    np.add.at(held, pair, numel)
+    for copy, count in zip(copies, held.tolist(), strict=True):
+        if count != copy.box.numel:
+            raise ValueError(
+                f"{copy.name!r}: the shards hold {count} elements of a box of {copy.box.numel} ({copy.box}) that "
+                f"{copy.parameter!r} needs; each must be held exactly once (of replicas pass one)"
+            )
+
+
+def _to_rows(
+    shape: NDArray[np.int64], first: NDArray[np.int64], steps: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], ...]:
+    """Boxes as two-dimensional copies.
+
+    Args:
+        shape: [n, num_dims], no zeros.
+        first, steps: [3, n] and [3, n, num_dims] in source, parameter and position.
+
+    Returns:
+        The box of each copy, its first elements [3, m], pitches [3, m], rows and cols [m].
+    """
+    n, num_dims = shape.shape
+    at = np.arange(n)
+    # Dims that are one run in source, parameter and position alike become one; slot 0 is the innermost.
+    sizes = np.ones((n, num_dims + 2), np.int64)
+    strides = np.ones((3, n, num_dims + 2), np.int64)
+    top = np.zeros(n, np.int64)
+    for dim in reversed(range(num_dims)):
+        size, step = shape[:, dim], steps[:, :, dim]
+        joins = (step == strides[:, at, top] * sizes[at, top]).all(axis=0)
+        new = ~joins & (size > 1)
+        top += new
+        sizes[at, top] *= np.where(joins | new, size, 1)
+        strides[:, at[new], top[new]] = step[:, new]
+    # The longest of the other dims is the rows, the rest are counted through.
+    longest = 1 + np.argmax(sizes[:, 1:], axis=1)
+    rows = sizes[at, longest]
+    pitch = np.where(rows > 1, strides[:, at, longest], 0)
+    others = sizes.copy()
+    others[:, 0] = 1
+    others[at, longest] = 1
+    counts = others.prod(axis=1)
+    entry = np.repeat(at, counts)
+    left = np.arange(len(entry)) - np.repeat(counts.cumsum() - counts, counts)
+    first = first[:, entry]
+    for slot in range(1, num_dims + 1):
+        left, index = np.divmod(left, others[entry, slot])
+        first = first + index * strides[:, entry, slot]
+    return entry, first, pitch[:, entry], rows[entry], sizes[entry, 0]

@@ -1,0 +1,143 @@
+"""Tiles: copy tables cut into pieces of one size for a GPU's thread blocks. Pure, numpy only."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tidemill_weight_update.copy.table import CopyTable
+
+VECTOR_BYTES = 16
+"""What a GPU thread loads or stores at once where everything is aligned to it."""
+
+TILE_WIDTHS = (1, 8, 32, 128)
+"""Tiles of R x C elements: C is the largest power of two that a tile may hold, divided by one of these, R the rest.
+
+Wide tiles cost the fewest address computations; narrow ones waste no threads on short rows. The narrowest are rows of
+128 bytes, a cache line.
+"""
+
+SEGMENT_FIELDS = (
+    *("memory", "src", "src_pitch"),
+    *("target", "dst", "dst_pitch"),
+    *("tensor", "pos", "pos_pitch"),
+    *("rows", "cols", "first_tile", "tiles_across"),
+)
+"""Columns of `TileGroup.segments`; the kernel reads them by this order."""
+
+SEGMENT_STRIDE = 16
+"""Numbers from one segment to the next: 128 bytes, a cache line."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileGroup:
+    """Copies that one kernel launch executes.
+
+    Attributes:
+        src_dtype, dst_dtype: of the table.
+        packed: elements per number that a thread works on. 4-byte words that hold one or more whole elements if
+            nothing is cast and everything is aligned (8-byte elements are two words), else 1.
+        unit: src, src_pitch, dst, dst_pitch and cols are multiples of so many numbers, and counted in them; 1 if
+            the group is not aligned. pos and pos_pitch are counted in numbers, always.
+        shape: R, C of a tile, in numbers.
+        segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
+        tile_segment: int32 [num_blocks], the segment of each block of `steps` tiles. Its blocks follow one another, row
+            by row.
+    """
+
+    src_dtype: torch.dtype
+    dst_dtype: torch.dtype
+    packed: int
+    unit: int
+    shape: tuple[int, int]
+    segments: NDArray[np.int64]
+    tile_segment: NDArray[np.int32]
+
+
+def cut(
+    table: CopyTable,
+    tile_elements: int,
+    memory_aligned: NDArray[np.bool_],
+    target_aligned: NDArray[np.bool_],
+    *,
+    steps: int = 1,
+) -> list[TileGroup]:
+    """Cuts the copies of a table into tiles.
+
+    Args:
+        tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
+        memory_aligned, target_aligned: for each memory and target, whether its base address is a multiple of
+            VECTOR_BYTES.
+        steps: neighbouring tiles that one block does: to the right of each other if a tile is one row, else below.
+
+    Returns:
+        The groups that have tiles.
+
+    Raises:
+        ValueError: there are more tiles than fit into one launch.
+    """
+    columns = {name: getattr(table, name).astype(np.int64) for name in SEGMENT_FIELDS[:11]}
+    for pitch in ("src_pitch", "dst_pitch", "pos_pitch"):  # of a single row it may be anything
+        columns[pitch] = np.where(columns["rows"] > 1, columns[pitch], 0)
+    aligned_bases = memory_aligned[table.memory] & target_aligned[table.target]
+    same = table.src_dtype == table.dst_dtype
+    if same and table.src_dtype.itemsize == 8:
+        for name in ("src", "src_pitch", "dst", "dst_pitch", "cols", "pos", "pos_pitch"):
+            columns[name] = columns[name] * 2
+    width = min(table.src_dtype.itemsize, 4)
+    packed = 4 // width if same else 1
+    vector = VECTOR_BYTES // width if same else VECTOR_BYTES // min(width, table.dst_dtype.itemsize)
+    aligned = aligned_bases & _multiples(columns, ("src", "src_pitch", "dst", "dst_pitch", "cols"), vector)
+    aligned &= _multiples(columns, ("pos", "pos_pitch"), packed if same else vector)
+    groups = []
+    filled = columns["rows"] * columns["cols"] > 0
+    for mask, number, unit in ((filled & aligned, packed, vector // packed), (filled & ~aligned, 1, 1)):
+        part = {name: column[mask] for name, column in columns.items()}
+        for name in ("src", "src_pitch", "dst", "dst_pitch", "cols"):
+            part[name] //= number * unit
+        for name in ("pos", "pos_pitch"):
+            part[name] //= number
+        groups += _by_shape(table, part, number, unit, tile_elements, steps)
+    return groups
+
+
+def _multiples(columns: dict[str, NDArray[np.int64]], names: tuple[str, ...], of: int) -> NDArray[np.bool_]:
+    return np.logical_and.reduce([columns[name] % of == 0 for name in names])
+
+
+def _by_shape(
+    table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int, steps: int
+) -> list[TileGroup]:
+    shapes = [(width, tile_elements // width) for width in TILE_WIDTHS]
+    down = [-(-part["rows"] // rows) for rows, _ in shapes]
+    right = [-(-part["cols"] * unit // cols) for _, cols in shapes]
+    tiles = np.stack([d * r for d, r in zip(down, right, strict=True)])
+    # The widest shape that needs hardly more tiles than the best one.
+    chosen = np.argmax(tiles * 10 <= tiles.min(axis=0) * 11, axis=0)
+    groups = []
+    for index, shape in enumerate(shapes):
+        mask = chosen == index
+        if not mask.any():
+            continue
+        span = (1, shape[1] * steps) if shape[0] == 1 else (shape[0] * steps, shape[1])
+        across = -(-part["cols"] * unit // span[1])
+        counts = (-(-part["rows"] // span[0]) * across)[mask]
+        if counts.sum() >= 2**31:
+            raise ValueError(f"{counts.sum()} tiles are more than one launch can have; send fewer bytes per table")
+        segments = np.zeros((len(counts), SEGMENT_STRIDE), np.int64)
+        values = part | {"first_tile": np.cumsum(counts) - counts, "tiles_across": across}
+        for field, name in enumerate(SEGMENT_FIELDS):
+            segments[:, field] = values[name] if name == "first_tile" else values[name][mask]
+        groups.append(
+            TileGroup(
+                src_dtype=table.src_dtype,
+                dst_dtype=table.dst_dtype,
+                packed=packed,
+                unit=unit,
+                shape=shape,
+                segments=segments,
+                tile_segment=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+            )
+        )
+    return groups

@@ -1,0 +1,156 @@
+"""Sending buckets to engine ranks that cannot map them."""
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Place
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.link.outlets import Message, Outlets, batches
+from tidemill_weight_update.link.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.link.wire import WireError
+from tidemill_weight_update.send.audience import Audience
+
+
+class LinkAudience(Audience):
+    """Engine ranks behind a link. Each asks for a bucket when it is ready to take it, and is sent it then.
+
+    Nobody is sent anything that it does not wait for, and whoever asks is served at once, in any order: so no two
+    processes ever wait for each other in a circle, whatever the order in which engine ranks go round trainer ranks.
+
+    An engine rank that does nothing for half the time that an engine waits for its trainer is left behind, so that
+    engines that wait for the next bucket meanwhile do not give up. What becomes of its engine its client knows.
+
+    Args:
+        sequence, own, control, num_receivers, timeout_s: as in `Audience`.
+        outlets: to the engine ranks.
+        staging: memory to pack in, kept between updates.
+    """
+
+    def __init__(
+        self,
+        sequence: int,
+        own: StoreMailbox,
+        control: StoreMailbox,
+        num_receivers: int,
+        timeout_s: float,
+        outlets: Outlets,
+        staging: "Staging",
+    ) -> None:
+        super().__init__(sequence, own, control, num_receivers, timeout_s)
+        self._patience_s = timeout_s / 2
+        self._mailbox = own
+        self._outlets = outlets
+        self._staging = staging
+
+    def wait(self, num_buckets: int) -> None:
+        wait = Wait(self._patience_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        before: list[int] = []
+        while True:
+            words = self._mailbox.words(self._sequence, sorted(self._rows))
+            late = {row for row, word in words.items() if word.taken < num_buckets}
+            taken = sorted(words[row].taken for row in late)
+            if not late:
+                return
+            if taken != before:
+                before = taken
+                wait.progress()
+            self._pause(wait, late, words)
+
+    def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
+        if arena is None:
+            return
+        pending = set(self._rows)
+        wait = Wait(self._patience_s, f"engines to take bucket {bucket}", self._drop_ended)
+        while pending := pending & self._rows:
+            words = self._mailbox.words(self._sequence, sorted(pending))
+            asking = {row: word for row, word in words.items() if word.asked == bucket}
+            pending -= asking.keys() | {row for row, word in words.items() if word.maps or word.taken > bucket}
+            if asking:
+                self._serve(asking, place, line, arena)
+                wait.progress()
+            elif pending:
+                self._pause(wait, pending, words)
+
+    def _pause(self, wait: Wait, late: set[int], words: Mapping[int, Word]) -> None:
+        try:
+            wait.pause()
+        except TimeoutError:
+            if any(words[row].maps for row in late):
+                raise  # it may still read what would be overwritten
+            self._rows.difference_update(late)
+
+    def _serve(self, asking: Mapping[int, Word], place: Place, line: Line, arena: Tensor) -> None:
+        messages = {row: self._outlets.message(word, place, line) for row, word in asking.items()}
+        for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
+            packed = self._staging.pack(group, arena)
+            if arena.device.type == "cuda":
+                torch.cuda.synchronize(arena.device)  # see NcclWire
+            self._send({row: packed[message] for row, message in messages.items() if message in packed}, asking)
+
+    def _send(self, packed: Mapping[int, Tensor], asking: Mapping[int, Word]) -> None:
+        """Sends to several engine ranks at once. One whose wire breaks is out; its engine notices that, too."""
+        sending = {}
+        for row, data in packed.items():
+            try:
+                sending[row] = self._outlets.wire(asking[row], data.device)
+                sending[row].send(data)
+            except WireError:
+                self._drop(row, asking[row])
+                sending.pop(row, None)
+        deadline = time.monotonic() + self._patience_s
+        for row, wire in sending.items():
+            try:
+                wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
+            except WireError:
+                self._drop(row, asking[row])
+
+    def _check(self, row: int) -> None:
+        self._drop_ended()
+        if row not in self._rows:
+            raise WireError("its engine has failed")
+
+    def _drop(self, row: int, word: Word) -> None:
+        self._outlets.drop(word.partner)
+        self._rows.discard(row)
+
+
+class Staging:
+    """Memory in which messages are packed.
+
+    Args:
+        num_bytes: for messages that are sent together; more only if a single one needs it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory: Tensor | None = None
+
+    def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
+        """Packs the messages from a line's arena; uint8, valid until the next call."""
+        packed = {}
+        used = 0
+        for message in messages:
+            if not message.is_line:
+                packed[message] = slice(used, used + message.num_bytes)
+                used = aligned(used + message.num_bytes)
+        memory = self._room(used, arena.device)
+        for message, place in packed.items():
+            message.fill(arena, memory[place])
+        return {
+            message: arena[: message.num_bytes] if message.is_line else memory[packed[message]] for message in messages
+        }
+
+    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
+        memory = self._memory
+        if memory is None or memory.numel() < num_bytes or memory.device != device:
+            self._memory = None  # freed before there is another one
+            memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return memory
+
+    def close(self) -> None:
+        self._memory = None

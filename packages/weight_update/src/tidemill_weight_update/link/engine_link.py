@@ -1,0 +1,170 @@
+"""One engine rank's ends of links: what it has to be sent because it cannot map it."""
+
+import secrets
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Place
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.link.group_link import LinkAddress
+from tidemill_weight_update.link.location import can_map
+from tidemill_weight_update.link.packed import pack_line, parts_of, parts_to_json
+from tidemill_weight_update.link.store_mailbox import StoreMailbox
+from tidemill_weight_update.link.trainer_link import open_store
+from tidemill_weight_update.link.wire import ENGINE, Wire, WireError, connect
+from tidemill_weight_update.memory.handle import HostMemory, Memory
+from tidemill_weight_update.plan.plan import CopyPlan
+
+
+class EngineLink:
+    """The end of one link.
+
+    Args:
+        address: of the link.
+        device: of the model.
+        timeout_s: longest wait for an answer of the store.
+
+    Attributes:
+        partner: the name by which trainer ranks know this end.
+
+    Raises:
+        LinkError: the store cannot be reached.
+    """
+
+    def __init__(self, address: LinkAddress, device: torch.device, timeout_s: float) -> None:
+        self.store = open_store(address, timeout_s)
+        self.address = address.own_address()
+        self.device = device
+        self.timeout_s = timeout_s
+        self.partner = secrets.token_hex(8)
+        self._memory: Tensor | None = None
+
+    def memory(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes]: one piece of memory for all trainer ranks, as they are asked one after the other."""
+        if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
+            self._memory = None  # freed before there is another one
+            # Doubled, so that a line which is larger than all before it does not often mean new memory.
+            self._memory = torch.empty(1 << max(num_bytes - 1, 0).bit_length(), dtype=torch.uint8, device=device)
+        return self._memory[:num_bytes]
+
+
+class StoreInlet:
+    """What one trainer rank sends to this engine rank; see `Inlet`."""
+
+    def __init__(self, link: EngineLink, mailbox: StoreMailbox) -> None:
+        self._link = link
+        self._mailbox = mailbox
+        self._wire: Wire | None = None
+        self._generation = 0
+        self._known_in = 0
+        self._packed: dict[Place, tuple[bytes, int]] = {}
+        self._told: dict[bytes, int] = {}
+
+    def pack(self, place: Place, line: Line, plan: CopyPlan) -> Line:
+        parts = parts_of(line, plan)
+        packed = pack_line(line, parts)
+        self._packed[place] = parts_to_json(parts), packed.num_bytes
+        return packed.line
+
+    def take(
+        self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
+    ) -> Tensor:
+        device = self._device_for(memory)
+        if self._known_in != sequence:
+            self._begin_anew_if_unknown()
+            self._known_in = sequence
+        parts, num_bytes = self._packed[place]
+        told = self._tell(parts)
+        self._mailbox.ask(
+            *(sequence, receiver, bucket),
+            partner=self._link.partner,
+            generation=self._generation,
+            parts=(told, len(parts)),
+        )
+        data = self._link.memory(num_bytes, device)
+        if num_bytes:
+            self._receive(data, check)
+        return data
+
+    def close(self) -> None:
+        """Ends the wire; the next `take` makes another one."""
+        self._known_in = 0
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def _device_for(self, memory: Memory) -> torch.device:
+        """gloo brings host memory, NCCL that of a GPU."""
+        if isinstance(memory, HostMemory):
+            return torch.device("cpu")
+        if self._link.device.type == "cpu":
+            raise RuntimeError("an engine on a CPU cannot take GPU memory; give WeightUpdater device='cpu'")
+        return self._link.device
+
+    def _begin_anew_if_unknown(self) -> None:
+        if self._known_in and self._link.partner in self._mailbox.head().partners:
+            return
+        self.close()
+        self._generation += 1
+        self._told.clear()
+
+    def _tell(self, parts: bytes) -> int:
+        """The number by which the trainer rank knows these parts."""
+        if parts not in self._told:
+            number = len(self._told)
+            key = f"parts{self._mailbox.rank}/{self._link.partner}/{self._generation}/{number}"
+            self._mailbox.store.write(key, parts)
+            self._told[parts] = number
+        return self._told[parts]
+
+    def _receive(self, data: Tensor, check: Callable[[], None]) -> None:
+        link = self._link
+        try:
+            if self._wire is None:
+                name = f"wire{self._mailbox.rank}/{link.partner}/{self._generation}"
+                self._wire = connect(link.store, name, ENGINE, data.device, link.address, link.timeout_s)
+            if data.device.type == "cuda":
+                torch.cuda.synchronize(data.device)  # see NcclWire
+            self._wire.recv(data)
+            self._wire.wait(link.timeout_s, check)
+        except WireError as error:
+            self.close()
+            raise RuntimeError(f"the link to trainer rank {self._mailbox.rank} {error}") from error
+        except BaseException:
+            self.close()  # something may still be under way on it
+            raise
+
+
+class EngineLinks:
+    """The links of an engine rank.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._links: dict[LinkAddress, EngineLink] = {}
+
+    def open(self, path: str, timeout_s: float) -> StoreMailbox:
+        """A trainer rank's mailbox.
+
+        Raises:
+            LinkError: the link's store cannot be reached.
+        """
+        address, rank = LinkAddress.from_path(path)
+        link = self._links.get(address)
+        if link is None or link.store.is_broken:
+            link = self._links[address] = EngineLink(address, self._device, timeout_s)
+        mailbox = StoreMailbox(link.store, path, rank)
+        head = mailbox.head()
+        if not can_map(head.location, head.pid):
+            mailbox.inlet = StoreInlet(link, mailbox)
+        return mailbox
+
+    def keep(self, paths: Iterable[str]) -> None:
+        """Closes the links that none of these mailboxes needs."""
+        needed = {LinkAddress.from_path(path)[0] for path in paths if LinkAddress.is_path(path)}
+        self._links = {address: link for address, link in self._links.items() if address in needed}

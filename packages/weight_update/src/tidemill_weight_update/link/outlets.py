@@ -1,0 +1,134 @@
+"""What a trainer rank keeps for the engine ranks that it sends to over a link."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Place
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import CopyTable
+from tidemill_weight_update.link.packed import pack_line, pack_tables, parts_from_json
+from tidemill_weight_update.link.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.link.wire import TRAINER, Wire, connect
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.copy.cuda import CudaCopier
+
+
+class Message:
+    """What is sent of a line to engine ranks that take the same parts of it."""
+
+    def __init__(self, line: Line, parts: bytes) -> None:
+        packed = pack_line(line, parts_from_json(parts))
+        self.num_bytes = packed.num_bytes
+        self.is_line = packed.line.shards == line.shards
+        self._tables: tuple[CopyTable, ...] = () if self.is_line else pack_tables(line, packed)
+        self._gpu_copier: CudaCopier | None = None
+
+    def fill(self, arena: Tensor, place: Tensor) -> None:
+        """Copies the parts from the line's arena to `place`, uint8 [num_bytes]; on a GPU, queues that."""
+        if arena.device.type == "cpu":
+            HostCopier(self._tables, [place]).run([arena])
+            return
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        if self._gpu_copier is None:
+            self._gpu_copier = CudaCopier(self._tables, arena.device)
+        self._gpu_copier.run([arena.data_ptr()], [place.data_ptr()])
+
+
+@dataclass(slots=True)
+class _Partner:
+    generation: int
+    wire: Wire | None = None
+    parts: dict[int, bytes] = field(default_factory=dict)
+    was_used: bool = True
+
+
+class Outlets:
+    """Wires to engine ranks and what those take, from one update to the next.
+
+    An engine rank is known by a name that it chose, for it may have another row in each update. Both sides forget what
+    they know of each other together: the trainer rank says in its head whom it knows, and an engine rank that it does
+    not know, or whose wire broke, begins a new generation.
+
+    Args:
+        mailbox: of this trainer rank.
+        address: of this machine, for wires to listen on.
+        timeout_s: longest wait for an engine rank to connect.
+    """
+
+    def __init__(self, mailbox: StoreMailbox, address: str, timeout_s: float) -> None:
+        self._mailbox = mailbox
+        self._address = address
+        self._timeout_s = timeout_s
+        self._partners: dict[str, _Partner] = {}
+        self._messages: dict[tuple[Place, bytes], Message] = {}
+
+    def begin(self) -> None:
+        """Forgets engine ranks that took no part in the last update, and says whom it knows."""
+        for name in [name for name, partner in self._partners.items() if not partner.was_used]:
+            self.drop(name)
+        for partner in self._partners.values():
+            partner.was_used = False
+        self._mailbox.know(self._partners)
+
+    def message(self, word: Word, place: Place, line: Line) -> Message:
+        """What the engine rank asks for of the line at `place`."""
+        partner = self._partner(word)
+        number, length = word.parts
+        if number not in partner.parts:
+            key = f"parts{self._mailbox.rank}/{word.partner}/{word.generation}/{number}"
+            partner.parts[number] = self._mailbox.store.read(key, length)
+            self._mailbox.store.drop(key, length)
+        parts = partner.parts[number]
+        if (place, parts) not in self._messages:
+            self._messages[place, parts] = Message(line, parts)
+        return self._messages[place, parts]
+
+    def wire(self, word: Word, device: torch.device) -> Wire:
+        """The wire to the engine rank; made if there is none.
+
+        Raises:
+            WireError: it could not be made.
+        """
+        partner = self._partner(word)
+        if partner.wire is None:
+            name = f"wire{self._mailbox.rank}/{word.partner}/{word.generation}"
+            partner.wire = connect(self._mailbox.store, name, TRAINER, device, self._address, self._timeout_s)
+        return partner.wire
+
+    def drop(self, name: str) -> None:
+        """Forgets an engine rank."""
+        partner = self._partners.pop(name, None)
+        if partner is not None and partner.wire is not None:
+            partner.wire.close()
+
+    def drop_all(self) -> None:
+        for name in list(self._partners):
+            self.drop(name)
+
+    def _partner(self, word: Word) -> _Partner:
+        partner = self._partners.get(word.partner)
+        if partner is None or partner.generation != word.generation:
+            self.drop(word.partner)
+            partner = self._partners[word.partner] = _Partner(word.generation)
+        partner.was_used = True
+        return partner
+
+
+def batches(messages: Sequence[Message], max_bytes: int) -> list[list[Message]]:
+    """The messages, each once, in groups of at most `max_bytes` together, or one of any size."""
+    groups: list[list[Message]] = []
+    room = 0
+    for message in dict.fromkeys(messages):
+        if not groups or message.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(message)
+        room -= message.num_bytes
+    return groups

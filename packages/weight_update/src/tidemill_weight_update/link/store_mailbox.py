@@ -1,0 +1,287 @@
+"""A trainer rank's mailbox in a store that processes of other machines reach.
+
+What `Mailbox` keeps in words of shared memory is here one value per writer and reader: the trainer rank's head (how far
+it is), each engine rank's state, and its word to each trainer rank. Values are JSON, or int64 as raw bytes.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill_weight_update.control.channel import Inlet, Place
+from tidemill_weight_update.control.mailbox import IDLE, reply_to_json
+from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.link.location import here
+from tidemill_weight_update.link.signed_store import LinkError, SignedStore
+
+_KEPT_BYTES = 4096
+"""Journal lines up to this length are kept: descriptions of memory, which come with every bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a trainer rank says of itself.
+
+    Attributes:
+        location, pid: where it runs.
+        total: number of buckets of the update, if it is known.
+        slots: of the last bucket with an even number and the last with an odd one: number, line, memory's line.
+        partners: engine ranks that it knows from earlier updates; see `Outlets`.
+    """
+
+    location: str
+    pid: int
+    sequence: int = 0
+    is_open: bool = False
+    has_failed: bool = False
+    lines: Place | None = None
+    total: int | None = None
+    slots: tuple[tuple[int, Place, Place | None] | None, ...] = (None, None)
+    partners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What an engine rank says to one trainer rank.
+
+    Attributes:
+        taken: number of buckets that it does not need any longer.
+        maps: whether it maps the trainer's memory.
+        asked: number of the bucket that it waits for, -1 for none.
+        partner, generation: who asks, and how often it has begun anew; what was agreed on before is void then.
+        parts: number and length of the text that says what it takes of the bucket's line.
+    """
+
+    sequence: int = 0
+    taken: int = 0
+    maps: bool = False
+    asked: int = -1
+    partner: str = ""
+    generation: int = 0
+    parts: Place = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    sequence: int = 0
+    state: int = IDLE
+    location: str = ""
+    pid: int = 0
+    reply: dict[str, Any] = field(default_factory=dict)
+
+
+class StoreMailbox:
+    """One process's view of the mailbox of trainer rank `rank`; see `Channel`.
+
+    Args:
+        store: that all processes of the link have in common.
+        path: by which engine ranks open it.
+        rank: of the trainer rank.
+    """
+
+    def __init__(self, store: SignedStore, path: str, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self.store = store
+        self.inlet: Inlet | None = None
+        self._head = Head(location=here(), pid=os.getpid())
+        self._word = Word()
+        self._num_receivers = 0
+        self._read: dict[Place, bytes] = {}
+        self._excluded: tuple[int, list[int]] = (0, [])
+        self._lock = threading.Lock()  # engines are excluded by a thread each
+
+    def is_current(self) -> bool:
+        return not self.store.is_broken
+
+    def close(self) -> None:
+        """Ends what was opened for this mailbox; the store is its owner's to close."""
+        if self.inlet is not None:
+            self.inlet.close()
+            self.inlet = None  # it refers to this mailbox: the store would stay open until Python looks for cycles
+
+    # The trainer rank writes.
+
+    def make_room(self, num_receivers: int) -> None:
+        """Sets what has to be there to be read, before anybody reads it: the idle states of further engine ranks."""
+        for row in range(self._num_receivers, num_receivers):
+            self.store.set(self._word_key(row), _to_json(Word()))
+            if self.rank == 0:
+                self.store.set(_state_key(row), _to_json(_Report()))
+        if self.rank == 0 and not self._num_receivers:
+            self.store.set("excluded", json.dumps(self._excluded))
+        self._num_receivers = max(self._num_receivers, num_receivers)
+
+    def begin(self, sequence: int) -> None:
+        self._tell(Head(self._head.location, self._head.pid, sequence, partners=self._head.partners))
+
+    def know(self, partners: Iterable[str]) -> None:
+        """Sets which engine ranks this trainer rank knows from earlier updates; told by the next `begin`."""
+        self._head = replace(self._head, partners=tuple(partners))
+
+    def write_journal(self, offset: int, text: bytes) -> None:
+        self.store.write(f"journal{self.rank}/{offset}", text)
+
+    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
+        self.store.write(f"digests{self.rank}/{first}", digests.astype("<i8").tobytes())
+
+    def announce(self, sequence: int, lines: Place | None) -> None:
+        self._tell(replace(self._head, is_open=True, lines=lines))
+
+    def publish(self, sequence: int, bucket: int, line: Place, arena: Place | None) -> None:
+        slots = list(self._head.slots)
+        slots[bucket % 2] = bucket, line, arena
+        self._tell(replace(self._head, slots=tuple(slots)))
+
+    def finish(self, sequence: int, num_buckets: int) -> None:
+        self._tell(replace(self._head, total=num_buckets))
+
+    def fail(self, sequence: int) -> None:
+        try:
+            self._tell(replace(self._head, has_failed=True))
+        except LinkError:
+            return  # The error that led here is raised; engines that cannot be told have their deadline.
+
+    def exclude(self, sequence: int, receiver: int) -> None:
+        with self._lock:
+            rows = self._excluded[1] if self._excluded[0] == sequence else []
+            self._excluded = sequence, [*rows, receiver]
+            self.store.set("excluded", json.dumps(self._excluded))
+
+    # Engine ranks write.
+
+    def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
+        maps = self.inlet is None
+        self._say(receiver, replace(self._word, sequence=sequence, taken=num_buckets, maps=maps, asked=-1))
+
+    def ask(self, sequence: int, receiver: int, bucket: int, *, partner: str, generation: int, parts: Place) -> None:
+        """Asks for a bucket; see `Word`."""
+        taken = self._word.taken if self._word.sequence == sequence else 0
+        self._say(receiver, Word(sequence, taken, False, bucket, partner, generation, parts))
+
+    def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
+        report = _Report(sequence, state, here(), os.getpid(), json.loads(reply_to_json(reply)))
+        self.store.set(_state_key(receiver), _to_json(report))
+
+    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        self.store.write(f"totals/{receiver}", np.concatenate([digests, counts]).astype("<i8").tobytes())
+
+    # All read.
+
+    @property
+    def owner_pid(self) -> int:
+        return self.head().pid
+
+    def head(self) -> Head:
+        fields = json.loads(self.store.get(f"head{self.rank}"))
+        fields["lines"] = _place(fields["lines"])
+        fields["slots"] = tuple(
+            None if slot is None else (slot[0], _place(slot[1]), _place(slot[2])) for slot in fields["slots"]
+        )
+        return Head(**fields)
+
+    def owner_has_ended(self) -> bool:
+        head = self.head()
+        return head.location == here() and has_ended(head.pid)
+
+    def is_at(self, sequence: int) -> bool:
+        return self.head().sequence == sequence
+
+    def lines(self, sequence: int) -> tuple[bool, Place | None]:
+        head = self.head()
+        is_open = head.sequence == sequence and head.is_open
+        return is_open, head.lines if is_open else None
+
+    def announced(self, sequence: int, bucket: int) -> tuple[Place, Place | None] | None:
+        head = self.head()
+        slot = head.slots[bucket % 2]
+        if head.sequence != sequence or slot is None or slot[0] != bucket:
+            return None
+        return slot[1:]
+
+    def read_journal(self, line: Place) -> bytes:
+        if line not in self._read:
+            text = self.store.read(f"journal{self.rank}/{line[0]}", line[1])
+            if line[1] > _KEPT_BYTES:
+                return text
+            self._read[line] = text
+        return self._read[line]
+
+    def sent(self, first: int, count: int) -> NDArray[np.int64]:
+        return np.frombuffer(self.store.read(f"digests{self.rank}/{first}", 8 * count), "<i8")
+
+    def num_buckets(self, sequence: int) -> int | None:
+        head = self.head()
+        if head.sequence != sequence:
+            raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
+        if head.has_failed:
+            raise RuntimeError("the trainer failed while it sent; its own error says why")
+        return head.total
+
+    def is_excluded(self, sequence: int, receiver: int) -> bool:
+        of, rows = json.loads(self.store.get("excluded"))
+        return of == sequence and receiver in rows
+
+    def acknowledged(self, sequence: int, receiver: int) -> int:
+        return self.words(sequence, [receiver])[receiver].taken
+
+    def words(self, sequence: int, rows: Collection[int]) -> dict[int, Word]:
+        """What engine ranks said to this trainer rank in this update."""
+        texts = self.store.multi_get([self._word_key(row) for row in rows]) if rows else []
+        words = {}
+        for row, text in zip(rows, texts, strict=True):
+            fields = json.loads(text)
+            word = Word(**fields | {"parts": tuple(fields["parts"])})
+            words[row] = word if word.sequence == sequence else Word()
+        return words
+
+    def state(self, sequence: int, receiver: int) -> int:
+        report = self._report(receiver)
+        return report.state if report.sequence == sequence else IDLE
+
+    def reply(self, receiver: int) -> dict[str, Any]:
+        return self._report(receiver).reply
+
+    def receiver_pid(self, sequence: int, receiver: int) -> int:
+        report = self._report(receiver)
+        return report.pid if report.sequence == sequence else 0
+
+    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
+        report = self._report(receiver)
+        return report.sequence == sequence and report.location == here() and has_ended(report.pid)
+
+    def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        both = np.frombuffer(self.store.read(f"totals/{receiver}", 16 * num_tensors), "<i8").reshape(2, num_tensors)
+        return both[0], both[1]
+
+    def _report(self, receiver: int) -> _Report:
+        return _Report(**json.loads(self.store.get(_state_key(receiver))))
+
+    def _tell(self, head: Head) -> None:
+        self._head = head
+        self.store.set(f"head{self.rank}", _to_json(head))
+
+    def _say(self, receiver: int, word: Word) -> None:
+        self._word = word
+        self.store.set(self._word_key(receiver), _to_json(word))
+
+    def _word_key(self, receiver: int) -> str:
+        return f"word{self.rank}/{receiver}"
+
+
+def _state_key(receiver: int) -> str:
+    return f"state/{receiver}"
+
+
+def _to_json(value: Head | Word | _Report) -> str:
+    return json.dumps(asdict(value), separators=(",", ":"))
+
+
+def _place(item: list[int] | None) -> Place | None:
+    return None if item is None else (item[0], item[1])

@@ -1,0 +1,123 @@
+"""One trainer rank's end of a link."""
+
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from tidemill_weight_update.control.request import run_token
+from tidemill_weight_update.link.delivery import LinkAudience, Staging
+from tidemill_weight_update.link.group_link import GroupLink, LinkAddress, listen
+from tidemill_weight_update.link.outlets import Outlets
+from tidemill_weight_update.link.signed_store import LinkError, SignedStore
+from tidemill_weight_update.link.store_mailbox import StoreMailbox
+
+
+class TrainerLink:
+    """Lives as long as the `WeightUpdater`. Nothing is opened before the first update.
+
+    Args:
+        link: as the caller wants it.
+        rank: of this process among the trainer's ranks; rank 0 hosts the store.
+        staging_bytes: memory to pack in.
+        timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, link: GroupLink, rank: int, staging_bytes: int, timeout_s: float) -> None:
+        self._link = link
+        self._rank = rank
+        self._staging = Staging(staging_bytes)
+        self._timeout_s = timeout_s
+        self._server: Store | None = None
+        self._identity = (0, 0)
+        self._address: LinkAddress | None = None
+        self._mailbox: StoreMailbox | None = None
+        self._control: StoreMailbox | None = None
+        self._outlets: Outlets | None = None
+
+    def open(self) -> tuple[int, int]:
+        """Opens the store on rank 0; returns its port and session there, zeros on other ranks.
+
+        Raises:
+            RuntimeError: nothing can be opened there.
+        """
+        if self._rank == 0 and self._server is None:
+            with listen(self._link) as socket:
+                port = socket.getsockname()[1]
+                self._server = TCPStore(
+                    *(self._link.host, port, None, True, timedelta(seconds=self._timeout_s)),
+                    wait_for_workers=False,
+                    master_listen_fd=socket.detach(),  # TCPStore's own listens on all addresses
+                )
+            self._identity = (port, secrets.randbits(62))
+        return self._identity
+
+    def connect(self, identity: Sequence[int], num_receivers: int) -> StoreMailbox:
+        """This rank's mailbox, ready for so many engine ranks.
+
+        Args:
+            identity: what `open` returned on rank 0.
+
+        Raises:
+            RuntimeError: rank 0 cannot be reached.
+            TokenError: this process has no run token.
+        """
+        if self._mailbox is None:
+            port, session = identity
+            self._address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
+            store = open_store(self._address, self._timeout_s, self._server)
+            self._mailbox = StoreMailbox(store, self._address.mailbox_path(self._rank), self._rank)
+            path = self._address.mailbox_path(0)
+            self._control = self._mailbox if self._rank == 0 else StoreMailbox(store, path, 0)
+            self._outlets = Outlets(self._mailbox, self._address.own_address(), self._timeout_s / 2)
+        assert self._outlets is not None
+        self._mailbox.make_room(num_receivers)
+        self._outlets.begin()
+        return self._mailbox
+
+    def paths(self, num_ranks: int) -> tuple[str, ...]:
+        """By which engine ranks open the mailboxes of all trainer ranks."""
+        assert self._address is not None, "connect() comes first"
+        return tuple(self._address.mailbox_path(rank) for rank in range(num_ranks))
+
+    def audience(self, sequence: int, num_receivers: int) -> LinkAudience:
+        """The engine ranks of an update."""
+        assert self._mailbox is not None, "connect() comes first"
+        assert self._control is not None
+        assert self._outlets is not None
+        return LinkAudience(
+            *(sequence, self._mailbox, self._control, num_receivers, self._timeout_s),
+            outlets=self._outlets,
+            staging=self._staging,
+        )
+
+    def hang_up(self) -> None:
+        """Ends all wires, so that no engine rank waits for what will not come."""
+        if self._outlets is not None:
+            self._outlets.drop_all()
+
+    def close(self) -> None:
+        self.hang_up()
+        self._staging.close()
+        self._mailbox = self._control = self._outlets = self._server = None
+
+
+def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> SignedStore:
+    """A link's store, as a client of it.
+
+    Args:
+        server: the store itself, in the process that hosts it.
+
+    Raises:
+        LinkError: it cannot be reached.
+    """
+    token = run_token()
+    if server is None:
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            server = TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+        except DistError as error:
+            raise LinkError(f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}") from error
+    return SignedStore(server, address.session, token)

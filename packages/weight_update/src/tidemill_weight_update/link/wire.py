@@ -1,0 +1,112 @@
+"""Connections of one trainer rank with one engine rank, over which packed buckets go."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+
+from tidemill_weight_update.link.signed_store import SignedStore
+
+TRAINER, ENGINE = 0, 1
+"""Ranks in a wire's group of two."""
+
+
+class WireError(RuntimeError):
+    """A wire that broke, or on which nothing moved for too long. It is of no further use."""
+
+
+class Wire(Protocol):
+    """One transfer at a time: `send` or `recv` starts it, `wait` ends it."""
+
+    def send(self, data: Tensor) -> None: ...
+
+    def recv(self, data: Tensor) -> None: ...
+
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Returns when the transfer is over; the memory is free, or filled, then.
+
+        Args:
+            check: raises if waiting is of no use. Not every wire calls it.
+
+        Raises:
+            WireError: it broke, or took longer than `timeout_s`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends it on this side, whatever the other side does."""
+        ...
+
+
+def connect(store: SignedStore, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> Wire:
+    """The wire of that name, when both sides have come.
+
+    Args:
+        store: where the sides find each other.
+        rank: TRAINER or ENGINE.
+        device: of the memory that is sent and received: gloo for host memory, NCCL for GPUs.
+        address: of this machine, on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
+
+    Raises:
+        WireError: the other side did not come.
+    """
+    if device.type == "cpu":
+        return GlooWire(store, name, rank, address, timeout_s)
+    from tidemill_weight_update.link.nccl_wire import NcclWire
+
+    return NcclWire(store, name, rank, device, timeout_s)
+
+
+class GlooWire:
+    """Host memory over TCP.
+
+    A transfer that is under way cannot be looked at, only waited for: gloo ends the connection if a wait runs out.
+    What would make it fail (the end of the other process, its `close`) ends the wait at once.
+    """
+
+    def __init__(self, store: SignedStore, name: str, rank: int, address: str, timeout_s: float) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        try:
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+            self._group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
+        except RuntimeError as error:
+            raise WireError(f"could not be made ({_reason(error)})") from error
+        self._peer = 1 - rank
+        self._work: Work | None = None
+
+    def send(self, data: Tensor) -> None:
+        with _as_wire_error():
+            self._work = self._group.send([data], self._peer, 0)  # type: ignore[attr-defined]
+
+    def recv(self, data: Tensor) -> None:
+        with _as_wire_error():
+            self._work = self._group.recv([data], self._peer, 0)  # type: ignore[attr-defined]
+
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
+        work, self._work = self._work, None
+        assert work is not None, "send or recv comes first"
+        with _as_wire_error():
+            work.wait(timedelta(seconds=timeout_s))
+
+    def close(self) -> None:
+        self._work = None
+        self._group.abort()
+
+
+@contextlib.contextmanager
+def _as_wire_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise WireError(f"broke ({_reason(error)})") from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """gloo's message without the place in its source."""
+    return str(error).splitlines()[0].split("] ", 1)[-1]

@@ -1,0 +1,66 @@
+"""What travels to an engine instead of the bytes: a small picklable description of a filled bucket."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill_weight_update.send.bucket import TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of the sender that other processes of this machine and user can map as the file `path`."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """An allocation of a GPU, as other processes of this machine can map it.
+
+    Attributes:
+        pid, buffer_id: of the process that owns it, and a number that no other allocation of that process ever has.
+        handle: what CUDA opens it with, 64 bytes.
+        address: where it begins in its owner's address space.
+        device_uuid: of the GPU.
+    """
+
+    pid: int
+    buffer_id: int
+    handle: bytes
+    address: int
+    num_bytes: int
+    device_uuid: str
+
+
+Memory = HostMemory | DeviceMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaMemory:
+    """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
+
+    `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID in
+    the place of its index, as SGLang's `monkey_patch_torch_reductions` expects: device numbers differ by process.
+    """
+
+    device_uuid: str
+    num_bytes: int
+    rebuild_args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketHandle:
+    """A filled bucket of the sender. Valid until `load_bucket` returns.
+
+    Attributes:
+        index: position in the update, from 0.
+        entries: the tensors and their byte ranges in `memory`.
+        memory: where the bytes are.
+        weight_version: set on the last bucket of an update only: what the engine reports once it has loaded it.
+    """
+
+    index: int
+    entries: tuple[TensorEntry, ...]
+    memory: HostMemory | CudaMemory
+    weight_version: str | None

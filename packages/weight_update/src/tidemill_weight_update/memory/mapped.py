@@ -1,0 +1,82 @@
+"""Memory of trainer ranks, as an engine rank maps it: once, for as long as it is announced."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.memory.cuda_memory import ImportedMemory
+
+
+class MappedMemories:
+    """Open mappings, by what they map.
+
+    Args:
+        device: of the engine rank. Memory of other GPUs of this machine is mapped into it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: dict[tuple[str, int, int], Tensor] = {}
+        self._gpu: dict[tuple[int, int], ImportedMemory] = {}
+        self._used: set[tuple[str, int, int] | tuple[int, int]] = set()
+        self._lists: dict[int, tuple[tuple[DeviceMemory, ...], list[int], set[tuple[int, int]]]] = {}
+
+    def tensor(self, memory: HostMemory) -> Tensor:
+        """uint8 [num_bytes], sharing the trainer's host memory; not to be written to.
+
+        Raises:
+            RuntimeError: it cannot be opened.
+        """
+        try:
+            key = (memory.path, os.stat(memory.path).st_ino, memory.num_bytes)
+        except OSError as error:
+            raise RuntimeError(f"cannot open the trainer's memory {memory.path}: {error.strerror}") from error
+        if key not in self._host:
+            self._host[key] = torch.from_file(memory.path, True, memory.num_bytes, dtype=torch.uint8)
+        self._used.add(key)
+        return self._host[key]
+
+    def address(self, memory: DeviceMemory) -> int:
+        """Where the allocation begins, in this process.
+
+        Raises:
+            RuntimeError: CUDA cannot open it.
+        """
+        key = (memory.pid, memory.buffer_id)
+        if memory.pid == os.getpid():
+            return memory.address
+        if key not in self._gpu:
+            from tidemill_weight_update.memory.cuda_memory import ImportedMemory
+
+            self._gpu[key] = ImportedMemory(memory, self._device)
+        self._used.add(key)
+        return self._gpu[key].address
+
+    def addresses(self, memories: tuple[DeviceMemory, ...]) -> list[int]:
+        """`address` of each. A model may lie in thousands of allocations, so the answer is kept with the tuple."""
+        if id(memories) not in self._lists:
+            keys = {(memory.pid, memory.buffer_id) for memory in memories}
+            self._lists[id(memories)] = memories, [self.address(memory) for memory in memories], keys
+        _, addresses, keys = self._lists[id(memories)]
+        self._used |= keys
+        return addresses
+
+    def close_unused(self) -> bool:
+        """Closes what was not asked for since the last call: its owner does not use it any more.
+
+        Returns:
+            whether there was anything; host memory ends with the last tensor that lies in it.
+        """
+        num_open = len(self._host) + len(self._gpu)
+        for key in [key for key in self._host if key not in self._used]:
+            del self._host[key]
+        for key in [key for key in self._gpu if key not in self._used]:
+            self._gpu.pop(key).close()
+            self._lists.clear()
+        self._used.clear()
+        return len(self._host) + len(self._gpu) < num_open

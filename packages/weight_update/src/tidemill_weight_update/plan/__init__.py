@@ -1,0 +1,1 @@
+"""What stock `load_weights` does, recorded as a plan of copies."""

@@ -1,0 +1,231 @@
+"""Coverage: which elements of the parameters are written, how often, and by whom last. Pure, numpy only."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill_weight_update.plan.box import Box
+from tidemill_weight_update.plan.origin import Origin, UntraceableError, trace
+
+MAX_ELEMENTWISE = 1 << 27
+"""Parameters that are not written in boxes are looked at element by element up to this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter's shape and strides (elements)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Loading writes elements `offset + sum(i_d * strides[d])` of `parameter`, for all `i` below `shape`.
+
+    Attributes:
+        kind: "copy" of a source and "fill" with a constant can be replayed; "loader" means that only `load_weights`
+            can do it.
+        names: the sources that the values come from; none for a fill, and for what depends on no source.
+        during: the source that loading had taken last, None before the first and after the last one.
+    """
+
+    kind: Literal["copy", "fill", "loader"]
+    parameter: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    names: tuple[str, ...]
+    during: str | None
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What a sequence of writes does to the parameters.
+
+    Attributes:
+        uncovered: parameter -> elements that nothing writes, or only what loading does before or after the sources.
+        overwritten: parameter -> elements that more than one write from sources hits.
+        hidden: indices of copies and fills that later ones overwrite completely.
+        overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is left out where
+            writes between the two hide all that they share.
+        unknown: parameters too large and written in too scattered a way to tell.
+    """
+
+    uncovered: dict[str, int] = field(default_factory=dict)
+    overwritten: dict[str, int] = field(default_factory=dict)
+    hidden: set[int] = field(default_factory=set)
+    overlaps: set[tuple[int, int]] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+
+
+def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
+    """Looks at `writes`, in their order. None may write an element twice by itself; exact for each element."""
+    of_parameter: dict[str, list[int]] = {name: [] for name in places}
+    for index, write in enumerate(writes):
+        of_parameter[write.parameter].append(index)
+    coverage = Coverage()
+    for name, indices in of_parameter.items():
+        place = places[name]
+        numel = Box.whole(place.shape).numel
+        if len(indices) == 1 and writes[indices[0]].names and Box.whole(writes[indices[0]].shape).numel == numel:
+            continue
+        if numel:
+            _survey_parameter(coverage, name, place, {index: writes[index] for index in indices})
+    return coverage
+
+
+class _Canvas:
+    """Cells of a parameter, and the cells that each write hits, as views into arrays of the canvas' shape.
+
+    Attributes:
+        numel: elements in each cell.
+    """
+
+    def __init__(self, place: Place, writes: Mapping[int, Write]) -> None:
+        """Raises UntraceableError: no reasonable number of cells."""
+        order = sorted(range(len(place.shape)), key=lambda dim: -place.strides[dim])
+        shape = tuple(place.shape[dim] for dim in order)
+        strides = tuple(place.strides[dim] for dim in order)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        self._writes = writes
+        self._slices: dict[int, list[tuple[slice, ...]]] | None = None
+        boxes = _boxes(shape, writes) if span == Box.whole(shape).numel else None
+        if boxes is None:  # element by element
+            self.shape = (span,)
+            self._check_size()
+            self.numel = np.zeros(span, np.int64)
+            np.lib.stride_tricks.as_strided(self.numel, shape, [stride * 8 for stride in strides])[...] = 1
+            return
+        cuts = [{0, size} for size in shape]
+        for box in (box for parts in boxes.values() for box in parts):
+            for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
+                cuts[dim] |= {start, start + size}
+        edges = [sorted(cut) for cut in cuts]
+        self.shape = tuple(len(edge) - 1 for edge in edges)
+        self._check_size()
+        self.numel = np.ones(self.shape, np.int64)
+        for dim, edge in enumerate(edges):
+            self.numel *= np.diff(edge).reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
+        cell_of = [{position: cell for cell, position in enumerate(edge)} for edge in edges]
+        self._slices = {
+            index: [
+                tuple(slice(cell[a], cell[a + n]) for cell, a, n in zip(cell_of, box.start, box.shape, strict=True))
+                for box in parts
+            ]
+            for index, parts in boxes.items()
+        }
+
+    def _check_size(self) -> None:
+        if Box.whole(self.shape).numel > MAX_ELEMENTWISE:
+            raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
+
+    def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
+        """The cells that the write hits, of an array in the shape of the canvas."""
+        if self._slices is None:
+            write = self._writes[index]
+            strides = [stride * cells.itemsize for stride in write.strides]
+            yield np.lib.stride_tricks.as_strided(cells[write.offset :], write.shape, strides)
+        else:
+            for cut in self._slices[index]:
+                yield cells[cut]
+
+
+def _boxes(shape: tuple[int, ...], writes: Mapping[int, Write]) -> dict[int, list[Box]] | None:
+    """Each write as boxes of a contiguous parameter, None if one is not made of boxes."""
+    whole = Origin.source("", shape)
+    boxes = {}
+    for index, write in writes.items():
+        try:
+            parts = trace(whole, write.offset, write.shape, write.strides)[0].parts
+        except UntraceableError:
+            return None
+        boxes[index] = [_place(part.start, part.box.shape, part.dims) for part in parts]
+    return boxes
+
+
+def _place(start: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | None, ...]) -> Box:
+    shape = [1] * len(start)
+    for size, dim in zip(sizes, dims, strict=True):
+        if dim is not None:
+            shape[dim] = size
+    return Box(start, tuple(shape))
+
+
+def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mapping[int, Write]) -> None:
+    try:
+        canvas = _Canvas(place, writes)
+    except UntraceableError:
+        coverage.unknown.add(name)
+        return
+    last = np.full(canvas.shape, -1, np.int64)
+    visible = last.copy()  # what `load_weights` alone can do may depend on what it finds, and hides nothing
+    sources = np.zeros(canvas.shape, np.int8)  # how many writes from sources, at most 2
+    covered = np.zeros(canvas.shape, bool)
+    for index, write in writes.items():
+        for view in canvas.hit(index, last):
+            coverage.overlaps.update((int(before), index) for before in np.unique(view) if before not in (-1, index))
+            view[...] = index
+        if write.kind != "loader":
+            for view in canvas.hit(index, visible):
+                view[...] = index
+        if write.names:
+            for view in canvas.hit(index, sources):
+                np.minimum(view + 1, 2, out=view)
+        if write.names or write.kind == "fill" or write.during is not None:
+            for view in canvas.hit(index, covered):
+                view[...] = True
+    remaining = set(np.unique(visible[canvas.numel > 0]).tolist())
+    coverage.hidden.update(
+        index for index, write in writes.items() if write.kind != "loader" and index not in remaining
+    )
+    if uncovered := int(canvas.numel[~covered].sum()):
+        coverage.uncovered[name] = uncovered
+    if overwritten := int(canvas.numel[sources > 1].sum()):
+        coverage.overwritten[name] = overwritten
+
+
+def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
+    """Names that `load_weights` must load, so that a replay gives the same -> why.
+
+    A replay does the fills, then the copies that are not hidden, then calls `load_weights` with these names. Where two
+    writes share elements, that must not turn their order round.
+
+    Args:
+        names: those that are left to `load_weights` already.
+    """
+    left = dict(names)
+    for write in writes:
+        if write.kind == "loader" and not write.names and write.during is not None:
+            left.setdefault(write.during, f"loading it writes to {write.parameter!r} what is no copy of a source")
+        if write.parameter in coverage.unknown:
+            for name in write.names:
+                left.setdefault(name, f"{write.parameter!r} is too large for the scattered way in which it is written")
+    known = -1
+    while len(left) > known:
+        known = len(left)
+        for before, after in sorted(coverage.overlaps):
+            first, second = writes[before], writes[after]
+            turn, next_turn = _turn(first, left), _turn(second, left)
+            if before in coverage.hidden and turn == 1 and next_turn is not None:
+                continue
+            moved: tuple[Write, ...] = ()
+            if turn == 1 and (next_turn is None or next_turn <= 1):
+                moved = first, second
+            elif turn is not None and next_turn is not None and turn > next_turn:
+                moved = (second,)
+            for write in moved:
+                for name in write.names or (() if write.during is None else (write.during,)):
+                    left.setdefault(name, f"it shares elements of {write.parameter!r} with another write")
+    return left
+
+
+def _turn(write: Write, left: Mapping[str, str]) -> int | None:
+    """When a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
+    by_name = not left.keys().isdisjoint(write.names) if write.names else write.during in left
+    if by_name or (left and not write.names and write.during is None):
+        return 2
+    return {"fill": 0, "copy": 1, "loader": None}[write.kind]

@@ -1,0 +1,144 @@
+"""Origins: which box of which source each element of a tensor came from. Pure arithmetic on shapes and strides."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+
+MAX_PARTS = 1024
+"""Views that fall into more boxes than this are not followed."""
+
+
+class UntraceableError(Exception):
+    """The view has no short description by boxes; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`box` of a tensor holds the values of source `name` from index `start` on; dim d runs along source dim `dims[d]`.
+
+    `dims[d]` is None where the box has size 1.
+    """
+
+    box: Box
+    name: str
+    start: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A contiguous tensor of this shape, made of disjoint parts that cover it."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def source(cls, name: str, shape: tuple[int, ...]) -> "Origin":
+        """The source itself."""
+        dims = tuple(None if size == 1 else dim for dim, size in enumerate(shape))
+        return cls(tuple(shape), (Part(Box.whole(shape), name, (0,) * len(shape), dims),))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`size` steps of `step` indices each along dim `view_dim` of a view; `origin_dim` is the dim they follow.
+
+    None: they follow no dim one index at a time (broadcast, every n-th), each step is a part of its own.
+    """
+
+    view_dim: int
+    step: int
+    size: int
+    origin_dim: int | None
+
+
+def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Origin, tuple[Run, ...]]:
+    """Where the elements of a view come from.
+
+    Args:
+        origin: of the tensor that is viewed.
+        offset, shape, strides: the view, in elements of that tensor.
+
+    Returns:
+        The origin of the view, in as many dims as there are runs, and what these are: dims of size 1 have no run, a
+        dim that was flattened from several has one for each. Runs are in the order of the view's dims.
+
+    Raises:
+        UntraceableError: the view is not made of few boxes.
+    """
+    runs = _runs(origin.shape, shape, strides)
+    counted = [run.size if run.origin_dim is None else 1 for run in runs]
+    parts = []
+    for index in itertools.product(*map(range, counted)):
+        first = offset + sum(i * run.step * strides[run.view_dim] for i, run in zip(index, runs, strict=True))
+        box, run_of_dim = _box(origin.shape, first, runs)
+        for part in origin.parts:
+            common = box.intersect(part.box)
+            if common is not None:
+                parts.append(_part(part, common, box, index, runs, run_of_dim))
+        if len(parts) > MAX_PARTS:
+            raise UntraceableError(f"the view falls into more than {MAX_PARTS} boxes")
+    return Origin(tuple(run.size for run in runs), tuple(parts)), runs
+
+
+def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -> tuple[Run, ...]:
+    steps = contiguous_strides(base)
+    dim_of = {step: dim for dim, (step, size) in enumerate(zip(steps, base, strict=True)) if size > 1}
+    runs = []
+    for view_dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if size == 1:
+            continue
+        if stride not in dim_of:
+            runs.append(Run(view_dim, 1, size, None))
+            continue
+        # A dim that is longer than the one it follows goes on along the next outer one.
+        dim, step, split = dim_of[stride], 1, []
+        while size > base[dim] and dim > 0:
+            if size % base[dim]:
+                raise UntraceableError("a flattened dim is cut within a row")
+            if base[dim] > 1:
+                split.append(Run(view_dim, step, base[dim], dim))
+            size, step, dim = size // base[dim], step * base[dim], dim - 1
+        if size > 1:
+            split.append(Run(view_dim, step, size, dim))
+        runs += reversed(split)
+    return tuple(runs)
+
+
+def _box(base: tuple[int, ...], first: int, runs: tuple[Run, ...]) -> tuple[Box, dict[int, int]]:
+    """The box that starts at element `first` and follows `runs`, and the run of each dim that has one."""
+    start = []
+    for step in contiguous_strides(base):
+        index, first = divmod(first, max(step, 1))
+        start.append(index)
+    box_shape, run_of_dim = [1] * len(base), {}
+    for number, run in enumerate(runs):
+        dim = run.origin_dim
+        if dim is None:
+            continue
+        if dim in run_of_dim:
+            raise UntraceableError("two dims of the view follow the same dim")
+        if start[dim] + run.size > base[dim]:
+            raise UntraceableError("a flattened dim does not start with a row")
+        run_of_dim[dim], box_shape[dim] = number, run.size
+    return Box(tuple(start), tuple(box_shape)), run_of_dim
+
+
+def _part(
+    part: Part, common: Box, box: Box, index: tuple[int, ...], runs: tuple[Run, ...], run_of_dim: dict[int, int]
+) -> Part:
+    """`common`, the intersection of `box` with that of `part`, as a part of the view whose dims are `runs`."""
+    start = list(part.start)
+    at, size = list(index), [1] * len(runs)
+    dims: list[int | None] = [None] * len(runs)
+    for dim, source_dim in enumerate(part.dims):
+        if source_dim is not None:
+            start[source_dim] += common.start[dim] - part.box.start[dim]
+        if dim in run_of_dim:
+            number = run_of_dim[dim]
+            at[number] = common.start[dim] - box.start[dim]
+            size[number] = common.shape[dim]
+            dims[number] = source_dim if common.shape[dim] > 1 else None
+    return Part(Box(tuple(at), tuple(size)), part.name, tuple(start), tuple(dims))

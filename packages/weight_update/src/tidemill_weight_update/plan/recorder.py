@@ -1,0 +1,92 @@
+"""What a model takes of the tensors that were announced so far."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tidemill_weight_update.plan.plan import CopyPlan, Fill, SourceSpec
+from tidemill_weight_update.plan.record import record, write_fills
+
+
+class Recorder:
+    """Keeps the copy plan of a model and records anew what is new.
+
+    Args:
+        model: with SGLang's `load_weights`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._fills: list[Fill] = []
+        self._proven = False
+        self._came: dict[str, SourceSpec] = {}
+        self.sources: dict[str, SourceSpec] = {}
+        self.plan = CopyPlan(copies=())
+
+    def cover(self, sources: Sequence[SourceSpec]) -> bool:
+        """Makes `plan` that of exactly these sources; returns whether what was built on the old plan is void.
+
+        Raises:
+            RuntimeError: the model refuses a source.
+        """
+        wanted = {source.name: source for source in sources}
+        if wanted == self.sources:
+            return False
+        self.plan = record(self._model, list(wanted.values()))
+        self.sources = wanted
+        self._fills = list(self.plan.fills)
+        self._proven = True
+        return True
+
+    def begin(self) -> None:
+        """Starts an update whose sources are not known before, for `extend`."""
+        self._came = {}
+
+    def extend(self, sources: Sequence[SourceSpec]) -> bool:
+        """Adds sources to `plan`, which proves nothing about coverage then; returns as `cover` does.
+
+        If one has another shape or dtype than at the last update, all others may have, too: then `plan` is that of the
+        sources that came since `begin`.
+
+        Raises:
+            RuntimeError: the model refuses a source.
+        """
+        void = any(source != self.sources.get(source.name, source) for source in sources)
+        if void:
+            self.sources, self.plan, self._fills = {}, CopyPlan(copies=()), []
+            self._add(list(self._came.values()))
+            self._fills = []  # they are written, and copies that came since may lie there
+        self._came |= {source.name: source for source in sources}
+        self._add([source for source in sources if source.name not in self.sources])
+        return void
+
+    def _add(self, new: Sequence[SourceSpec]) -> None:
+        if not new:
+            return
+        part = record(self._model, new)
+        self.sources |= {source.name: source for source in new}
+        self._fills += part.fills
+        self._proven = False
+        self.plan = CopyPlan(
+            copies=self.plan.copies + part.copies,
+            through_loader=self.plan.through_loader | part.through_loader,
+            unused=self.plan.unused + part.unused,
+            groups=self.plan.groups + part.groups,
+        )
+
+    def settle(self, sources: Sequence[SourceSpec]) -> None:
+        """Makes `plan` that of exactly these sources, recorded as a whole, so that it tells what is covered.
+
+        All of them have been loaded since `begin`, their constants too.
+        """
+        wanted = {source.name: source for source in sources}
+        if not self._proven or wanted != self.sources:
+            self.plan = record(self._model, list(wanted.values()))
+            self.sources = wanted
+            self._proven = True
+
+    def write_fills(self) -> None:
+        """Writes the constants that came to the plan since the last call. Copies of their sources come afterwards."""
+        if self._fills:
+            write_fills(dict(self._model.named_parameters()), self._fills)
+            self._fills = []

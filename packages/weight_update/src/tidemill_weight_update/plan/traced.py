@@ -1,0 +1,127 @@
+"""Traced tensors: without data, they remember which elements of which sources they stand for."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tidemill_weight_update.plan.operation import leaves
+from tidemill_weight_update.plan.origin import Origin, UntraceableError
+
+
+class Runner(Protocol):
+    """Carries out operations in the place of the dispatcher."""
+
+    def run(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any: ...
+
+
+class Traced(Tensor):
+    """A tensor on the meta device whose operations go to its runner.
+
+    Attributes:
+        stand_in: a meta tensor of the same shape; its storage offset and strides count the elements of `origin`.
+        origin: where the elements come from; None if they were computed, from `sources`.
+        rounded: the dtype to which the values were rounded on the way, None if they are the source's.
+    """
+
+    stand_in: Tensor
+    origin: Origin | None
+    sources: frozenset[str]
+    rounded: torch.dtype | None
+    runner: Runner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(
+        cls,
+        runner: Runner,
+        stand_in: Tensor,
+        origin: Origin | None,
+        sources: frozenset[str],
+        rounded: torch.dtype | None = None,
+    ) -> "Traced":
+        out = torch.Tensor._make_wrapper_subclass(
+            cls,
+            stand_in.size(),
+            strides=stand_in.stride(),
+            storage_offset=stand_in.storage_offset(),
+            dtype=stand_in.dtype,
+            device=stand_in.device,
+        )
+        out.runner, out.stand_in, out.origin, out.sources, out.rounded = runner, stand_in, origin, sources, rounded
+        return out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Traced({', '.join(sorted(self.sources))}: {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        return traced_arguments(args, kwargs)[0].runner.run(func, args, kwargs)
+
+
+class Watch(TorchDispatchMode):
+    """Sends the runner all operations of the current thread, those without a traced tensor too."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return self._runner.run(func, args, {} if kwargs is None else kwargs)
+
+
+def traced_arguments(args: tuple, kwargs: Mapping[str, Any]) -> list[Traced]:
+    """The traced tensors that an operation is given."""
+    return [leaf for leaf in leaves((*args, *kwargs.values())) if isinstance(leaf, Traced)]
+
+
+def origin_of(tensor: Tensor) -> Origin:
+    """Raises UntraceableError: the tensor is no part of sources."""
+    if not isinstance(tensor, Traced):
+        raise UntraceableError("it is combined with a tensor that is not a source")
+    if tensor.origin is None:
+        raise UntraceableError("it is computed")
+    return tensor.origin
+
+
+def view_of(tensor: Traced, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `func`, which returns views of its first argument, returns.
+
+    Raises:
+        UntraceableError: the tensor is no part of sources, or the view has another dtype.
+    """
+    origin = origin_of(tensor)
+
+    def wrap(inner: Tensor) -> Traced:
+        if inner.dtype != tensor.dtype:
+            raise UntraceableError("its bits are read as another dtype")
+        assert inner.untyped_storage()._cdata == tensor.stand_in.untyped_storage()._cdata, f"{func} is no view"
+        return Traced(tensor.runner, inner, origin, tensor.sources, tensor.rounded)
+
+    return tree_map(wrap, func(tensor.stand_in, *args, **kwargs))
+
+
+def rounding(tensor: Traced, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to which the values of `tensor` have been rounded once they are cast to `dtype`.
+
+    Raises:
+        UntraceableError: no cast between floating-point dtypes, or one that rounds a second time.
+    """
+    if tensor.dtype == dtype:
+        return tensor.rounded
+    if not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+        raise UntraceableError(f"it is cast from {tensor.dtype} to {dtype}")
+    old, new = torch.finfo(tensor.dtype), torch.finfo(dtype)
+    exact = new.eps <= old.eps and new.max >= old.max and new.smallest_normal * new.eps <= old.smallest_normal * old.eps
+    if exact:
+        return tensor.rounded
+    if tensor.rounded is not None:
+        raise UntraceableError(f"it is rounded to {tensor.rounded} and then to {dtype}")
+    return dtype

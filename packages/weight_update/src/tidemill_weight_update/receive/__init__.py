@@ -1,0 +1,1 @@
+"""The engine's side of the fast path."""

@@ -1,0 +1,113 @@
+"""A journal line as an engine rank sees it: the copies that it makes of what the line describes."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import CopyTable, build_tables
+from tidemill_weight_update.memory.handle import DeviceMemory, Memory
+from tidemill_weight_update.memory.mapped import MappedMemories
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.plan import Copy, CopyPlan
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.copy.cuda import CudaCopier
+
+
+class Incoming:
+    """Built once for a line and a plan, run at each update.
+
+    Args:
+        line: what a trainer rank announced.
+        plan: of the sources in `line`, at least.
+        parameters: of the model, by name.
+        device: of the model.
+
+    Attributes:
+        counts: elements of each source of the line that are copied here, int64 [num_sources].
+        digests: of what the last run copied, int64 [num_sources], on `device`.
+        staged: sources that go through the model's own loader; their copies need `run(staging=...)`.
+    """
+
+    def __init__(self, line: Line, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+        self.line = line
+        self._device = device
+        names = {source.name for source in line.sources}
+        self.staged = tuple(source for source in line.sources if source.name in plan.through_loader)
+        copies = [copy for copy in plan.copies if copy.name in names]
+        copies += [
+            Copy(s.name, Box.whole(s.shape), f"staged {s.name}", 0, contiguous_strides(s.shape), s.dtype)
+            for s in self.staged
+        ]
+        self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
+        shards = {source.name: shards for source, shards in zip(line.sources, line.shards, strict=True)}
+        self._tables = build_tables(copies, line.sources, shards, self._targets, complete=False)
+        self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
+        self.counts = _counts(self._tables, len(line.sources))
+        self.digests = torch.zeros(len(line.sources), dtype=torch.int64, device=device)
+        self._gpu_copier: CudaCopier | None = None
+        self._host_copier: HostCopier | None = None
+        if device.type == "cpu" and not self.staged:
+            self._host_copier = HostCopier(self._tables, self._places({}))
+
+    def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
+        """Copies, and leaves the digests of what was copied. On a GPU it only queues that on the current stream.
+
+        Args:
+            arena: that holds the line's pieces, in the trainer's memory or in this process's; None: the line names
+                its memories.
+            mapped: opens memories.
+            staging: source name -> where to put a tensor that is staged.
+        """
+        self.digests.zero_()
+        if not self._tables:
+            return
+        memories = self.line.memories if arena is None else (arena,)
+        places = self._places(staging)
+        if self._device.type == "cpu":
+            copier = self._host_copier or HostCopier(self._tables, places)
+            copier.run([_on_host(memory, mapped) for memory in memories], self.digests)
+        else:
+            self._run_on_gpu(arena, mapped, places)
+
+    def forget(self) -> None:
+        """Lets go of memory that the last runs read."""
+        if self._host_copier is not None:
+            self._host_copier.forget()
+
+    def _run_on_gpu(self, arena: Memory | Tensor | None, mapped: MappedMemories, places: Sequence[Tensor]) -> None:
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        if self._gpu_copier is None:
+            self._gpu_copier = CudaCopier(self._tables, self._device)
+        upload = None  # alive until the copies are queued: the allocator hands memory out again in stream order
+        if arena is None:
+            bases = mapped.addresses(self.line.memories)
+        elif isinstance(arena, DeviceMemory):
+            bases = [mapped.address(arena)]
+        else:
+            upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
+            bases = [upload.data_ptr()]
+        self._gpu_copier.run(bases, [place.data_ptr() for place in places], self.digests)
+
+    def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
+        staged = {f"staged {name}": tensor for name, tensor in staging.items()}
+        return [self._parameters[name] if name in self._parameters else staged[name] for name in self._targets]
+
+
+def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
+    counts = np.zeros(num_sources, np.int64)
+    for table in tables:
+        np.add.at(counts, table.tensor, table.rows * table.cols)
+    return counts
+
+
+def _on_host(memory: Memory | Tensor, mapped: MappedMemories) -> Tensor:
+    if isinstance(memory, DeviceMemory):
+        raise RuntimeError("an engine on a CPU cannot read GPU memory; give WeightUpdater device='cpu'")
+    return memory if isinstance(memory, Tensor) else mapped.tensor(memory)

@@ -1,0 +1,81 @@
+"""The ranks of one engine during an update: what they tell the trainer and each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill_weight_update.control.channel import Channel
+from tidemill_weight_update.control.mailbox import MIXED, UNCHANGED
+from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.control.wait import Wait
+
+
+class Peers:
+    """One rank's view of the ranks of its engine, in the mailbox of trainer rank 0.
+
+    Args:
+        control: that mailbox.
+        request: of the update.
+        rank: of this process in its engine.
+        check: raises if the trainer is gone.
+    """
+
+    def __init__(self, control: Channel, request: Request, rank: int, check: Callable[[], None]) -> None:
+        self._control = control
+        self._sequence = request.sequence
+        self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)
+        self._timeout_s = request.timeout_s
+        self._check_trainer = check
+        self.row = request.first_receiver + rank
+
+    def report(self, state: int, **reply: Any) -> None:
+        """Makes this rank's state known, unless the trainer has gone on."""
+        if self._control.is_at(self._sequence):
+            self._control.report(self._sequence, self.row, state, reply)
+
+    def wait(self, state: int) -> None:
+        """Returns when all ranks have come to `state`.
+
+        Raises:
+            RuntimeError: one of them has failed or ended, or the trainer is gone.
+            TimeoutError: nothing happened for too long.
+        """
+        pending = set(self._rows) - {self.row}
+        wait = Wait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
+        while pending:
+            for row in list(pending):
+                reached = self._control.state(self._sequence, row)
+                if reached in (UNCHANGED, MIXED):
+                    raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed")
+                if reached >= state:
+                    pending.remove(row)
+                    wait.progress()
+            if pending:
+                wait.pause()
+
+    def share_totals(self, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Leaves this rank's digest and element count of each tensor for the others; announced by the next `report`."""
+        self._check_trainer()
+        self._control.write_totals(self.row, digests, counts)
+
+    def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sums over all ranks of what they left: digests modulo 2**64, and element counts."""
+        totals = [self._control.totals(row, num_tensors) for row in self._rows]
+        digests = np.zeros(num_tensors, np.int64)
+        counts = np.zeros(num_tensors, np.int64)
+        for digest, count in totals:
+            digests += digest
+            counts += count
+        return digests, counts
+
+    def _check(self, pending: set[int]) -> None:
+        self._check_trainer()
+        for row in pending:
+            rank = row - self._rows[0]
+            if self._control.receiver_has_ended(self._sequence, row):
+                pid = self._control.receiver_pid(self._sequence, row)
+                raise RuntimeError(f"rank {rank} of this engine (process {pid}) has ended")
+            if self._control.is_excluded(self._sequence, row):
+                raise RuntimeError(f"rank {rank} of this engine made no progress; the trainer has given it up")

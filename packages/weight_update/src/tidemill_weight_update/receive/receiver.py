@@ -1,0 +1,175 @@
+"""The engine's side of the fast path: one engine rank, which keeps its plan and tables between updates."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tidemill_weight_update.control.channel import Channel, Place
+from tidemill_weight_update.control.journal import Line, joined, line_from_json, list_from_json, memory_from_json
+from tidemill_weight_update.control.mailbox import MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.link.engine_link import EngineLinks
+from tidemill_weight_update.link.group_link import LinkAddress
+from tidemill_weight_update.memory.handle import Memory
+from tidemill_weight_update.memory.mapped import MappedMemories
+from tidemill_weight_update.plan.recorder import Recorder
+from tidemill_weight_update.receive.incoming import Incoming
+from tidemill_weight_update.receive.manifest import LineKey, Manifest
+from tidemill_weight_update.receive.turn import Turn
+
+FAR = 1 << 31
+"""More buckets than any update has: nobody waits for a rank that acknowledged so many."""
+
+
+class Receiver:
+    """Loads what trainer ranks publish into a model.
+
+    Args:
+        model: with SGLang's `load_weights`. Between updates its parameters may move.
+        rank, num_ranks: of this process in its engine, and of all of them.
+        may_ignore: tells for a name that no parameter takes whether that is as it should be (`lm_head.weight` of a
+            model with tied embeddings).
+        finish: called after the copies of each update, to compute what the model derives from its parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        num_ranks: int,
+        may_ignore: Callable[[str], bool],
+        finish: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.may_ignore = may_ignore
+        self.finish = finish
+        self.device = next(model.parameters()).device
+        self.memories = MappedMemories(self.device)
+        self.recorder = Recorder(model)
+        self.checked: Manifest | None = None
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._links = EngineLinks(self.device)
+        self._mailboxes: dict[str, Channel] = {}
+        self._parsed: dict[LineKey, Line] = {}
+        self._incoming: dict[LineKey, Incoming] = {}
+        self._joined: dict[tuple[LineKey, ...], Incoming] = {}
+        self._manifest: Manifest | None = None
+        self._modules = list(model.modules())
+        self._layout = self._find_parameters()
+
+    def handle(self, request: Request) -> None:
+        """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
+
+        Raises:
+            RuntimeError: nobody waits for a report: rank 0's mailbox cannot be opened, or is at another update.
+        """
+        for path in self._mailboxes.keys() - set(request.mailboxes):
+            self._forget(path)
+        self._links.keep(request.mailboxes)
+        control = self._open(request.mailboxes[0], request.timeout_s)
+        if not control.is_at(request.sequence):
+            raise RuntimeError(f"the trainer gave up update {request.sequence} before this engine came to it")
+        rank = min(self._rank, request.num_receivers - 1)
+        row = request.first_receiver + rank
+        boxes, turn = [control], None
+        try:
+            if self._num_ranks != request.num_receivers:
+                raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
+            boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
+            turn = Turn(self, request, boxes, rank)
+            with torch.no_grad():
+                self._follow_model()
+                turn.run()
+        except Exception as error:  # noqa: BLE001 - raised, it would end the engine
+            state = MIXED if turn is not None and turn.changed else UNCHANGED
+            if control.is_at(request.sequence):
+                control.report(request.sequence, row, state, {"error": f"{type(error).__name__}: {error}"})
+        finally:
+            if self.memories.close_unused():
+                for incoming in self._incoming.values():
+                    incoming.forget()
+            for box in [box for box in boxes if box.is_at(request.sequence)]:
+                box.acknowledge(request.sequence, row, FAR)
+
+    def manifest(self, keys: Sequence[LineKey]) -> Manifest:
+        """What these lines send in all; kept for the next update, which is likely to have the same lines."""
+        if self._manifest is None or self._manifest.keys != tuple(keys):
+            self._manifest = Manifest(keys, [self.line(*key) for key in keys])
+        return self._manifest
+
+    def lines(self, box: Channel, listed: Place) -> list[Place]:
+        """The lines of an update that lists them."""
+        return list_from_json(box.read_journal(listed))
+
+    def line(self, box: Channel, place: Place) -> Line:
+        """A line of a journal, parsed once. What stands at a place of a journal never changes."""
+        key = (box, place)
+        if key not in self._parsed:
+            self._parsed[key] = line_from_json(box.read_journal(place))
+        return self._parsed[key]
+
+    def incoming(self, box: Channel, place: Place) -> Incoming:
+        """The copies of a line, for the present plan."""
+        key = (box, place)
+        if key not in self._incoming:
+            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            line, plan = self.line(box, place), self.recorder.plan
+            if box.inlet is not None:
+                line = box.inlet.pack(place, line, plan)
+            self._incoming[key] = Incoming(line, plan, parameters, self.device)
+        return self._incoming[key]
+
+    def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming:
+        """The copies of lines whose pieces stay where they are, as one.
+
+        The parts of a tensor that lie on several GPUs are then copied at about the same time, and no GPU has to serve
+        all others at once.
+        """
+        if len(keys) == 1:
+            return self.incoming(*keys[0])
+        if keys not in self._joined:
+            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            line = joined([self.line(*key) for key in keys])
+            self._joined[keys] = Incoming(line, self.recorder.plan, parameters, self.device)
+        return self._joined[keys]
+
+    def drop_incoming(self) -> None:
+        """Forgets all copies: the plan has changed."""
+        self._incoming.clear()
+        self._joined.clear()
+
+    def arena(self, box: Channel, place: Place) -> Memory:
+        return memory_from_json(box.read_journal(place))
+
+    def _follow_model(self) -> None:
+        """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
+        layout = self._find_parameters()
+        if layout != self._layout:
+            self._layout = layout
+            self.recorder = Recorder(self.model)
+            self.checked = None
+            self.drop_incoming()
+
+    def _find_parameters(self) -> list[tuple[object, ...]]:
+        """Where the parameters are."""
+        # Their registries are read directly: `named_parameters` takes milliseconds for a large model.
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
+
+    def _open(self, path: str, timeout_s: float) -> Channel:
+        if path in self._mailboxes and not self._mailboxes[path].is_current():
+            self._forget(path)
+        if path not in self._mailboxes:
+            is_far = LinkAddress.is_path(path)
+            self._mailboxes[path] = self._links.open(path, timeout_s) if is_far else Mailbox.open(path)
+        return self._mailboxes[path]
+
+    def _forget(self, path: str) -> None:
+        box = self._mailboxes.pop(path)
+        self._parsed = {key: line for key, line in self._parsed.items() if key[0] is not box}
+        self._incoming = {key: line for key, line in self._incoming.items() if key[0] is not box}
+        self._joined.clear()
+        self._manifest = None
+        box.close()

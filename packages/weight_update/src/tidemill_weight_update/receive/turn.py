@@ -1,0 +1,285 @@
+"""One update, as one engine rank carries it out."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Channel, Place
+from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED
+from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.memory.handle import Memory
+from tidemill_weight_update.receive.incoming import Incoming
+from tidemill_weight_update.receive.manifest import LineKey, Manifest
+from tidemill_weight_update.receive.peers import Peers
+from tidemill_weight_update.stages import Stages
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.receive.receiver import Receiver
+
+_CONVERTED = "it is cast from "
+"""How `traced.rounding` begins to tell that no cast between floating-point dtypes leads to a parameter."""
+
+
+class Turn:
+    """What one engine rank does in one update, and what it knows during it.
+
+    Attributes:
+        peers: where this rank reports.
+        changed: whether parameters may have been written to.
+    """
+
+    def __init__(self, receiver: "Receiver", request: Request, boxes: Sequence[Channel], rank: int) -> None:
+        self._receiver = receiver
+        self._request = request
+        self._boxes = boxes
+        # Not a method: a cycle would keep staged tensors and mappings until Python collects garbage.
+        self._check_trainer = partial(_check_trainer, boxes, request.sequence)
+        self.peers = Peers(boxes[0], request, rank, self._check_trainer)
+        self.changed = False
+        self._came: list[tuple[tuple[LineKey, ...], Incoming]] = []
+        self._num_in_place = 0
+        self._staging: dict[str, Tensor] = {}
+        self._stages = Stages()
+
+    def run(self) -> None:
+        """Raises when anything is wrong; the docstring of `WeightUpdater.update` lists what may be."""
+        self.peers.report(ATTACHED)
+        with self._stages("wait"):
+            listed = [self._wait_until_open(box) for box in self._boxes]
+        with self._stages("check"):
+            manifest = self._prepare(listed) if self._request.complete else None
+            self._receiver.recorder.begin()
+            self.peers.report(CHECKED)
+            self.peers.wait(CHECKED)
+            if manifest is not None:
+                self._refuse_unused(manifest)
+        self._copy()
+        with self._stages("check"):
+            if manifest is None:
+                manifest = self._check_what_came()
+        with self._stages("finish"):
+            self._load_staged()
+            self._receiver.finish()
+            self._synchronize()
+        with self._stages("verify"):
+            num_unverified = self._compare(manifest)
+        plan = self._receiver.recorder.plan
+        self.peers.report(
+            LOADED,
+            through_loader=plan.through_loader,
+            num_unverified=num_unverified,
+            num_overwritten=sum(plan.overwritten.values()),
+            seconds=self._stages.seconds,
+        )
+
+    # Before anything changes.
+
+    def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
+        wait = Wait(self._request.timeout_s, "the trainer to begin", self._check_trainer)
+        while True:
+            is_open, listed = box.lines(self._request.sequence)
+            if is_open:
+                return listed
+            self._num_buckets(box)  # raises if the trainer has failed or gone on
+            wait.pause()
+
+    def _num_buckets(self, box: Channel) -> int | None:
+        try:
+            return box.num_buckets(self._request.sequence)
+        except RuntimeError:
+            _check_alive(self._boxes)  # a trainer rank gives up when another one has ended
+            raise
+
+    def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
+        """Compiles all lines and checks them, or finds that they are those of the last update."""
+        receiver = self._receiver
+        keys = [
+            (box, place)
+            for box, where in zip(self._boxes, listed, strict=True)
+            if where is not None
+            for place in receiver.lines(box, where)
+        ]
+        manifest = receiver.manifest(keys)
+        if receiver.checked is not manifest:
+            if receiver.recorder.cover(manifest.sources):
+                receiver.drop_incoming()
+            self._check_dtypes()
+            receiver.checked = manifest
+        self._check_coverage()
+        self._num_in_place = manifest.num_in_place
+        incoming = [receiver.incoming(*key) for key in keys]
+        counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
+        self.peers.share_totals(np.zeros_like(counts), counts)
+        return manifest
+
+    def _check_dtypes(self) -> None:
+        """Loading would convert integers to floating-point numbers in silence, and the reverse."""
+        for name, why in self._receiver.recorder.plan.through_loader.items():
+            if why.startswith(_CONVERTED):
+                raise ValueError(f"{name!r} has the wrong dtype: {why}; send it in the dtype of its parameter")
+
+    def _check_coverage(self) -> None:
+        plan = self._receiver.recorder.plan
+        if plan.uncovered and not self._request.partial:
+            missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
+            raise ValueError(f"no tensor was sent for these parameters of the engine: {_some(missing)}")
+
+    def _refuse_unused(self, manifest: Manifest) -> None:
+        _, counts = self.peers.sum_totals(len(manifest.names))
+        unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
+        unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
+        if unused:
+            raise ValueError(f"the engine's model has no parameter for these tensors: {_some(unused)}")
+
+    # The copies.
+
+    def _copy(self) -> None:
+        """Copies the buckets of all trainer ranks as they come."""
+        # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
+        num_boxes = len(self._boxes)
+        pending = {(index + self.peers.row) % num_boxes: 0 for index in range(num_boxes)}
+        wait = Wait(self._request.timeout_s, "the trainer's next bucket", self._check_trainer)
+        while pending:
+            ready: dict[int, tuple[Place, Place | None]] = {}
+            for index, bucket in list(pending.items()):
+                announced = self._boxes[index].announced(self._request.sequence, bucket)
+                if announced is not None:
+                    ready[index] = announced
+                elif self._num_buckets(self._boxes[index]) == bucket:
+                    del pending[index]
+            in_place = tuple((self._boxes[index], place) for index, (place, arena) in ready.items() if arena is None)
+            if 0 < len(in_place) < self._num_in_place:  # what stays where it is waits for the others that do
+                ready = {index: announced for index, announced in ready.items() if announced[1] is not None}
+                in_place = ()
+            if not ready:
+                with self._stages("wait"):
+                    wait.pause()
+                continue
+            with self._stages("copy"):
+                if in_place:
+                    self._run(in_place, self._receiver.incoming_of_all(in_place), None)
+                for index, (place, arena) in ready.items():
+                    if arena is not None:
+                        self._copy_bucket(self._boxes[index], pending[index], place, arena)
+                self._synchronize()
+            for index in ready:
+                pending[index] += 1
+                self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
+            wait.progress()
+
+    def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place) -> None:
+        receiver = self._receiver
+        if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
+            receiver.drop_incoming()
+        incoming = receiver.incoming(box, place)
+        memory: Memory | Tensor = receiver.arena(box, arena)
+        if box.inlet is not None:
+            at = self._request.sequence, self.peers.row, bucket, place
+            memory = box.inlet.take(*at, memory, self._check_trainer)
+        self._run(((box, place),), incoming, memory)
+
+    def _run(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
+        for source in incoming.staged:
+            if source.name not in self._staging:
+                staged = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
+                self._staging[source.name] = staged
+        self.changed = True
+        self._receiver.recorder.write_fills()
+        incoming.run(memory, self._receiver.memories, self._staging)
+        self._came.append((keys, incoming))
+
+    def _check_what_came(self) -> Manifest:
+        """What `_prepare` checks, for an update whose tensors were not known before."""
+        recorder = self._receiver.recorder
+        manifest = self._receiver.manifest([key for keys, _ in self._came for key in keys])
+        # Without what came only with earlier updates, unless that keeps its values.
+        recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
+        self._check_dtypes()
+        self._check_coverage()
+        self._check_parts(manifest)
+        return manifest
+
+    def _check_parts(self, manifest: Manifest) -> None:
+        """Raises ValueError: a model combines tensors that came apart, so that nothing was copied of them."""
+        lines = [incoming.line for _, incoming in self._came]
+        copied = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        plan = self._receiver.recorder.plan
+        wanted: Counter[str] = Counter()
+        for copy in plan.copies:
+            wanted[copy.name] += copy.box.numel
+        apart = [
+            repr(name)
+            for name, count in zip(manifest.names, copied.tolist(), strict=True)
+            if name not in plan.through_loader and count != wanted[name]
+        ]
+        if apart:
+            raise ValueError(
+                f"the model combines these tensors with others that came in another part of the stream: "
+                f"{_some(apart)}; pass a collection, or larger bucket_bytes"
+            )
+
+    def _load_staged(self) -> None:
+        if self._staging:
+            order = [name for name in self._receiver.recorder.sources if name in self._staging]
+            self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
+
+    # Afterwards.
+
+    def _compare(self, manifest: Manifest) -> int:
+        """Compares with the other ranks and the trainer; see `_verify`."""
+        lines = [incoming.line for _, incoming in self._came]
+        digests = [incoming.digests.cpu().numpy() for _, incoming in self._came]
+        counts = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        self.peers.share_totals(manifest.sum(lines, digests), counts)
+        self.peers.report(COPIED)
+        self.peers.wait(COPIED)
+        if not self._request.complete:
+            self._refuse_unused(manifest)
+        return self._verify(manifest)
+
+    def _verify(self, manifest: Manifest) -> int:
+        """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
+
+        Each element was copied once, or the same number of times (on ranks that hold replicas), else the sum over the
+        ranks does not tell.
+
+        Raises:
+            RuntimeError: a tensor arrived with other values than it was sent with.
+        """
+        lines = [self._receiver.line(*key) for key in manifest.keys]
+        boxes = [box for box, _ in manifest.keys]
+        own = [box.sent(line.first_digest, len(line.sources)) for box, line in zip(boxes, lines, strict=True)]
+        sent = manifest.sum(lines, own)
+        digests, counts = self.peers.sum_totals(len(manifest.names))
+        comparable = counts % manifest.numel == 0
+        wrong = comparable & (digests != sent * (counts // manifest.numel))
+        if wrong.any():
+            names = [repr(manifest.names[i]) for i in np.flatnonzero(wrong)]
+            raise RuntimeError(f"these tensors did not arrive as they were sent: {_some(names)}")
+        return int((~comparable).sum())
+
+    def _synchronize(self) -> None:
+        if self._receiver.device.type == "cuda":
+            torch.cuda.current_stream(self._receiver.device).synchronize()
+
+
+def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
+    _check_alive(boxes)
+    for box in boxes:
+        box.num_buckets(sequence)
+
+
+def _check_alive(boxes: Sequence[Channel]) -> None:
+    ended = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_ended()]
+    if ended:  # all are named: the others may have ended because of the first
+        raise RuntimeError(f"trainer rank {', '.join(ended)} has ended")
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -1,0 +1,76 @@
+"""The engine ranks that a trainer rank sends to, as it sees them."""
+
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Channel, Place
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.wait import Wait
+
+
+class Audience:
+    """Who has to read what this rank publishes.
+
+    Args:
+        sequence: of the update.
+        own: this rank's mailbox, where engine ranks acknowledge what they have read.
+        control: trainer rank 0's, where they report.
+        num_receivers: rows 0 to `num_receivers - 1`.
+        timeout_s: longest wait for one of them to make progress.
+    """
+
+    def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
+        self._sequence = sequence
+        self._own = own
+        self._control = control
+        self._rows = set(range(num_receivers))
+        self._timeout_s = timeout_s
+
+    def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
+        """Sends a bucket that was published to those who cannot read it where it is; here nobody.
+
+        Args:
+            place, line: of the bucket in this rank's journal.
+            arena: that holds it, uint8; None: it stays where it is.
+
+        Raises:
+            TimeoutError: an engine made no progress for too long.
+        """
+
+    def wait(self, num_buckets: int) -> None:
+        """Returns when nobody needs the first `num_buckets` buckets any more. Who has failed or ended needs none.
+
+        Rank 0 gives up engine ranks that make no progress, for all trainer ranks; these wait longer than it.
+
+        Raises:
+            TimeoutError: an engine made no progress for too long, and rank 0 does not know.
+        """
+        is_first = self._own is self._control
+        timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
+        wait = Wait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        slowest = self._slowest()
+        while slowest < num_buckets:
+            try:
+                wait.pause()
+            except TimeoutError:
+                if not is_first:
+                    raise
+                self._give_up(num_buckets)
+            now = self._slowest()
+            if now != slowest:
+                wait.progress()
+            slowest = now
+
+    def _give_up(self, num_buckets: int) -> None:
+        for row in list(self._rows):
+            if self._own.acknowledged(self._sequence, row) < num_buckets:
+                self._control.exclude(self._sequence, row)
+                self._rows.remove(row)
+
+    def _slowest(self) -> float:
+        return min((self._own.acknowledged(self._sequence, row) for row in self._rows), default=float("inf"))
+
+    def _drop_ended(self) -> None:
+        for row in list(self._rows):
+            excluded = self._control.is_excluded(self._sequence, row)
+            if excluded or self._control.receiver_has_ended(self._sequence, row):
+                self._rows.remove(row)

@@ -1,0 +1,117 @@
+"""Buckets: which tensor goes to which byte range of which bucket. Pure, no device and no process is touched."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.send.modules import by_module
+from tidemill_weight_update.send.shards import LocalShard, check_dense
+from tidemill_weight_update.send.source import NamedTensors, checked_item
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a bucket: its name, what the engine sees, and its byte range `[start, end)` in the arena."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    def view(self, arena: Tensor) -> Tensor:
+        """The tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
+        return arena[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tensors that travel together. `tensors[i]`, still on the trainer's side, will fill `entries[i]`."""
+
+    index: int
+    entries: tuple[TensorEntry, ...]
+    tensors: tuple[Tensor, ...]
+    num_bytes: int
+    is_last: bool
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the tensors, without the gaps that alignment leaves."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def digest(self, *context: object) -> int:
+        """A signed 64-bit number that ranks compare: equal when names, shapes, dtypes, order and `context` are."""
+        layout = [(entry.name, entry.shape, str(entry.dtype), entry.start) for entry in self.entries]
+        text = repr((context, self.index, self.is_last, layout))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
+    """How a bucket is named in messages: its first and last tensor and their number."""
+    noun = "tensor" if len(entries) == 1 else "tensors"
+    return f"{entries[0].name!r} .. {entries[-1].name!r}, {len(entries)} {noun}"
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which `tensor` is sent: `dtype` for floating-point tensors if it is given, else its own."""
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in order, reading one module ahead.
+
+    The tensors of a module, which SGLang may have to combine, share a bucket; if they need more than `bucket_bytes`, it
+    is as large as they are. Shapes of DTensors are global; nothing is gathered and no data is read here.
+
+    Raises:
+        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage, or is a LocalShard.
+        ValueError: a name comes twice, or there are no tensors at all.
+    """
+    seen: set[str] = set()
+    checked = (_full(*checked_item(item, seen)) for item in named_tensors)
+    items: list[tuple[str, Tensor]] = []
+    used = index = 0
+    for module in by_module(checked, lambda item: item[0]):
+        room = _end(module, dtype, 0)
+        if items and aligned(used) + room > bucket_bytes:
+            yield _bucket(index, items, dtype, is_last=False)
+            items, used = [], 0
+            index += 1
+        items += module
+        used = _end(module, dtype, used)
+    if not items:
+        raise ValueError("expected named tensors, got an empty iterable: was the generator used before?")
+    yield _bucket(index, items, dtype, is_last=True)
+
+
+def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, tensor in items:
+        start = aligned(end)
+        to = sent_dtype(tensor, dtype)
+        end = start + tensor.numel() * to.itemsize
+        entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=end))
+    tensors = tuple(tensor for _, tensor in items)
+    return Bucket(index=index, entries=tuple(entries), tensors=tensors, num_bytes=end, is_last=is_last)
+
+
+def _end(items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, used: int) -> int:
+    for _, tensor in items:
+        used = aligned(used) + tensor.numel() * sent_dtype(tensor, dtype).itemsize
+    return used
+
+
+def _full(name: str, tensor: Tensor | LocalShard) -> tuple[str, Tensor]:
+    if isinstance(tensor, LocalShard):
+        raise TypeError(f"{name!r} is a LocalShard; these go to engines launched with **sglang_launch_args() only")
+    check_dense(name, tensor)
+    return name, tensor

@@ -1,0 +1,190 @@
+"""The fast path on one trainer rank: from what it holds to engines that were launched with our loader."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tidemill_weight_update.control.channel import Channel
+from tidemill_weight_update.control.mailbox import Mailbox, path_of
+from tidemill_weight_update.link.group_link import GroupLink
+from tidemill_weight_update.memory.allocation import allocations
+from tidemill_weight_update.send.audience import Audience
+from tidemill_weight_update.send.known import Known
+from tidemill_weight_update.send.outgoing import in_place
+from tidemill_weight_update.send.packing import pack
+from tidemill_weight_update.send.sender import Prepared, Sender
+from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.send.source import NamedTensors, pieces_of
+from tidemill_weight_update.stages import Stages
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.link.trainer_link import TrainerLink
+
+
+class FastPath:
+    """Keeps the sender and what it prepared between updates.
+
+    Args:
+        bucket_bytes: of each half of the arena, at most.
+        dtype: in which floating-point tensors are sent; None: their own.
+        device: of the arena; None: where the first tensor is.
+        allow_non_finite: whether infinite and not-a-number elements may be sent.
+        timeout_s: longest wait for an engine to make progress.
+        group_rank: of this process among the trainer's ranks.
+        link: to engines on other machines. Then everything travels through the arena, whose halves have half the size:
+            as much is needed to pack what each engine rank takes of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        allow_non_finite: bool,
+        timeout_s: float,
+        group_rank: int,
+        link: GroupLink | None,
+    ) -> None:
+        self._bucket_bytes = bucket_bytes if link is None else max(1, bucket_bytes // 2)
+        self._dtype = dtype
+        self._device = device
+        self._allow_non_finite = allow_non_finite
+        self._timeout_s = timeout_s
+        self._group_rank = group_rank
+        self._link = None if link is None else _trainer_link(link, group_rank, bucket_bytes, timeout_s)
+        self._mailbox: Mailbox | None = None
+        self._sequence = 0
+        self._sender: Sender | None = None
+        self._control: Channel | None = None
+        self._known = Known([])
+        self._prepared: list[Prepared] = []
+        self._pieces: list[Held] = []  # alive while an update reads them by their addresses
+
+    def begin(self, sequence: int) -> tuple[int, int]:
+        """Starts an update; returns what the other ranks have to know for `connect`."""
+        self._sequence = sequence
+        if self._link is not None:
+            return self._link.open()
+        if self._sender is None:
+            self._mailbox = Mailbox.create()
+            self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
+        assert self._mailbox is not None
+        self._mailbox.begin(sequence)
+        return self._mailbox.owner_pid, self._mailbox.fd
+
+    def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
+        """The paths of all ranks' mailboxes, in their order; this rank's is open for the update.
+
+        Args:
+            begun: what `begin` returned on each rank.
+
+        Raises:
+            RuntimeError: over a link, rank 0 cannot be reached.
+        """
+        if self._link is None:
+            return tuple(path_of(pid, fd) for pid, fd in begun)
+        mailbox = self._link.connect(begun[0], num_receivers)
+        if self._sender is None:
+            self._sender = Sender(mailbox, self._bucket_bytes, self._allow_non_finite)
+        mailbox.begin(self._sequence)
+        return self._link.paths(len(begun))
+
+    @property
+    def mailbox(self) -> Channel:
+        return self._require_sender().mailbox
+
+    def fail(self) -> None:
+        """Tells the engines that this rank sends no more."""
+        self.mailbox.fail(self._sequence)
+        if self._link is not None:
+            self._link.hang_up()
+
+    def prepare(self, named_tensors: NamedTensors) -> list[Prepared]:
+        """Describes tensors that stay where they are until the update is over; nothing is sent yet.
+
+        What was described for the last update is used again if the same parameters come again.
+        """
+        items = list(named_tensors)
+        if self._known.are(items):
+            return self._prepared
+        pieces = list(pieces_of(items, self._dtype, self._group_rank))
+        prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
+        # Kept for the next update are addresses only, and only those of the tensors that were passed.
+        known = Known(items)
+        kept = all(isinstance(piece, int) for line in prepared for piece in line.pieces) and known.hold(pieces)
+        self._known, self._prepared = (known, prepared) if kept else (Known([]), [])
+        self._pieces = pieces
+        return prepared
+
+    def stream(self, named_tensors: NamedTensors) -> Iterator[Prepared]:
+        """Describes tensors as they come; they may be gone when the next one is asked for."""
+        for outgoing in pack(pieces_of(named_tensors, self._dtype, self._group_rank), self._bucket_bytes):
+            self._use_device_of(outgoing.pieces[0])
+            yield self._require_sender().prepare(outgoing)
+
+    def _prepare_all(self, pieces: Sequence[Held], device: torch.device) -> list[Prepared]:
+        sender = self._require_sender()
+        if device.type == "cuda" and self._link is None:
+            stay, memories, memory_of, move = allocations(pieces, device)
+        else:
+            stay, memories, memory_of, move = [], [], [], pieces
+        prepared = [sender.prepare(in_place(stay, memories, memory_of))] if stay else []
+        return prepared + [sender.prepare(outgoing) for outgoing in pack(move, self._bucket_bytes)]
+
+    def _use_device_of(self, piece: Held) -> torch.device:
+        if self._device is None:
+            self._device = piece.local.device
+        self._require_sender().use(self._device)
+        return self._device
+
+    def _require_sender(self) -> Sender:
+        assert self._sender is not None, "begin() comes first"
+        return self._sender
+
+    def send(
+        self,
+        lines: Iterable[Prepared],
+        control: str,
+        num_receivers: int,
+        stages: Stages,
+        started: Callable[[], None],
+    ) -> tuple[int, int, int]:
+        """Sends lines to all engine ranks; see `Sender.send`.
+
+        Args:
+            lines: a list if the update is complete, else an iterator.
+            control: path of trainer rank 0's mailbox.
+        """
+        sender = self._require_sender()
+        sender.open(self._sequence, lines if isinstance(lines, list) else None)
+        audience = self._audience(sender.mailbox, control, num_receivers)
+        try:
+            return sender.send(self._sequence, lines, audience, stages, started)
+        finally:
+            self._pieces = []
+
+    def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
+        if self._link is not None:
+            return self._link.audience(self._sequence, num_receivers)
+        if self._control is None or self._control.path != control:
+            self._control = own if own.path == control else Mailbox.open(control)
+        return Audience(self._sequence, own, self._control, num_receivers, self._timeout_s)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._sender is None:
+            return
+        if self._control is not None and self._control is not self._sender.mailbox:
+            self._control.close()
+        self._sender.close()
+        self._sender = self._control = None
+        self._known, self._prepared = Known([]), []
+
+
+def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":
+    from tidemill_weight_update.link.trainer_link import TrainerLink
+
+    return TrainerLink(link, rank, bucket_bytes, timeout_s)

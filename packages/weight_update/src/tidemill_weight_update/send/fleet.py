@@ -1,0 +1,184 @@
+"""The engines of an update, on the trainer rank that talks to them."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.control.channel import Channel
+from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
+from tidemill_weight_update.control.request import Request
+
+InFlight = Literal["wait", "abort", "retract", "in_place"]
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine in one update.
+
+    Attributes:
+        name: for messages.
+        rows: of its ranks in the mailboxes; empty on the stock path.
+        error: why it failed; None: it has not.
+        unchanged: whether it surely holds the weights that it held before.
+        replies: what its ranks reported.
+    """
+
+    client: EngineClient
+    name: str
+    rows: range = range(0)
+    error: str | None = None
+    unchanged: bool = True
+    paused: bool = False
+    replies: list[dict[str, Any]] = field(default_factory=list)
+
+    def fail(self, error: str, *, unchanged: bool) -> None:
+        """Takes the engine out of the update; the first reason counts."""
+        if self.error is None:
+            self.error = error
+        self.unchanged = self.unchanged and unchanged
+
+    def attempt(self, action: Callable[[], object], *, unchanged: bool) -> None:
+        """Calls `action`, unless the engine has failed; an exception is its failure."""
+        if self.error is not None:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever a client raises is its failure
+            self.fail(str(error) or type(error).__name__, unchanged=unchanged)
+
+
+class Fleet:
+    """The engines that take part in one update. One that fails drops out, the others go on.
+
+    Args:
+        clients: the engines.
+        in_flight: what becomes of running requests: "wait" lets them end, the others are SGLang's modes of pausing.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], in_flight: InFlight) -> None:
+        self._in_flight: InFlight = in_flight
+        self.members = [
+            Member(client, f"engine {index} of {len(clients)} ({client!r})") for index, client in enumerate(clients)
+        ]
+        self.num_receivers = 0
+        for member in self.members:
+            member.attempt(lambda member=member: self._number(member), unchanged=True)
+
+    def _number(self, member: Member) -> None:
+        if member.client.has_loader:
+            end = self.num_receivers + member.client.tp_size
+            member.rows = range(self.num_receivers, end)
+            self.num_receivers = end
+
+    @property
+    def stock(self) -> list[Member]:
+        """Those without our loader."""
+        return [member for member in self.members if not member.rows and member.error is None]
+
+    def pause(self) -> None:
+        """Pauses the engines, unless running requests are to be waited for."""
+        mode = self._in_flight
+        if mode == "wait":
+            return
+        for member in self.members:
+            member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
+            member.paused = member.error is None
+
+    def load(self, request: Callable[[Member], Request], control: Channel) -> list[threading.Thread]:
+        """Asks all engines with our loader to load; the threads end when they have answered."""
+        threads = []
+        for member in self.members:
+            if not member.rows:
+                continue
+            asked = request(member)
+            if member.error is not None:
+                self._exclude(member, asked.sequence, control)
+                continue
+            threads.append(threading.Thread(target=self._load, args=(member, asked, control), daemon=True))
+            threads[-1].start()
+        return threads
+
+    def exclude(self, sequence: int, control: Channel) -> None:
+        """Tells the other trainer ranks that no engine was asked."""
+        for row in range(self.num_receivers):
+            control.exclude(sequence, row)
+
+    def _load(self, member: Member, request: Request, control: Channel) -> None:
+        # SGLang cannot empty a cache that paused requests use, and ends if it is asked to.
+        flush = self._in_flight in ("wait", "abort")
+        unchanged = False
+        try:
+            member.client.load(request, flush_cache=flush)
+            self._judge(member, request.sequence, control)
+        except Exception as error:  # noqa: BLE001
+            states = [control.state(request.sequence, row) for row in member.rows]
+            unchanged = all(state in (IDLE, UNCHANGED) for state in states)
+            member.fail(str(error) or type(error).__name__, unchanged=unchanged)
+        if member.error is not None:
+            self._exclude(member, request.sequence, control)
+
+    def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
+        for row in member.rows:
+            control.exclude(sequence, row)
+
+    def _judge(self, member: Member, sequence: int, control: Channel) -> None:
+        states = [control.state(sequence, row) for row in member.rows]
+        if not any(states):
+            raise RuntimeError(
+                "its ranks did not report: the loader refused the request (the engine's log says why), for example "
+                "because the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
+                "WeightUpdater has no link=GroupLink(...) that leads there"
+            )
+        # What stands there of a rank that has not reported is of an earlier update.
+        replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
+        told = [
+            f"rank {rank}: {reply.get('error', 'it did not come to the end')}"
+            for rank, (state, reply) in enumerate(zip(states, replies, strict=True))
+            if state != LOADED
+        ]
+        if told:
+            raise RuntimeError("; ".join(told))
+        member.replies = replies
+        member.unchanged = False
+
+    def abandon(self, why: str) -> None:
+        """The update ends before its end: engines that may have changed something hold what nobody can tell."""
+        for member in self.members:
+            if member.error is None and not member.unchanged:
+                member.fail(why, unchanged=False)
+
+    def told(self) -> list[str]:
+        """The engines that failed, and why."""
+        return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
+
+    def make_visible(self, version: str) -> None:
+        """Makes the version visible on all engines that have loaded everything."""
+        for member in self.members:
+            if member.rows:
+                member.attempt(lambda member=member: member.client.set_weight_version(version), unchanged=False)
+            member.attempt(lambda member=member: _check_version(member.client, version), unchanged=False)
+
+    def resume(self) -> None:
+        """Lets paused engines go on, and stops those that may hold a mix of versions."""
+        for member in self.members:
+            if member.error is not None and not member.unchanged:
+                self._stop(member)
+            elif member.paused:
+                try:
+                    member.client.resume()
+                except Exception as error:  # noqa: BLE001
+                    member.fail(f"it did not go on after its pause: {error}", unchanged=member.unchanged)
+
+    def _stop(self, member: Member) -> None:
+        try:
+            member.client.pause("abort")
+        except Exception as error:  # noqa: BLE001
+            member.error = f"{member.error}; nor could it be paused: {error}"
+
+
+def _check_version(client: EngineClient, version: str) -> None:
+    reported = client.get_weight_version()
+    if reported != version:
+        raise RuntimeError(f"it reports version {reported!r}, expected {version!r}")

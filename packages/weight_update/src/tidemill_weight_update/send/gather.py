@@ -1,0 +1,140 @@
+"""From the trainer's tensors to the rank that owns the arena: one collective for all shards of a bucket."""
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.send.bucket import Bucket, TensorEntry
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Values of a part of a tensor: indices `[start, start + values.shape[dim])` of `dim`."""
+
+    entry: TensorEntry
+    values: Tensor
+    dim: int = 0
+    start: int = 0
+
+    def copy_to(self, arena: Tensor) -> None:
+        """Copies, and casts to the entry's dtype, into its place in `arena` (uint8)."""
+        target = self.entry.view(arena)
+        if self.values.shape != target.shape:
+            target = target.narrow(self.dim, self.start, self.values.shape[self.dim])
+        target.copy_(self.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sharded:
+    entry: TensorEntry
+    local: Tensor
+    dim: int
+
+    def shard_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        shape = list(self.entry.shape)
+        shape[self.dim] = shard_range(shape[self.dim], rank, num_ranks)[1]
+        return tuple(shape)
+
+
+def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Start and length of shard `rank` of a dimension of `size`, cut as `torch.chunk` and DTensor's Shard cut it."""
+    chunk = -(-size // num_ranks)
+    start = min(rank * chunk, size)
+    return start, min(chunk, size - start)
+
+
+def gather(bucket: Bucket, owner: int) -> list[Piece]:
+    """Brings the tensors of `bucket` to global rank `owner`; other ranks get pieces of no use.
+
+    Collective over the ranks that hold the tensors. DTensors sharded along one mesh axis are cast and travel together,
+    one gather for each mesh; other ranks never hold a full tensor. Other layouts (several shardings, Partial) go
+    through `full_tensor`, one by one.
+    """
+    # A DTensor cannot exist before its module is loaded, which takes two seconds that other callers need not pay.
+    if "torch.distributed.tensor" not in sys.modules:
+        return [Piece(entry=entry, values=tensor) for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True)]
+    from torch.distributed.tensor import DTensor
+
+    pieces: list[Piece] = []
+    batches: dict[tuple[DeviceMesh, int], list[_Sharded]] = {}
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        if not isinstance(tensor, DTensor):
+            pieces.append(Piece(entry=entry, values=tensor))
+            continue
+        axes = _sharded_axes(tensor)
+        if axes is None or len(axes) > 1:
+            pieces.append(Piece(entry=entry, values=tensor.full_tensor()))
+        elif not axes:
+            pieces.append(Piece(entry=entry, values=tensor.to_local()))
+        else:
+            ((axis, dim),) = axes.items()
+            sharded = _Sharded(entry=entry, local=tensor.to_local(), dim=dim)
+            batches.setdefault((tensor.device_mesh, axis), []).append(sharded)
+    for (mesh, axis), batch in batches.items():
+        pieces += _gather_batch(batch, mesh, axis, owner)
+    return pieces
+
+
+def _sharded_axes(tensor: "DTensor") -> dict[int, int] | None:
+    """Mesh axis -> tensor dim of the plain shardings; None if there is a placement of another kind than Replicate."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if type(placement) is Shard:  # strided shards, a subclass, are cut differently
+            axes[axis] = placement.dim % tensor.ndim
+        elif type(placement) is not Replicate:
+            return None
+    return axes
+
+
+def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: int) -> list[Piece]:
+    group = mesh.get_group(axis)
+    members = dist.get_process_group_ranks(group)
+    if owner not in members:  # a replica of what the owner's own row of the mesh gathers
+        return []
+    num_ranks, rank = len(members), dist.get_rank(group)
+    layouts = [
+        _packed([item.entry for item in batch], [item.shard_shape(r, num_ranks) for item in batch])
+        for r in range(num_ranks)
+    ]
+    size = max(layout[-1].end for layout in layouts)
+    buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=mesh.device_type)
+    for item, place in zip(batch, layouts[rank], strict=True):
+        place.view(buffer).copy_(item.local)
+    if dist.get_rank() != owner:
+        dist.gather(buffer, None, dst=owner, group=group)
+        return []
+    received = [torch.empty_like(buffer) for _ in members]
+    dist.gather(buffer, received, dst=owner, group=group)
+    return [
+        Piece(
+            entry=item.entry,
+            values=place.view(received[r]),
+            dim=item.dim,
+            start=shard_range(item.entry.shape[item.dim], r, num_ranks)[0],
+        )
+        for r in range(num_ranks)
+        for item, place in zip(batch, layouts[r], strict=True)
+        if place.num_bytes
+    ]
+
+
+def _packed(entries: list[TensorEntry], shapes: list[tuple[int, ...]]) -> list[TensorEntry]:
+    """Places for tensors of the entries' dtypes and of `shapes`, one after the other."""
+    places: list[TensorEntry] = []
+    end = 0
+    for entry, shape in zip(entries, shapes, strict=True):
+        start = aligned(end)
+        end = start + torch.Size(shape).numel() * entry.dtype.itemsize
+        places.append(TensorEntry(name=entry.name, shape=shape, dtype=entry.dtype, start=start, end=end))
+    return places

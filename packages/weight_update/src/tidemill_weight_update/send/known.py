@@ -1,0 +1,64 @@
+"""Tensors that were described before."""
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tidemill_weight_update.send.shards import Held, LocalShard, is_dtensor, local_values
+
+
+class Known:
+    """What was described, so that it is recognised when it comes again. No memory is kept alive.
+
+    Thousands of parameters are compared in some milliseconds; other tensors, which may be new objects each time, take
+    a few times as long.
+    """
+
+    def __init__(self, items: Sequence[tuple[str, Tensor | LocalShard]]) -> None:
+        self._names = [name for name, _ in items]
+        self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
+        self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
+        self._forms = [_form(tensor) for _, tensor in items]
+        kinds = {"dtensor" if is_dtensor(t) else "plain" for _, t in items if isinstance(t, Tensor)}
+        self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
+
+    def hold(self, pieces: Sequence[Held]) -> bool:
+        """Whether all pieces lie where the tensors lie, and none was made for the purpose."""
+        return {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
+
+    def are(self, items: Sequence[object]) -> bool:
+        """Whether these are the same places in memory under the same names, in the same order."""
+        if not items or len(items) != len(self._names) or set(map(type, items)) != {tuple}:
+            return False
+        names = list(map(operator.itemgetter(0), items))  # type: ignore[arg-type]
+        tensors = list(map(operator.itemgetter(1), items))  # type: ignore[arg-type]
+        if names != self._names:
+            return False
+        if all(map(operator.is_, tensors, self._parameters)):
+            return self._addresses_of(self._parameters) == self._addresses
+        if not all(isinstance(tensor, Tensor | LocalShard) for tensor in tensors):
+            return False
+        return [local_values(t).data_ptr() for t in tensors] == self._addresses and [  # type: ignore[arg-type]
+            _form(tensor)  # type: ignore[arg-type]
+            for tensor in tensors
+        ] == self._forms
+
+    def _addresses_of(self, parameters: Sequence[nn.Parameter | None]) -> list[int]:
+        # Without a function of ours for each: there may be thousands.
+        if self._kind == "plain":
+            return list(map(nn.Parameter.data_ptr, parameters))  # type: ignore[arg-type]
+        if self._kind == "dtensor":  # what `to_local` returns while no gradients are recorded
+            return [parameter._local_tensor.data_ptr() for parameter in parameters]  # type: ignore[union-attr]
+        return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
+
+
+def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
+    """All that is described of a tensor, but its address and values."""
+    local = local_values(tensor)
+    own = (local.shape, local.stride(), local.dtype, local.device)
+    if isinstance(tensor, LocalShard):
+        return *own, tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.replica, tensor.num_replicas
+    if is_dtensor(tensor):
+        return *own, tensor.shape, tensor.placements, tensor.device_mesh
+    return own

@@ -1,0 +1,134 @@
+"""A journal line as the trainer rank that sends it sees it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
+from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.plan import Copy, SourceSpec
+from tidemill_weight_update.send.shards import Held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    """What one rank sends together.
+
+    Attributes:
+        pieces: of tensors.
+        places: where each piece lies, in the arena or in the line's memories.
+        line: as it is written into the journal.
+        num_bytes: that it takes in the arena; 0 if the engines read the trainer's own memory.
+    """
+
+    pieces: tuple[Held, ...]
+    places: tuple[Shard, ...]
+    line: Line
+    num_bytes: int
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the memories where the pieces stay; none if they travel through the arena."""
+        return [memory.address for memory in self.line.memories]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(piece.box.numel * piece.spec.dtype.itemsize for piece in self.pieces)
+
+    def tables(self, device: torch.device) -> tuple[CopyTable, ...]:
+        """The copies that fill the arena (target 0): memory `i` is piece `i`'s own.
+
+        Pieces that are not on `device` count as contiguous: they have to be brought there first. If the pieces stay
+        where they are, the memories are the line's, and the copies are good for reading only.
+        """
+        copies: list[Copy] = []
+        shards: dict[str, list[Shard]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for index, (piece, place) in enumerate(zip(self.pieces, self.places, strict=True)):
+            name = piece.spec.name
+            dtypes[name] = piece.local.dtype
+            packed = contiguous_strides(piece.box.shape)
+            if self.line.memories:
+                copies.append(Copy(name, piece.box, "arena", 0, packed, piece.spec.dtype))
+                shards.setdefault(name, []).append(place)
+            else:
+                copies.append(Copy(name, piece.box, "arena", place.offset, packed, piece.spec.dtype))
+                strides = piece.local.stride() if piece.local.device == device else packed
+                shards.setdefault(name, []).append(Shard(piece.box, index, 0, strides))
+        sources = [SourceSpec(s.name, s.shape, dtypes.get(s.name, s.dtype)) for s in self.line.sources]
+        return build_tables(copies, sources, shards, ("arena",), complete=False)
+
+    def layout(self) -> tuple[object, ...]:
+        """Equal for lines with equal `line` and equal `tables()`."""
+        own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
+        return own, self.line.memories, self.places if self.line.memories else self.line.sources
+
+
+def in_arena(pieces: Sequence[Held], announced: Iterable[SourceSpec] = ()) -> Outgoing:
+    """A line whose pieces travel through the arena, one after the other; `announced` names further tensors to come."""
+    used = 0
+    places: list[Shard] = []
+    for piece in pieces:
+        itemsize = piece.spec.dtype.itemsize
+        used = aligned(used)
+        places.append(Shard(piece.box, 0, used // itemsize, contiguous_strides(piece.box.shape)))
+        used += piece.box.numel * itemsize
+    return Outgoing(tuple(pieces), tuple(places), _line(pieces, places, (), announced), used)
+
+
+def in_place(pieces: Sequence[Held], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> Outgoing:
+    """A line whose pieces the engines read where they are: piece `i` lies in `memories[memory_of[i]]`."""
+    places = [
+        Shard(
+            piece.box,
+            memory,
+            (piece.local.data_ptr() - memories[memory].address) // piece.spec.dtype.itemsize,
+            piece.local.stride(),
+        )
+        for piece, memory in zip(pieces, memory_of, strict=True)
+    ]
+    return Outgoing(tuple(pieces), tuple(places), _line(pieces, places, memories, ()), 0)
+
+
+def _line(
+    pieces: Sequence[Held],
+    places: Sequence[Shard],
+    memories: Sequence[DeviceMemory],
+    announced: Iterable[SourceSpec],
+) -> Line:
+    sources: dict[SourceSpec, list[Shard]] = {spec: [] for spec in announced}
+    for piece, place in zip(pieces, places, strict=True):
+        sources.setdefault(piece.spec, []).append(place)
+    shards = tuple(tuple(places) for places in sources.values())
+    return Line(sources=tuple(sources), shards=shards, memories=tuple(memories), first_digest=0)
+
+
+def split(piece: Held, max_bytes: int) -> list[Held]:
+    """Parts of at most `max_bytes` that make up `piece`, cut along its first dims."""
+    row_bytes = piece.spec.dtype.itemsize
+    parts = [piece]
+    if piece.box.numel * row_bytes <= max_bytes:
+        return parts
+    for dim in range(len(piece.box.shape)):
+        inner = row_bytes
+        for size in piece.box.shape[dim + 1 :]:
+            inner *= size
+        step = max(1, max_bytes // inner)
+        parts = [part for whole in parts for part in _cut(whole, dim, step)]
+        if inner <= max_bytes:
+            break
+    return parts
+
+
+def _cut(piece: Held, dim: int, step: int) -> list[Held]:
+    parts = []
+    for start in range(0, piece.box.shape[dim], step):
+        size = min(step, piece.box.shape[dim] - start)
+        first = (*piece.box.start[:dim], piece.box.start[dim] + start, *piece.box.start[dim + 1 :])
+        shape = (*piece.box.shape[:dim], size, *piece.box.shape[dim + 1 :])
+        parts.append(Held(spec=piece.spec, box=Box(first, shape), local=piece.local.narrow(dim, start, size)))
+    return parts

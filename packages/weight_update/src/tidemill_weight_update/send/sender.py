@@ -1,0 +1,197 @@
+"""The trainer's side of the fast path: one trainer rank, which publishes what it holds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.control.channel import Channel, Place
+from tidemill_weight_update.control.journal import Line, line_to_json, list_to_json, memory_to_json
+from tidemill_weight_update.copy.copier import SendCopier, send_copier
+from tidemill_weight_update.memory.arena import Arena, new_arena
+from tidemill_weight_update.memory.handle import Memory
+from tidemill_weight_update.send.audience import Audience
+from tidemill_weight_update.send.outgoing import Outgoing
+from tidemill_weight_update.stages import Stages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A line that stands in the journal, and what fills it.
+
+    Attributes:
+        place, line: in the journal.
+        names: of its sources.
+        copier: fills the arena, or only reads.
+        pieces: what is copied to the arena, tensors or their addresses, or the addresses of the memories that stay.
+        num_bytes, payload_bytes: in the arena, and of the pieces alone.
+    """
+
+    place: Place
+    line: Line
+    names: tuple[str, ...]
+    copier: SendCopier
+    pieces: Sequence[Tensor] | Sequence[int]
+    num_bytes: int
+    payload_bytes: int
+
+
+class Sender:
+    """Publishes lines in this rank's mailbox, and the tensors they describe.
+
+    Args:
+        mailbox: of this rank.
+        bucket_bytes: of each half of the arena, at most.
+        allow_non_finite: whether infinite and not-a-number elements may be sent.
+    """
+
+    def __init__(self, mailbox: Channel, bucket_bytes: int, allow_non_finite: bool) -> None:
+        self.mailbox = mailbox
+        self._device = torch.device("cpu")
+        self._allow_non_finite = allow_non_finite
+        self._bucket_bytes = bucket_bytes
+        self._room = 0
+        self._end = 0
+        self._num_digests = 0
+        self._written: dict[bytes, Place] = {}
+        self._lines: dict[object, tuple[Place, Line, SendCopier]] = {}
+        self._arenas: list[Arena[Memory] | None] = [None, None]
+
+    def open(self, sequence: int, lines: Sequence[Prepared] | None) -> None:
+        """Opens the update and tells which lines it will have, if they are known."""
+        # Both halves get all the room they will need: one that grows is mapped twice by the engines for a while.
+        self._room = self._bucket_bytes if lines is None else max((line.num_bytes for line in lines), default=0)
+        listed = None if lines is None else self._write(list_to_json([line.place for line in lines]))
+        self.mailbox.announce(sequence, listed)
+
+    def use(self, device: torch.device) -> None:
+        """Says where the arena lives, before the first line."""
+        if device != self._device:
+            self._device = device
+            self._drop_arenas()
+
+    def prepare(self, outgoing: Outgoing) -> Prepared:
+        """Writes a line into the journal, unless it stands there, and gets ready to fill it."""
+        layout = outgoing.layout()
+        if layout not in self._lines:
+            line = replace(outgoing.line, first_digest=self._num_digests)
+            self._num_digests += len(line.sources)
+            copier = send_copier(outgoing.tables(self._device), self._device, stays=bool(outgoing.line.memories))
+            self._lines[layout] = (self._append(line_to_json(line)), line, copier)
+        place, line, copier = self._lines[layout]
+        return Prepared(
+            place=place,
+            line=line,
+            names=tuple(source.name for source in line.sources),
+            copier=copier,
+            pieces=outgoing.addresses or self._pieces(outgoing),
+            num_bytes=outgoing.num_bytes,
+            payload_bytes=outgoing.payload_bytes,
+        )
+
+    def _pieces(self, outgoing: Outgoing) -> list[Tensor] | list[int]:
+        """Addresses if they are enough, so that a line that is kept does not keep tensors alive."""
+        pieces = [piece.local for piece in outgoing.pieces]
+        if self._device.type == "cpu" or any(piece.device != self._device for piece in pieces):
+            return pieces
+        return [piece.data_ptr() for piece in pieces]
+
+    def send(
+        self,
+        sequence: int,
+        lines: Iterable[Prepared],
+        audience: Audience,
+        stages: Stages,
+        started: Callable[[], None],
+    ) -> tuple[int, int, int]:
+        """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
+
+        `started` is called once, as soon as a GPU is busy with the first line: what it does takes no time of its own.
+
+        Returns:
+            numbers of lines and of tensors that they have parts of, and bytes.
+
+        Raises:
+            ValueError: a tensor has elements that are not finite; the lines before it are published.
+            TimeoutError: an engine made no progress for too long.
+        """
+        bucket = num_bytes = 0
+        names: set[str] = set()
+        for line in lines:
+            with stages("load"):
+                audience.wait(bucket - 1)
+            with stages("fill"):
+                filling = self._fill(line, bucket)
+            if bucket == 0:
+                started()
+            with stages("fill"):
+                arena = self._filled(line, *filling)
+            self.mailbox.publish(sequence, bucket, line.place, arena)
+            with stages("load"):
+                audience.deliver(bucket, line.place, line.line, None if filling[0] is None else filling[0].data)
+            num_bytes += line.payload_bytes
+            names.update(line.names)
+            bucket += 1
+        if bucket == 0:
+            started()
+        self.mailbox.finish(sequence, bucket)
+        with stages("load"):
+            audience.wait(bucket)
+        return bucket, len(names), num_bytes
+
+    def close(self) -> None:
+        self._drop_arenas()
+        self._lines.clear()
+        self.mailbox.close()
+
+    def _drop_arenas(self) -> None:
+        for arena in self._arenas:
+            if arena is not None:
+                arena.close()
+        self._arenas = [None, None]
+
+    def _fill(self, line: Prepared, bucket: int) -> tuple[Arena[Memory] | None, Tensor, Tensor]:
+        """Fills the arena, or only reads what stays where it is.
+
+        Returns:
+            the arena, digests int64 and numbers of non-finite elements int32 of the line's sources, on the device.
+        """
+        arena = self._arena(bucket % 2, line.num_bytes) if line.num_bytes else None
+        digests = torch.zeros(len(line.names), dtype=torch.int64, device=self._device)
+        non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
+        line.copier.run(line.pieces, None if arena is None else arena.data, digests, non_finite)
+        return arena, digests, non_finite
+
+    def _filled(self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor) -> Place | None:
+        """Waits for `_fill` and looks at what it found; returns the journal's line about the arena."""
+        found = non_finite.cpu().nonzero().flatten().tolist()
+        if found and not self._allow_non_finite:
+            names = ", ".join(repr(line.names[i]) for i in found[:5])
+            raise ValueError(
+                f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; the engines "
+                f"were not given them (allow_non_finite=True sends them)"
+            )
+        self.mailbox.write_digests(line.line.first_digest, digests.cpu().numpy())
+        return None if arena is None else self._write(memory_to_json(arena.publish()))
+
+    def _arena(self, half: int, num_bytes: int) -> Arena[Memory]:
+        num_bytes = max(num_bytes, self._room)
+        arena = self._arenas[half]
+        if arena is None or arena.data.numel() < num_bytes:
+            if arena is not None:
+                self._arenas[half] = None
+                arena.close()
+            arena = self._arenas[half] = new_arena(self._device, num_bytes)
+        return arena
+
+    def _write(self, text: bytes) -> Place:
+        if text not in self._written:
+            self._written[text] = self._append(text)
+        return self._written[text]
+
+    def _append(self, text: bytes) -> Place:
+        place = (self._end, len(text))
+        self.mailbox.write_journal(self._end, text)
+        self._end += len(text)
+        return place

@@ -1,0 +1,177 @@
+"""What a trainer rank holds of a tensor, whatever the trainer: plain tensors, DTensors, Megatron's local shards."""
+
+import math
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.plan.box import Box
+from tidemill_weight_update.plan.plan import SourceSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalShard:
+    """A part of a tensor, as a trainer with its own tensor parallelism holds it. Yield it in the place of the tensor.
+
+    Only ranks that hold a part of a tensor yield its name: experts and pipeline stages of other ranks are theirs.
+
+    Attributes:
+        tensor: the local values, of any strides.
+        global_shape: of the whole tensor.
+        dim: along which the tensor is cut evenly; None: `tensor` is all of it.
+        rank: which of the `size` parts this is.
+        replica: which of `num_replicas` equal copies this is, as the rank in the data-parallel group: each part is
+            sent by one of its holders.
+    """
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    dim: int | None = None
+    rank: int = 0
+    size: int = 1
+    replica: int = 0
+    num_replicas: int = 1
+
+    def box(self) -> Box:
+        """The part, in the indices of the whole tensor.
+
+        Raises:
+            ValueError: there is no such part or replica, or `tensor` does not have the shape of that part.
+        """
+        start, shape = [0] * len(self.global_shape), list(self.global_shape)
+        if not 0 <= self.replica < self.num_replicas:
+            raise ValueError(f"there is no replica {self.replica} of {self.num_replicas}; they are counted from 0")
+        if self.dim is not None:
+            if not -len(shape) <= self.dim < len(shape):
+                raise ValueError(f"there is no dim {self.dim} of {self.global_shape}")
+            if not 0 <= self.rank < self.size or shape[self.dim] % self.size:
+                raise ValueError(f"part {self.rank} of {self.size} of dim {self.dim} of {self.global_shape}: not even")
+            shape[self.dim] //= self.size
+            start[self.dim] = self.rank * shape[self.dim]
+        if tuple(self.tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"part {self.rank} of {self.size} along dim {self.dim} of {self.global_shape} has the shape "
+                f"{tuple(shape)}, got a tensor of {tuple(self.tensor.shape)}"
+            )
+        return Box(start=tuple(start), shape=tuple(shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """Values `local` of the part `box` of tensor `spec.name`, to be sent as `spec.dtype`."""
+
+    spec: SourceSpec
+    box: Box
+    local: Tensor
+
+
+def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Held | None:
+    """What this rank sends of `tensor`; None if it sends nothing of it (it holds nothing, or another rank's copy goes).
+
+    A plain tensor is sent by group rank 0. Of equal copies one is sent, chosen by the name, so that all holders take
+    their part. DTensors with partial sums are summed first, which is a collective of its own.
+
+    Args:
+        dtype: floating-point tensors are sent as this, if it is given.
+
+    Raises:
+        TypeError: the tensor has no dense storage.
+        ValueError: a LocalShard that does not fit.
+    """
+    if isinstance(tensor, LocalShard):
+        try:
+            box = tensor.box()
+        except ValueError as error:
+            raise ValueError(f"the LocalShard of tensor {name!r} does not fit: {error}") from error
+        return _held(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
+    if is_dtensor(tensor):
+        return _held_of_dtensor(name, tensor, dtype)
+    return _held(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
+
+
+def _held(
+    name: str,
+    local: Tensor,
+    shape: tuple[int, ...],
+    box: Box,
+    dtype: torch.dtype | None,
+    replica: tuple[int, int],
+) -> Held | None:
+    check_dense(name, local)
+    index, count = replica
+    if index != zlib.crc32(name.encode()) % count or box.numel == 0:
+        return None
+    sent = local.dtype if dtype is None or not local.is_floating_point() else dtype
+    return Held(spec=SourceSpec(name=name, shape=tuple(shape), dtype=sent), box=box, local=local.detach())
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError: the tensor has no dense storage that could be sent."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise TypeError(
+            f"tensor {name!r} must be dense and hold data, got layout {tensor.layout}, dtype {tensor.dtype}, "
+            f"device {tensor.device}"
+        )
+
+
+def local_values(tensor: Tensor | LocalShard) -> Tensor:
+    """This process's part of a tensor."""
+    if isinstance(tensor, LocalShard):
+        return tensor.tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
+    # A DTensor cannot exist before its module is loaded, which takes two seconds that other callers need not pay.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Held | None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        )
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    replica, num_replicas = 0, 1
+    plain: list[tuple[int, int]] = []
+    strided: list[tuple[int, int]] = []
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if isinstance(placement, Replicate):
+            replica, num_replicas = replica + num_replicas * coordinate[axis], num_replicas * mesh.size(axis)
+        elif isinstance(placement, _StridedShard):  # FSDP over tensor parallelism: cut after the axes to its right
+            dim = placement.dim % tensor.ndim
+            if placement.split_factor != math.prod(mesh.size(a) for a, d in plain + strided if d == dim):
+                raise TypeError(f"tensor {name!r} has placements that are not supported: {tensor.placements}")
+            strided.append((axis, dim))
+        elif isinstance(placement, Shard):
+            plain.insert(0, (axis, placement.dim % tensor.ndim))
+        else:
+            raise TypeError(f"tensor {name!r} has a placement that is not supported: {placement}")
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    for axis, dim in plain + strided:
+        offset, shape[dim] = _chunk(shape[dim], coordinate[axis], mesh.size(axis))
+        start[dim] += offset
+    box = Box(start=tuple(start), shape=tuple(shape))
+    return _held(name, tensor.to_local(), tuple(tensor.shape), box, dtype, (replica, num_replicas))
+
+
+def _chunk(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Start and length of part `rank` of a dimension, cut as `torch.chunk` and DTensor's Shard cut it."""
+    chunk = -(-size // num_ranks)
+    start = min(rank * chunk, size)
+    return start, min(chunk, size - start)

@@ -1,0 +1,40 @@
+"""What the caller of `update` passes, checked item by item."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.send.shards import Held, LocalShard, held
+
+NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
+
+
+def pieces_of(named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int) -> Iterator[Held]:
+    """What this rank sends of each item, one item at a time.
+
+    Raises:
+        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
+        ValueError: a name comes twice, or there are no items at all.
+    """
+    seen: set[str] = set()
+    for item in named_tensors:
+        name, tensor = checked_item(item, seen)
+        piece = held(name, tensor, dtype, group_rank)
+        if piece is not None:
+            yield piece
+    if not seen:
+        raise ValueError("expected named tensors, got an empty iterable: was the generator used before?")
+
+
+def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | LocalShard]:
+    """The item, as what it should be; its name is added to `seen`."""
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; of a dict pass .items()")
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor | LocalShard):
+        raise TypeError(f"expected (str, Tensor), got ({name!r:.80}, {type(tensor).__name__})")
+    if name in seen:
+        raise ValueError(f"tensor {name!r} came twice in one update; each name may be sent once")
+    seen.add(name)
+    return name, tensor

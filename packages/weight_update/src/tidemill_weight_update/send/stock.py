@@ -1,0 +1,130 @@
+"""The stock path: full tensors in buckets, for engines that somebody else launched."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tidemill_weight_update.failure import Failure
+from tidemill_weight_update.memory.arena import Arena, ArenaRing
+from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
+from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
+from tidemill_weight_update.send.fleet import Member
+from tidemill_weight_update.send.gather import gather
+from tidemill_weight_update.send.ranks import Ranks
+from tidemill_weight_update.send.source import NamedTensors
+from tidemill_weight_update.stages import Stages
+
+
+class StockPath:
+    """Gathers tensors on rank 0, a bucket at a time, and gives them to SGLang's `flattened_bucket` loader.
+
+    Args:
+        bucket_bytes: of a bucket; the tensors of one module share a bucket, however large.
+        dtype: in which floating-point tensors are sent; None: their own.
+        device: of the shared memory; None: where the first tensor is.
+    """
+
+    def __init__(
+        self, ranks: Ranks, *, bucket_bytes: int, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
+        self._ranks = ranks
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._device = device
+        self._arenas: ArenaRing | None = None
+
+    def send(
+        self, named_tensors: NamedTensors, version: str, members: Sequence[Member], stages: Stages
+    ) -> tuple[int, int, int]:
+        """Sends all tensors to all members that have not failed, then flushes their caches. Collective.
+
+        Returns:
+            numbers of buckets, tensors and bytes.
+        """
+        failure = Failure()
+        buckets = plan_buckets(named_tensors, self._bucket_bytes, self._dtype)
+        num_buckets = num_tensors = num_bytes = 0
+        is_last = False
+        while not is_last:
+            bucket, arena = self._next(buckets, failure)
+            self._agree(failure, bucket, version)
+            assert bucket is not None
+            with stages("gather"):
+                pieces = gather(bucket, self._ranks.owner)
+            if arena is not None:
+                with failure, stages("fill"):
+                    for piece in pieces:
+                        piece.copy_to(arena.data)
+                with failure, stages("load"):
+                    self._load(bucket, arena, version, members)
+            num_buckets += 1
+            num_tensors += len(bucket.entries)
+            num_bytes += bucket.payload_bytes
+            is_last = bucket.is_last
+        with stages("finish"):
+            for member in members:
+                if member.error is None:
+                    _flush(member, version)
+        self._agree(failure, None, version)
+        return num_buckets, num_tensors, num_bytes
+
+    def close(self) -> None:
+        if self._arenas is not None:
+            self._arenas.close()
+            self._arenas = None
+
+    def _next(
+        self, buckets: Iterator[Bucket], failure: Failure
+    ) -> tuple[Bucket | None, Arena[HostMemory | CudaMemory] | None]:
+        """The next bucket and, on rank 0, the memory for it. Nothing is gathered yet, so any rank may fail here."""
+        if failure.error is not None:
+            return None, None
+        with failure:
+            bucket = next(buckets)
+            if self._ranks.rank != 0:
+                return bucket, None
+            if self._arenas is None:
+                self._arenas = ArenaRing(bucket.tensors[0].device if self._device is None else self._device)
+            return bucket, self._arenas.next(bucket.num_bytes)
+        return None, None
+
+    def _agree(self, failure: Failure, bucket: Bucket | None, version: str) -> None:
+        if bucket is None:
+            self._ranks.agree(failure.error, 0, f"end of version {version!r}")
+        else:
+            text = f"bucket {bucket.index} of version {version!r} ({tensor_range(bucket.entries)})"
+            self._ranks.agree(failure.error, bucket.digest(version), text)
+
+    def _load(
+        self, bucket: Bucket, arena: Arena[HostMemory | CudaMemory], version: str, members: Sequence[Member]
+    ) -> None:
+        memory = arena.publish()
+        handle = BucketHandle(
+            index=bucket.index,
+            entries=bucket.entries,
+            memory=memory,
+            weight_version=version if bucket.is_last else None,
+        )
+        for member in members:
+            if member.error is not None:
+                continue
+            member.unchanged = False
+            try:
+                member.client.load_bucket(handle)
+            except Exception as error:  # noqa: BLE001 - whatever a client raises is its failure
+                member.fail(
+                    f"did not load bucket {bucket.index} ({tensor_range(bucket.entries)}): {error}", unchanged=False
+                )
+        if all(member.error is not None for member in members):
+            raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in members))
+
+
+def _flush(member: Member, version: str) -> None:
+    try:
+        member.client.flush_cache()
+    except Exception as error:  # noqa: BLE001
+        member.fail(
+            f"has version {version!r} but did not flush its prefix cache: {error}. It may answer from the old weights' "
+            f"cache; flush it before using it",
+            unchanged=False,
+        )
