@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from tidemill_testing import ranks
-from tidemill_weight_update import BucketHandle, PauseMode, Request, location, store_mailbox
+from tidemill_weight_update import BucketHandle, PauseMode, Request
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.link import location, store_mailbox
 from tidemill_weight_update.link.nccl_wire import NcclWire
 from tidemill_weight_update.link.wire import GlooWire
 from tidemill_weight_update.receive.receiver import Receiver

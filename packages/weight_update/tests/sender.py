@@ -17,7 +17,8 @@ from multiprocessing.connection import Client, Connection
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater, store_mailbox, wire
+from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater
+from tidemill_weight_update.link import store_mailbox, wire
 
 
 class RemoteEngine:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tidemill_weight_update import WeightUpdater, recorder
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.plan import recorder
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, same, state, tensors
