@@ -102,6 +102,8 @@ class EngineConfig:
             sharded model (HSDP) and must divide the world size.
         reshard_after_forward: free the gathered weights after each layer (ZeRO-3). False keeps them, and the gradients
             of earlier micro-batches, gathered until the step ends (ZeRO-2): less communication, more memory.
+        ulysses_sequence_parallel_size: ranks that share the tokens of the same rows, and all of which are given those
+            rows; must divide the world size and the attention heads.
         max_token_len_per_gpu: tokens (prompt and response) that a micro-batch may hold; a longer row is refused.
         micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
         timeout_s: how long a collective may wait for a peer.
@@ -115,6 +117,7 @@ class EngineConfig:
     reduce_dtype: Dtype = "float32"
     fsdp_size: int = -1
     reshard_after_forward: bool = True
+    ulysses_sequence_parallel_size: int = 1
     max_token_len_per_gpu: int = 16384
     micro_batch_size_per_gpu: int | None = None
     timeout_s: float = 600.0
@@ -124,6 +127,7 @@ class EngineConfig:
         _check_choice(self, "param_dtype", self.param_dtype, get_args(Dtype))
         _check_choice(self, "reduce_dtype", self.reduce_dtype, get_args(Dtype))
         _check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
+        _check_range(self, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, low=1)
         if self.micro_batch_size_per_gpu is not None:
             _check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
         if self.fsdp_size != -1:

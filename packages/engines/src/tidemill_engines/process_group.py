@@ -22,12 +22,17 @@ class ProcessGroups:
         control: gloo over all ranks, for plain data and error agreement.
         mesh: of the device, [shard] or [replicate, shard].
         num_replicas: how many ranks hold the same shard of the model.
+        data_parallel: gloo over the ranks that work on different rows, each with this rank's part of its rows.
+        sequence_parallel: of the device, over the ranks that share the tokens of the same rows (consecutive ranks);
+            None where each rank works on whole rows.
         owned: groups to destroy when the engine closes; the first is torch's default group if the engine made it.
     """
 
     control: dist.ProcessGroup
     mesh: DeviceMesh
     num_replicas: int
+    data_parallel: dist.ProcessGroup
+    sequence_parallel: dist.ProcessGroup | None
     owned: Sequence[dist.ProcessGroup | None]
 
 
@@ -75,14 +80,17 @@ def init_default_group(device: torch.device, timeout: timedelta) -> bool:
     return True
 
 
-def make_groups(device: torch.device, fsdp_size: int, timeout_s: float) -> ProcessGroups:
+def make_groups(
+    device: torch.device, *, fsdp_size: int, sequence_parallel_size: int, timeout_s: float
+) -> ProcessGroups:
     """Makes the groups of an engine. Collective over all ranks.
 
     Args:
         fsdp_size: ranks per sharded copy of the model; -1 means all.
+        sequence_parallel_size: ranks that share the tokens of the same rows.
 
     Raises:
-        ValueError: `fsdp_size` does not divide the world size (on every rank, before any collective).
+        ValueError: a size does not divide the world size (on every rank, before any collective).
     """
     timeout = timedelta(seconds=timeout_s)
     made_default = init_default_group(device, timeout)
@@ -90,30 +98,42 @@ def make_groups(device: torch.device, fsdp_size: int, timeout_s: float) -> Proce
     shard_size = world_size if fsdp_size == -1 else fsdp_size
     if world_size % shard_size:
         raise ValueError(f"EngineConfig.fsdp_size must divide the world size {world_size}; got {fsdp_size}")
+    if world_size % sequence_parallel_size:
+        raise ValueError(
+            f"EngineConfig.ulysses_sequence_parallel_size must divide the world size {world_size}; "
+            f"got {sequence_parallel_size}"
+        )
     control = _checked(dist.new_group(backend="gloo", timeout=timeout))
     backend = "gloo" if device.type == "cpu" else "nccl"
     ranks = torch.arange(world_size).view(-1, shard_size)
 
-    def subgroup(rank_lists: list[list[int]]) -> dist.ProcessGroup:
+    def subgroup(rank_lists: list[list[int]], backend: str = backend) -> dist.ProcessGroup:
         group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, backend=backend)
         return _checked(group)
 
     shard = subgroup(ranks.tolist())
+    data_parallel, sequence_parallel, own = control, None, [control, shard]
+    if sequence_parallel_size > 1:
+        by_rows = torch.arange(world_size).view(-1, sequence_parallel_size)
+        sequence_parallel = subgroup(by_rows.tolist())
+        data_parallel = subgroup(by_rows.T.tolist(), "gloo")
+        own += [sequence_parallel, data_parallel]
     # torch caches sharding decisions, with the groups in them, by the equality of meshes, which looks at ranks and
     # names: without a name of its own, a mesh would meet the groups of an engine that has been closed.
     number = next(_mesh_numbers)
     if shard_size == world_size:
         mesh = DeviceMesh.from_group(shard, device.type, mesh_dim_names=(f"dp_shard_{number}",))
-        own = [control, shard]
     else:
         replicate = subgroup(ranks.T.tolist())
         names = (f"dp_replicate_{number}", f"dp_shard_{number}")
         mesh = DeviceMesh.from_group([replicate, shard], device.type, ranks, mesh_dim_names=names)
-        own = [control, shard, replicate]
+        own.append(replicate)
     return ProcessGroups(
         control=control,
         mesh=mesh,
         num_replicas=world_size // shard_size,
+        data_parallel=data_parallel,
+        sequence_parallel=sequence_parallel,
         owned=[None, *own] if made_default else own,
     )
 

@@ -70,6 +70,6 @@ class EngineRegistry:
 
 @EngineRegistry.register("language_model", "fsdp2")
 def _fsdp2_language_model() -> "type[BaseEngine]":
-    from tidemill_engines.fsdp2.engine import FSDP2Engine
+    from tidemill_engines.fsdp2.language_model import FSDP2LanguageModel
 
-    return FSDP2Engine
+    return FSDP2LanguageModel

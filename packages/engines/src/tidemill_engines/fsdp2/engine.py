@@ -1,4 +1,4 @@
-"""The FSDP2 engine for causal language models."""
+"""What every FSDP2 engine is, whatever its model computes: life cycle, optimizer, checkpoints and export."""
 
 import math
 from collections.abc import Iterator
@@ -7,25 +7,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tidemill_dataproto import DataProto
 from transformers import PreTrainedModel
 
-from tidemill_engines.agreement import gather, together
-from tidemill_engines.base import BaseEngine, BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.agreement import together
+from tidemill_engines.base import BaseEngine
 from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint
-from tidemill_engines.fsdp2.model import fsdp_modules, load_model, named_weights, shard_model
+from tidemill_engines.fsdp2.model import load_model, named_weights, shard_model
 from tidemill_engines.hf_export import copy_side_files, write_weights
-from tidemill_engines.log_probs import token_log_probs
-from tidemill_engines.losses import LossFn, ModelOutput
-from tidemill_engines.micro_batches import BatchPlan, plan_batch, restore_order
 from tidemill_engines.optimizer import build_adamw, clip_grads, global_grad_norm, learning_rate, local_grads
-from tidemill_engines.packing import ModelInputs, pack_rows
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
 
 
 class FSDP2Engine(BaseEngine):
-    """A Hugging Face causal language model under torch's `fully_shard`.
+    """A Hugging Face model under torch's `fully_shard`; abstract in the step, which depends on the type of model.
 
     Each rank works on its own rows; weights, gradients and optimizer state are sharded over the ranks. Outside of
     `train_batch` and `infer_batch` the weights are always sharded.
@@ -46,7 +41,12 @@ class FSDP2Engine(BaseEngine):
         self.device = resolve_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._groups = make_groups(self.device, config.fsdp_size, config.timeout_s)
+        self._groups = make_groups(
+            self.device,
+            fsdp_size=config.fsdp_size,
+            sequence_parallel_size=config.ulysses_sequence_parallel_size,
+            timeout_s=config.timeout_s,
+        )
         try:
             with together(self.groups.control):
                 self._model = load_model(self.model_config)
@@ -107,83 +107,6 @@ class FSDP2Engine(BaseEngine):
                 yield
         finally:
             self.model.train(was_training)
-
-    def forward_backward_batch(
-        self,
-        batch: DataProto,
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool = False,
-        calculate_entropy: bool = False,
-    ) -> BatchOutput:
-        if loss_fn is None and not forward_only:
-            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
-        plan = plan_batch(
-            batch,
-            self.groups.control,
-            vocab_size=int(self.model.config.get_text_config().vocab_size),
-            max_token_len=self.engine_config.max_token_len_per_gpu,
-            micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
-            with_loss=loss_fn is not None,
-        )
-        steps: list[StepOutput] = []
-        try:
-            for number, micro_batch in enumerate(plan.micro_batches):
-                self._set_gradient_sync(is_last=number == len(plan.micro_batches) - 1)
-                step = self.forward_step(
-                    micro_batch,
-                    _with_normalizer(loss_fn, plan),
-                    forward_only=forward_only,
-                    calculate_entropy=calculate_entropy,
-                )
-                steps.append(step)
-        finally:
-            for module in fsdp_modules(self.model):
-                module.reshard()
-        metrics = self._reduce_metrics(steps) if loss_fn is not None else {}
-        if not forward_only:
-            return BatchOutput(metrics=metrics)
-        outputs = [step.model_output for step in steps]
-        entropies = [output.entropy.cpu() for output in outputs if output.entropy is not None]
-        return BatchOutput(
-            metrics=metrics,
-            log_probs=restore_order([output.log_probs.cpu() for output in outputs], plan.indices, batch["responses"]),
-            entropy=restore_order(entropies, plan.indices, batch["responses"]) if entropies else None,
-        )
-
-    def forward_step(
-        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
-    ) -> StepOutput:
-        inputs = self.prepare_model_inputs(micro_batch)
-        logits = self.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            logits_to_keep=inputs.predictors,
-            tidemill_layout=inputs.layout,
-            use_cache=False,
-        ).logits.squeeze(0)
-        output = self.prepare_model_outputs(logits, inputs, calculate_entropy=calculate_entropy)
-        if loss_fn is None:
-            return StepOutput(loss=None, metrics={}, model_output=output)
-        loss, metrics = loss_fn(output, micro_batch.to(self.device))
-        if not forward_only:
-            if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
-                loss = loss + output.log_probs.sum() * 0.0
-            loss.backward()
-            output = _detached(output)
-        metrics = {name: value.detach() for name, value in metrics.items()}
-        return StepOutput(loss=loss.detach(), metrics=metrics, model_output=output)
-
-    def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
-        return pack_rows(micro_batch, self.device)
-
-    def prepare_model_outputs(
-        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
-    ) -> ModelOutput:
-        log_probs, entropy = token_log_probs(
-            logits, inputs.labels, temperature=inputs.temperature, entropy=calculate_entropy
-        )
-        return ModelOutput(log_probs=log_probs, entropy=entropy)
 
     def optimizer_zero_grad(self) -> None:
         for param in self.model.parameters():
@@ -247,41 +170,17 @@ class FSDP2Engine(BaseEngine):
         write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.groups.control)
+        return dist.get_rank(self.groups.data_parallel)
 
     def get_data_parallel_size(self) -> int:
-        return dist.get_world_size(self.groups.control)
+        return dist.get_world_size(self.groups.data_parallel)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups.control
+        return self.groups.data_parallel
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
-
-    def _set_gradient_sync(self, *, is_last: bool) -> None:
-        """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
-        if self.engine_config.reshard_after_forward:
-            return
-        root = fsdp_modules(self.model)[0]
-        root.set_requires_gradient_sync(is_last)
-        root.set_reshard_after_backward(is_last)
-        root.set_is_last_backward(is_last)
-
-    def _reduce_metrics(self, steps: list[StepOutput]) -> dict[str, float]:
-        """Adds up loss and metrics over micro-batches and ranks, in float64 and in rank order. Collective."""
-        own: dict[str, float] = {}
-        for step in steps:
-            assert step.loss is not None
-            for name, value in {"loss": step.loss, **step.metrics}.items():
-                own[name] = own.get(name, 0.0) + value.double().item()
-        reports = gather(own, self.groups.control)
-        for rank, report in enumerate(reports):
-            if report.keys() != reports[0].keys():
-                raise ValueError(
-                    f"the loss reported {sorted(reports[0])} on rank 0 but {sorted(report)} on rank {rank}; "
-                    "it must report the same metrics for every micro-batch"
-                )
-        return {name: sum(report[name] for report in reports) for name in reports[0]}
+        group = self.groups.sequence_parallel
+        return group is None or dist.get_rank(group) == 0
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint, by name; loading writes into them."""
@@ -296,16 +195,3 @@ class FSDP2Engine(BaseEngine):
     def _rng_tensors(self) -> dict[str, torch.Tensor]:
         rank = dist.get_rank()
         return {f"rng.{rank}.{name}": state for name, state in checkpoint.rng_state(self.device).items()}
-
-
-def _with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
-    if loss_fn is None:
-        return None
-    normalizer = plan.normalizer
-    assert normalizer is not None
-    return lambda output, micro_batch: loss_fn(output, micro_batch, normalizer)
-
-
-def _detached(output: ModelOutput) -> ModelOutput:
-    entropy = None if output.entropy is None else output.entropy.detach()
-    return ModelOutput(log_probs=output.log_probs.detach(), entropy=entropy)

@@ -1,0 +1,50 @@
+"""A batch through any engine: its micro-batches one after another, then what they brought, put together."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from tidemill_dataproto import DataProto
+
+from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.losses import LossFn
+from tidemill_engines.metrics import reduce_metrics
+from tidemill_engines.micro_batches import BatchPlan, restore_order
+
+RunStep = Callable[[DataProto, MicroBatchLoss | None, bool], StepOutput]
+"""`(micro_batch, loss_fn, is_last) -> StepOutput`: an engine's forward and, unless it only evaluates, backward."""
+
+
+def run_micro_batches(plan: BatchPlan, loss_fn: LossFn | None, run_step: RunStep) -> list[StepOutput]:
+    """Runs the micro-batches of a plan in order; `loss_fn` is given the normalizer of the global batch."""
+    bound = _with_normalizer(loss_fn, plan)
+    last = len(plan.micro_batches) - 1
+    return [run_step(micro_batch, bound, number == last) for number, micro_batch in enumerate(plan.micro_batches)]
+
+
+def collect(
+    steps: list[StepOutput], plan: BatchPlan, batch: DataProto, group: dist.ProcessGroup, *, with_outputs: bool
+) -> BatchOutput:
+    """Reduces loss and metrics over micro-batches and ranks, and brings outputs into the order of the rows. Collective.
+
+    Args:
+        with_outputs: whether log-probabilities (and entropies) are wanted.
+    """
+    reports = [{"loss": step.loss, **step.metrics} for step in steps if step.loss is not None]
+    metrics = reduce_metrics(reports, group) if reports else {}
+    if not with_outputs:
+        return BatchOutput(metrics=metrics)
+    outputs = [step.model_output for step in steps]
+    entropies = [output.entropy.cpu() for output in outputs if output.entropy is not None]
+    return BatchOutput(
+        metrics=metrics,
+        log_probs=restore_order([output.log_probs.cpu() for output in outputs], plan.indices, batch["responses"]),
+        entropy=restore_order(entropies, plan.indices, batch["responses"]) if entropies else None,
+    )
+
+
+def _with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
+    if loss_fn is None:
+        return None
+    normalizer = plan.normalizer
+    assert normalizer is not None
+    return lambda output, micro_batch: loss_fn(output, micro_batch, normalizer)

@@ -1,0 +1,95 @@
+"""The FSDP2 engine for causal language models: its step."""
+
+import torch
+from tidemill_dataproto import DataProto
+
+from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.batch_loop import collect, run_micro_batches
+from tidemill_engines.fsdp2.engine import FSDP2Engine
+from tidemill_engines.fsdp2.model import fsdp_modules
+from tidemill_engines.log_probs import token_log_probs
+from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.micro_batches import plan_batch
+from tidemill_engines.packing import ModelInputs, pack_rows
+
+
+class FSDP2LanguageModel(FSDP2Engine):
+    """A Hugging Face causal language model, trained and evaluated on packed rows."""
+
+    def forward_backward_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        calculate_entropy: bool = False,
+    ) -> BatchOutput:
+        if loss_fn is None and not forward_only:
+            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        plan = plan_batch(
+            batch,
+            self.groups.control,
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
+            max_token_len=self.engine_config.max_token_len_per_gpu,
+            micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
+            with_loss=loss_fn is not None,
+        )
+
+        def run_step(micro_batch: DataProto, loss: MicroBatchLoss | None, is_last: bool) -> StepOutput:
+            self._set_gradient_sync(is_last=is_last)
+            return self.forward_step(micro_batch, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
+
+        try:
+            steps = run_micro_batches(plan, loss_fn, run_step)
+        finally:
+            for module in fsdp_modules(self.model):
+                module.reshard()
+        return collect(steps, plan, batch, self.groups.control, with_outputs=forward_only)
+
+    def forward_step(
+        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
+    ) -> StepOutput:
+        inputs = self.prepare_model_inputs(micro_batch)
+        logits = self.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            logits_to_keep=inputs.predictors,
+            tidemill_layout=inputs.layout,
+            use_cache=False,
+        ).logits.squeeze(0)
+        output = self.prepare_model_outputs(logits, inputs, calculate_entropy=calculate_entropy)
+        if loss_fn is None:
+            return StepOutput(loss=None, metrics={}, model_output=output)
+        loss, metrics = loss_fn(output, micro_batch.to(self.device))
+        if not forward_only:
+            if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
+                loss = loss + output.log_probs.sum() * 0.0
+            loss.backward()
+            output = _detached(output)
+        metrics = {name: value.detach() for name, value in metrics.items()}
+        return StepOutput(loss=loss.detach(), metrics=metrics, model_output=output)
+
+    def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
+        return pack_rows(micro_batch, self.device)
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
+    ) -> ModelOutput:
+        log_probs, entropy = token_log_probs(
+            logits, inputs.labels, temperature=inputs.temperature, entropy=calculate_entropy
+        )
+        return ModelOutput(log_probs=log_probs, entropy=entropy)
+
+    def _set_gradient_sync(self, *, is_last: bool) -> None:
+        """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
+        if self.engine_config.reshard_after_forward:
+            return
+        root = fsdp_modules(self.model)[0]
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+        root.set_is_last_backward(is_last)
+
+
+def _detached(output: ModelOutput) -> ModelOutput:
+    entropy = None if output.entropy is None else output.entropy.detach()
+    return ModelOutput(log_probs=output.log_probs.detach(), entropy=entropy)
