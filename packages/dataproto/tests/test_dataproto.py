@@ -203,3 +203,20 @@ def test_row_operations_in_inference_mode() -> None:
         parts = [batch[1:], batch[[0, 2]], *batch.chunk(2), DataProto.concat([batch, batch]), batch.clone()]
         parts.append(pickle.loads(pickle.dumps(batch)))
     assert [len(part) for part in parts] == [3, 2, 2, 2, 8, 4, 4]
+
+
+def test_repr_shows_columns_shapes_dtypes_and_bytes() -> None:
+    batch = DataProto.from_dict(
+        {"x": torch.zeros(2, 3), "ids": ragged.ragged(torch.zeros(600, 2).bfloat16(), [0, 600])},
+        {"n": np.zeros((2, 4), np.int16), "uid": ["a", "b"]},
+        {"step": 1, "metrics": {}},
+    )
+    assert repr(batch).splitlines() == [
+        "DataProto(2 rows, 2.4 KiB",
+        "  x: float32 [B, 3] on cpu",
+        "  ids: bfloat16 [B, j, 2] on cpu, rows of 0 to 600",
+        "  n: int16 [B, 4], numpy",
+        "  uid: object [B], numpy",
+        "  meta_info: step, metrics)",
+    ]
+    assert repr(DataProto()) == "DataProto(0 rows, 0 B)"

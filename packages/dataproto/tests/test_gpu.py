@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_cases import LENGTHS, OPERATIONS, host_batch, index_arithmetic, on_device, sums
-from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto import DataProto, all_gather, prepare_dynamic_batch, ragged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,3 +97,20 @@ def test_pickled_and_saved_from_the_device(tmp_path: Path, batch: DataProto) -> 
     assert pickle.loads(pickle.dumps(batch)) == host_batch()
     batch.save(tmp_path / "batch")
     assert DataProto.load(tmp_path / "batch") == host_batch()
+
+
+def test_ranks_of_nccl_agree_and_gather_on_the_device(batch: DataProto) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        both = batch.union(host_batch().select(["x"], []).rename("x", "on_host"))
+        got = all_gather(both)
+        assert {name: column.device.type for name, column in got.batch.items() if column.device.type != "cuda"} == {
+            "on_host": "cpu"
+        }
+        assert got.to("cpu") == both.to("cpu")
+        parts, indices = prepare_dynamic_batch(batch, 1000, dist.group.WORLD)
+        assert len(parts) == len(indices) == 2
+        with pytest.raises(ValueError, match="rank 0 of 1: ValueError: row 4 has 900 tokens"):
+            prepare_dynamic_batch(batch, 899, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

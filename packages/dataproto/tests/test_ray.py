@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batch_cases import batches, check, make, rows_of
+from device_cases import OPERATIONS, host_batch, index_arithmetic, sums
 from hypothesis import given, settings
 from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged
 
@@ -52,17 +53,40 @@ def test_tensors_are_views_of_the_store() -> None:
 
 def test_what_comes_out_can_be_trained_on() -> None:
     batch = large()
-    got = ray.get(ray.put(batch))
-    weight = torch.ones((), requires_grad=True)
-    (ragged.values(got["loss"]) * weight).sum().backward()
-    assert weight.grad == ragged.values(batch["loss"]).sum()
+    reference = ray.put(batch)
+    got = ray.get(reference)
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(16, 4)
+    head = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW([*table.parameters(), *head.parameters()], lr=0.1)
+    losses = []
+    for _ in range(3):
+        errors = (head(table(ragged.values(got["ids"]) % 16)).squeeze(1) - ragged.values(got["loss"])).square_()
+        loss = ragged.segment_mean(errors, got["ids"]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    leaf = ragged.values(got["loss"]).requires_grad_()
+    leaf.square().sum().backward()
+    assert torch.equal(leaf.grad, 2 * ragged.values(batch["loss"]))
     own = got.clone()
     own["x"].zero_()
     ragged.values(own["ids"]).zero_()
-    assert got == batch
-    parts = got.chunk(3)
-    assert DataProto.concat(parts) == batch
-    assert got[[2, 0]] == batch[[2, 0]]
+    assert ray.get(reference) == batch  # nothing has written to the store
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_operation_writes_to_the_store(operation: str) -> None:
+    reference = ray.put(host_batch())
+    got = ray.get(reference)
+    assert OPERATIONS[operation](got) == OPERATIONS[operation](host_batch())
+    for ours, expected in zip(
+        index_arithmetic(got) + sums(got), index_arithmetic(host_batch()) + sums(host_batch()), strict=True
+    ):
+        assert torch.equal(ours, expected)
+    assert ray.get(reference) == host_batch()
 
 
 def test_a_remote_task_gets_its_own_rows_and_padding() -> None:

@@ -285,10 +285,11 @@ def test_wrong_calls_fail_before_anything_is_sent(group):
         group.echo(ListBatch([1]), extra=Unpicklable())
     with pytest.raises(ValueError, match="same number of rows"):
         group.echo(ListBatch([1]), extra=ListBatch([1, 2]))
-    with pytest.raises(AttributeError, match=r"it exists but lacks @register; registered methods: .*'echo'"):
+    with pytest.raises(TypeError, match=r"it exists but lacks @register, add it; registered methods: .*'echo'"):
         group.not_registered(1)
     with pytest.raises(AttributeError, match=r"EchoWorker.nothing cannot be called on group 'echo': no such method"):
         _ = group.nothing
+    assert not hasattr(group, "not_registered")
     assert group.num_calls() == before
 
 

@@ -1,6 +1,5 @@
 """Merging of the facts about whole batches."""
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -19,7 +18,7 @@ _DEFAULT_RULES: Mapping[str, MergeRule] = {"metrics": "list", "timing": "list"}
 def merge_meta(
     metas: Sequence[Mapping[str, Any]], rules: Mapping[str, MergeRule] | None = None, weights: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Merges the meta_info of several batches into a new, deep-copied one.
+    """Merges the meta_info of several batches into a new one, which shares their values.
 
     Args:
         metas: of each batch.
@@ -35,8 +34,7 @@ def merge_meta(
         for key, value in meta.items():
             found.setdefault(key, []).append((number, value))
     all_rules: dict[str, MergeRule] = {**_DEFAULT_RULES, **({} if rules is None else rules)}
-    merged = {key: _merge(key, parts, all_rules.get(key, "same"), weights) for key, parts in found.items()}
-    return copy.deepcopy(merged)
+    return {key: _merge(key, parts, all_rules.get(key, "same"), weights) for key, parts in found.items()}
 
 
 def _merge(key: str, parts: list[tuple[int, Any]], rule: MergeRule, weights: Sequence[int]) -> Any:

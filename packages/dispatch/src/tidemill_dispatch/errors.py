@@ -1,6 +1,10 @@
 """What a call to a worker group raises on the driver."""
 
 
+class UnknownMethodError(AttributeError, TypeError):
+    """A method that the group does not have. An AttributeError for `hasattr`, a TypeError as all wrong calls."""
+
+
 class WorkerError(RuntimeError):
     """A worker's method (or its constructor, method "__init__") raised.
 

@@ -52,7 +52,7 @@ class WeightUpdater:
             engines need the run's token.
         timeout_s: longest wait for an engine that makes no progress; then the update goes on without it. Less than what
             the engines' clients wait for an answer, else these give up all engines while they wait for one. (Engines
-            wait three times as long for a trainer rank that lives and sends nothing.)
+            wait as long for a trainer rank that lives and sends nothing if there is a link, else three times as long.)
     """
 
     def __init__(
@@ -273,7 +273,8 @@ class WeightUpdater:
             num_receivers=len(member.rows),
             complete=complete,
             partial=partial,
-            timeout_s=3 * self._timeout_s,  # rank 0 gives up an engine after one, other ranks after two
+            # Rank 0 gives up an engine after one, other ranks after two; over a link all do after half of one.
+            timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )
 
     def _remember(self, fleet: Fleet) -> None:

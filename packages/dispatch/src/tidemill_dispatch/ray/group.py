@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 import ray
 
-from tidemill_dispatch.errors import CallTimeoutError
+from tidemill_dispatch.errors import CallTimeoutError, UnknownMethodError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
 from tidemill_dispatch.ray.future import CallFuture, PendingCall
 from tidemill_dispatch.ray.packing import pack_calls
@@ -290,13 +290,13 @@ class RayWorkerGroup:
             spec, signature = self._methods[name]
             return GroupMethod(self, spec, signature)
         if self._role not in self._classes:
-            raise AttributeError(
+            raise UnknownMethodError(
                 f"group {self.name!r} has roles {list(self._classes)}: call {name!r} on one of the groups that "
                 "spawn() returns"
             )
         cls = self._classes[self._role]
-        advice = "it exists but lacks @register" if name in public_methods(cls) else "no such method"
-        raise AttributeError(
+        advice = "it exists but lacks @register, add it" if name in public_methods(cls) else "no such method"
+        raise UnknownMethodError(
             f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {advice}; "
             f"registered methods: {sorted(self._methods)}"
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,10 +13,19 @@ from tidemill_engines.agreement import together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint
-from tidemill_engines.fsdp2.model import load_model, named_weights, shard_model
+from tidemill_engines.fsdp2.model import build_model, shard_model
+from tidemill_engines.fsdp2.weights import (
+    checkpoint_tensors,
+    load_weights,
+    materialize,
+    named_weights,
+    tied_aliases,
+)
 from tidemill_engines.hf_export import copy_side_files, write_weights
 from tidemill_engines.optimizer import build_adamw, clip_grads, global_grad_norm, learning_rate, local_grads
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
+from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.weight_layout import Layout, plan_layout
 
 
 class FSDP2Engine(BaseEngine):
@@ -33,6 +42,7 @@ class FSDP2Engine(BaseEngine):
         self._optimizer: torch.optim.AdamW | None = None
         self._model: PreTrainedModel | None = None
         self._groups: ProcessGroups | None = None
+        self._layout: Layout = {}
 
     def initialize(self) -> None:
         if self._groups is not None:
@@ -48,9 +58,7 @@ class FSDP2Engine(BaseEngine):
             timeout_s=config.timeout_s,
         )
         try:
-            with together(self.groups.control):
-                self._model = load_model(self.model_config)
-            shard_model(self.model, self.groups.mesh, config)
+            self._load_model()
             if self.optimizer_config is not None:
                 self._optimizer = build_adamw(self.model.parameters(), self.optimizer_config)
             else:
@@ -60,6 +68,19 @@ class FSDP2Engine(BaseEngine):
             raise
         self.step = 0
         self.model.eval()
+
+    def _load_model(self) -> None:
+        """Makes the model without memory, shards it, and has each rank read its own part of the weights."""
+        with ExitStack() as opened:
+            with together(self.groups.control):
+                model = build_model(self.model_config)
+                files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
+                self._layout = plan_layout(model, dict(named_weights(model)), tied_aliases(model), files.shapes)
+            shard_model(model, self.groups.mesh, self.engine_config)
+            with together(self.groups.control):
+                materialize(model, self.device, self.device)
+                load_weights(model, self._layout, files)
+        self._model = model
 
     def close(self) -> None:
         groups, self._groups = self._groups, None
@@ -139,7 +160,7 @@ class FSDP2Engine(BaseEngine):
             tensor = weight.detach()
             if dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(getattr(torch, dtype))
-            yield name, tensor
+            yield from checkpoint_tensors(name, tensor, self._layout)
 
     def save_checkpoint(self, path: str | Path) -> None:
         progress = checkpoint.Progress(

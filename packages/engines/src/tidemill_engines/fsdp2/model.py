@@ -1,16 +1,12 @@
-"""Loading a causal language model and sharding it."""
+"""Making a causal language model and sharding it."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tidemill_engines import attention
 from tidemill_engines.config import EngineConfig, ModelConfig
@@ -18,11 +14,12 @@ from tidemill_engines.config import EngineConfig, ModelConfig
 _log = logging.getLogger(__name__)
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Loads the model on the CPU in `config.dtype`, with the attention that the config names.
+def build_model(config: ModelConfig) -> PreTrainedModel:
+    """Makes the model without memory (on the meta device) in `config.dtype`, with the attention that the config names.
 
     Raises:
         FileNotFoundError: `config.path` is not a folder with a `config.json`.
+        ValueError: the checkpoint is quantized.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise FileNotFoundError(
@@ -33,9 +30,12 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if implementation == "varlen":
         attention.register_attention()
         implementation = attention.NAME
-    with _without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            config.path,
+    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    if hf_config.to_dict().get("quantization_config") is not None:
+        raise ValueError(f"{config.path} is quantized, which is not trained here; use the checkpoint in bfloat16")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config,
             dtype=getattr(torch, config.dtype),
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
@@ -46,18 +46,6 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """transformers draws one per rank, into each other."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
-
-
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules that transformers says must not be split, in order."""
     names = set(model._no_split_modules or ())
@@ -65,7 +53,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) -> None:
-    """Shards the model in place, layer by layer, and moves it to the mesh's device.
+    """Shards the model in place, layer by layer.
 
     Gradients are summed over the ranks, not averaged: a loss is normalised by a count over the global batch already.
     """
@@ -88,12 +76,3 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters and persistent buffers in state-dict order; of tied ones, only the first."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
