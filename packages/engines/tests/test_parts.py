@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.attention import varlen_attention_forward
 from tidemill_engines.config import OptimizerConfig
-from tidemill_engines.log_probs import token_log_probs
 from tidemill_engines.losses import ModelOutput, Normalizer, sft_loss
 from tidemill_engines.micro_batches import count_trained, prepare_micro_batches, restore_order
 from tidemill_engines.optimizer import build_adamw, learning_rate
@@ -120,18 +118,6 @@ def test_count_trained_and_sft_loss():
         loss, metrics = sft_loss(output, batch, Normalizer(num_tokens=4.0, num_sequences=2.0))
         assert loss.item() == 2.5
         assert metrics == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_token_log_probs(dtype):
-    torch.manual_seed(0)
-    logits, labels = (torch.randn(7, 11) * 5).to(dtype), torch.randint(0, 11, (7,))
-    log_probs, entropy = token_log_probs(logits, labels, temperature=0.7, entropy=True)
-    log_p = F.log_softmax(logits.double() / 0.7, -1)
-    torch.testing.assert_close(log_probs.double(), log_p[torch.arange(7), labels], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
-    assert log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert token_log_probs(logits, labels)[1] is None
 
 
 def test_learning_rate():

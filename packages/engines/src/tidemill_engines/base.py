@@ -145,9 +145,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def prepare_model_outputs(
-        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
+        self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
     ) -> ModelOutput:
-        """Turns the logits [M, V] at `inputs.predictors` into log-probabilities and entropy [M]."""
+        """Turns the hidden states [M, H] at `inputs.predictors` into log-probabilities and entropy [M]."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

@@ -5,9 +5,10 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.batch_loop import collect, run_micro_batches
+from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone
 from tidemill_engines.fsdp2.engine import FSDP2Engine
 from tidemill_engines.fsdp2.model import fsdp_modules
-from tidemill_engines.log_probs import token_log_probs
+from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput
 from tidemill_engines.micro_batches import plan_batch
 from tidemill_engines.packing import ModelInputs, pack_rows
@@ -15,6 +16,10 @@ from tidemill_engines.packing import ModelInputs, pack_rows
 
 class FSDP2LanguageModel(FSDP2Engine):
     """A Hugging Face causal language model, trained and evaluated on packed rows."""
+
+    def initialize(self) -> None:
+        super().initialize()
+        expose_backbone(self.model)
 
     def forward_backward_batch(
         self,
@@ -50,14 +55,8 @@ class FSDP2LanguageModel(FSDP2Engine):
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
         inputs = self.prepare_model_inputs(micro_batch)
-        logits = self.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            logits_to_keep=inputs.predictors,
-            tidemill_layout=inputs.layout,
-            use_cache=False,
-        ).logits.squeeze(0)
-        output = self.prepare_model_outputs(logits, inputs, calculate_entropy=calculate_entropy)
+        hidden_states = self.run_model(inputs)
+        output = self.prepare_model_outputs(hidden_states, inputs, calculate_entropy=calculate_entropy)
         if loss_fn is None:
             return StepOutput(loss=None, metrics={}, model_output=output)
         loss, metrics = loss_fn(output, micro_batch.to(self.device))
@@ -72,11 +71,26 @@ class FSDP2LanguageModel(FSDP2Engine):
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
         return pack_rows(micro_batch, self.device)
 
+    def run_model(self, inputs: ModelInputs) -> torch.Tensor:
+        """The hidden states [M, H] at `inputs.predictors`; the head is left to `prepare_model_outputs`."""
+        output = run_backbone(
+            self.model,
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            tidemill_layout=inputs.layout,
+            use_cache=False,
+        )
+        return output.last_hidden_state.squeeze(0)[inputs.predictors]
+
     def prepare_model_outputs(
-        self, logits: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
+        self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
     ) -> ModelOutput:
-        log_probs, entropy = token_log_probs(
-            logits, inputs.labels, temperature=inputs.temperature, entropy=calculate_entropy
+        log_probs, entropy = head_log_probs(
+            hidden_states,
+            head_of(self.model),
+            inputs.labels,
+            temperature=inputs.temperature,
+            entropy=calculate_entropy,
         )
         return ModelOutput(log_probs=log_probs, entropy=entropy)
 

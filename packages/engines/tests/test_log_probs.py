@@ -1,0 +1,170 @@
+"""Log-probabilities and entropy in chunks against logits, softmax and autograd over all tokens at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from tidemill_engines.log_probs import Head, head_log_probs
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+M, H, V = 23, 8, 37
+
+
+def plain(hidden, head, labels, *, temperature=1.0):
+    logits = hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p[torch.arange(len(labels)), labels], -(log_p.exp() * log_p).sum(-1)
+
+
+def make(dtype, *, num_tokens=M, bias=False, seed=0, **head):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    labels = torch.randint(0, V, (num_tokens,), generator=generator)
+    return draw(num_tokens, H), Head(weight=draw(V, H), bias=draw(V) if bias else None, **head), labels
+
+
+def gradients(outputs, inputs, *, seed=1):
+    """Of a random combination of the outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        total = total + (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum()
+    return torch.autograd.grad(total, inputs, retain_graph=True)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "bias": {"bias": True, "temperature": 1.7},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 2.0, "temperature": 0.8, "bias": True, "scale": 3.0},
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, M, 1000])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+def test_values_and_gradients_equal_the_plain_computation(dtype, tolerance, case, chunk_tokens):
+    settings = dict(CASES[case])
+    temperature = settings.pop("temperature", 1.0)
+    hidden, head, labels = make(dtype, **settings)
+    chunk_bytes = chunk_tokens * V * dtype.itemsize
+    actual = head_log_probs(hidden, head, labels, temperature=temperature, entropy=True, chunk_bytes=chunk_bytes)
+    expected = plain(hidden, head, labels, temperature=temperature)
+    inputs = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
+    pairs = [*zip(actual, expected, strict=True)]
+    pairs += [*zip(gradients(actual, inputs), gradients(expected, inputs), strict=True)]
+    without_entropy = head_log_probs(hidden, head, labels, temperature=temperature, chunk_bytes=chunk_bytes)
+    assert without_entropy[1] is None
+    pairs += [(without_entropy[0], expected[0])]
+    pairs += [*zip(gradients(without_entropy[:1], inputs), gradients(expected[:1], inputs), strict=True)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_gradcheck():
+    hidden, head, labels = make(torch.float64, num_tokens=4, bias=True, softcap=3.0)
+
+    def run(hidden, weight, bias):
+        return head_log_probs(
+            hidden, Head(weight=weight, bias=bias, softcap=3.0), labels, temperature=0.7, entropy=True, chunk_bytes=1
+        )
+
+    assert torch.autograd.gradcheck(run, (hidden, head.weight, head.bias))
+
+
+def test_bfloat16_sums_chunks_in_full_precision():
+    hidden, head, labels = make(torch.bfloat16, num_tokens=2048)
+    inputs = [hidden, head.weight]
+    exact = plain(hidden.double(), Head(weight=head.weight.double()), labels)
+    wanted = gradients(exact, inputs)
+    for chunk_tokens in (2048, 16):
+        actual = head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_tokens * V * 4)
+        assert actual[0].dtype == torch.float32
+        for ours, theirs in zip(gradients(actual, inputs), wanted, strict=True):
+            assert ours.dtype == torch.bfloat16
+            error = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+            assert error < 0.01, (chunk_tokens, error)
+
+
+def test_no_tokens_and_frozen_parts():
+    hidden, head, labels = make(torch.float32)
+    for nothing in gradients(head_log_probs(hidden[:0], head, labels[:0], entropy=True), [hidden, head.weight]):
+        assert not nothing.any()
+    frozen = Head(weight=head.weight.detach())
+    actual, _ = head_log_probs(hidden, frozen, labels)
+    (grad,) = gradients([actual], [hidden])
+    torch.testing.assert_close(grad, gradients([plain(hidden, head, labels)[0]], [hidden])[0])
+    only_head, _ = head_log_probs(hidden.detach(), head, labels)
+    (grad,) = gradients([only_head], [head.weight])
+    torch.testing.assert_close(grad, gradients([plain(hidden, head, labels)[0]], [head.weight])[0])
+    with torch.no_grad():
+        assert not head_log_probs(hidden, head, labels)[0].requires_grad
+
+
+def test_a_certain_model_keeps_its_digits():
+    """log p = -exp(-40) is far below the resolution of logits of the size 1000."""
+    weight = torch.tensor([[1000.0], [960.0]])
+    log_probs, entropy = head_log_probs(torch.ones(1, 1), Head(weight=weight), torch.tensor([1]), entropy=True)
+    assert log_probs.item() == -40
+    assert entropy is not None
+    assert entropy.item() == pytest.approx(40 * torch.tensor(-40.0).exp().item(), rel=1e-3)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor that an operation made, and the most bytes of such tensors alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest_bytes = self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        out = func(*args, **({} if kwargs is None else kwargs))
+        for leaf in tree_leaves(out):
+            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in given:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest_bytes = max(self.largest_bytes, storage.nbytes())
+        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def allocations(compute, num_tokens, vocab_size=4096):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 4, generator=generator).requires_grad_()
+    weight = torch.randn(vocab_size, 4, generator=generator).requires_grad_()
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    with Allocations() as seen:
+        log_probs, entropy = compute(hidden, Head(weight=weight), labels)
+        (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return seen
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    chunk_bytes = 16 * 4096 * 4
+
+    def fused(hidden, head, labels):
+        return head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_bytes)
+
+    few, many = allocations(fused, 256), allocations(fused, 2048)
+    reference = allocations(plain, 2048)
+    all_logits_bytes = 2048 * 4096 * 4
+    assert reference.largest_bytes == all_logits_bytes  # the recorder sees what there is to see
+    assert reference.peak_bytes > 3 * all_logits_bytes
+    assert few.largest_bytes == many.largest_bytes == chunk_bytes
+    # what grows is linear in the tokens: outputs, gradients of the hidden states and slices of them
+    assert many.peak_bytes - few.peak_bytes <= (2048 - 256) * 4 * 16
+    assert many.peak_bytes < reference.peak_bytes / 50
