@@ -1,0 +1,151 @@
+"""The weights of a sharded model: read by slices, so that no rank holds them all, and handed out by name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.weight_layout import Layout, Piece
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers in state-dict order; of tied ones, only the first."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def tied_aliases(model: torch.nn.Module) -> dict[str, str]:
+    """The names of tied tensors that `named_weights` leaves out, to the name that it gives."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def materialize(model: PreTrainedModel, device: torch.device, param_device: torch.device) -> None:
+    """Gives the tensors of a (sharded) model on the meta device memory without contents; tied tensors stay tied.
+
+    Args:
+        device: of the buffers.
+        param_device: of the parameters; the CPU where they are offloaded.
+    """
+    aliases = tied_aliases(model)
+    model.to_empty(device=param_device)
+    for alias, name in aliases.items():
+        owner, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, model.get_parameter(name))
+    if device != param_device:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles) -> None:
+    """Reads this rank's part of every tensor of `layout`, cast to the model's dtype, and recomputes other buffers.
+
+    Raises:
+        ValueError: a file is damaged, or the model class does not recompute a buffer that checkpoints leave out.
+    """
+    for name, weight in named_weights(model):
+        if name not in layout:
+            continue
+        local, start = _local_part(weight)
+        for piece in layout[name]:
+            common = piece.overlap(start, tuple(local.shape))
+            if common is None:
+                continue
+            region, box = common
+            values = files.read(piece.name, region)
+            target = local[box]
+            target.copy_(values.view(target.shape))
+    compute_buffers(model)
+
+
+def _local_part(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor, and where it starts in the whole."""
+    if not isinstance(weight, DTensor):
+        return weight.detach(), (0,) * weight.dim()
+    shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    local = weight.to_local().detach()
+    assert tuple(local.shape) == tuple(shape), f"{tuple(local.shape)} is here, {tuple(shape)} was expected"
+    return local, tuple(start)
+
+
+def checkpoint_tensors(name: str, weight: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of the model as the checkpoint's tensors that it is made of, without communication.
+
+    Of a sharded tensor, each part is a DTensor that is to be summed over the ranks: where a rank has nothing of it,
+    its share is a zero that takes no memory.
+    """
+    pieces = layout.get(name)
+    if pieces is None:
+        yield name, weight
+        return
+    if len(pieces) == 1 and not pieces[0].stacked:
+        yield pieces[0].name, weight
+        return
+    local, start = _local_part(weight)
+    for piece in pieces:
+        own = _own_share(local, start, piece)
+        if isinstance(weight, DTensor):
+            placements = [item if isinstance(item, Replicate) else Partial() for item in weight.placements]
+            own = DTensor.from_local(own, weight.device_mesh, placements, run_check=False)
+        yield piece.name, own
+
+
+def _own_share(local: torch.Tensor, start: tuple[int, ...], piece: Piece) -> torch.Tensor:
+    shape = piece.shape[1:] if piece.stacked else piece.shape
+    common = piece.overlap(start, tuple(local.shape))
+    if common is None:
+        return local.new_zeros(()).expand(shape)
+    region, box = common
+    values = local[box].squeeze(0) if piece.stacked else local[box]
+    if values.shape == shape:
+        return values
+    share = local.new_zeros(shape)
+    share[region] = values
+    return share
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Computes the buffers that no checkpoint holds, such as rotary frequencies, as `from_pretrained` does.
+
+    Raises:
+        ValueError: a buffer was left as it was, so the model class cannot be made without its weights.
+    """
+    stored = set(model.state_dict())
+    computed = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    for tensor in [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in stored)]:
+        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers leaves it alone
+    for buffer in computed.values():
+        buffer.fill_(_unset(buffer.dtype))
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)
+    try:
+        model.initialize_weights()
+    finally:
+        torch.set_default_dtype(previous)
+    for name, buffer in computed.items():
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        if buffer.dtype != torch.bool and unset.any():
+            raise ValueError(
+                f"{type(model).__name__}._init_weights does not compute the buffer {name}, which no checkpoint holds, "
+                "so its value would be lost; add it there"
+            )
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,0 +1,250 @@
+"""Weights read shard by shard: the same as from_pretrained, a share per rank, and refused where they do not fit."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, full, make_batch, weights_of
+from safetensors.torch import load_file, save_file
+from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.weight_layout import Piece
+from tidemill_testing import run_ranks, tiny_model
+
+MOE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.1,
+}
+
+
+def moe_model(path: Path, **save) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MOE)).save_pretrained(path, **save)
+    return path
+
+
+def reference_state(path, dtype):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.state_dict() | dict(model.named_buffers())
+
+
+def run_load(cases):
+    """Names of the tensors that differ from those of from_pretrained, and whether tied weights are one tensor."""
+    out = []
+    for path, settings in cases:
+        dtype = settings.get("model", {}).get("dtype", "float32")
+        engine = build_engine(path, **settings)
+        expected = reference_state(path, getattr(torch, dtype))
+        state = engine.model.state_dict() | dict(engine.model.named_buffers())
+        actual = {name: full(tensor) for name, tensor in state.items()}
+        differs = sorted(expected.keys() ^ actual.keys())
+        for name in expected.keys() & actual.keys():
+            same = actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name])
+            differs += [] if same else [name]
+        out.append((differs, engine.model.get_input_embeddings().weight is engine.model.lm_head.weight))
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 3])  # 3 divides neither layers, vocabulary, nor experts
+def test_weights_and_buffers_equal_from_pretrained(tmp_path, world_size):
+    cases, tied = [], []
+    for family in ("qwen2", "qwen3", "llama"):
+        for is_tied in (True, False):
+            path = tmp_path / f"{family}-{is_tied}"
+            cases.append((tiny_model(path, family, vocab_size=VOCAB, tie_word_embeddings=is_tied), {}))
+            tied.append(is_tied)
+    cases += [
+        (moe_model(tmp_path / "moe", max_shard_size="40KB"), {}),
+        (cases[0][0], {"model": {"dtype": "bfloat16"}, "reshard_after_forward": False}),
+        (tiny_model(tmp_path / "bf16", "llama", vocab_size=VOCAB, dtype=torch.bfloat16), {}),
+        (moe_model(tmp_path / "replicated"), {"fsdp_size": 1}),
+    ]
+    assert len(list((tmp_path / "moe").glob("*.safetensors"))) > 2
+    for results in run_ranks(run_load, world_size, cases):
+        assert [differs for differs, _ in results] == [[]] * len(cases)
+        assert [is_tied for _, is_tied in results] == [*tied, False, True, False, False]
+
+
+def peak_growth_bytes(load):
+    """By how much the resident memory of this process grows at its peak, by the kernel's own account."""
+
+    def status(field: str) -> int:
+        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+        return int(line.split()[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    result = load()
+    return status("VmHWM") - before, result
+
+
+def run_peak(path):
+    build_engine(path.parent / "small", optimizer=False).close()  # imports and caches are not the model's memory
+    sharded, engine = peak_growth_bytes(lambda: build_engine(path, optimizer=False))
+    engine.close()
+    del engine
+    whole = 0
+    if os.environ["RANK"] == "0":
+        file = path / "model.safetensors"
+        whole, _ = peak_growth_bytes(lambda: [tensor.clone() for tensor in load_file(file).values()])
+    torch.distributed.barrier()
+    return sharded, whole
+
+
+def test_no_rank_reads_or_holds_the_full_model(tmp_path):
+    tiny_model(tmp_path / "small", "llama", vocab_size=VOCAB)
+    size = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 3, "head_dim": 128}
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=8000, **size)
+    num_bytes = (path / "model.safetensors").stat().st_size
+    assert num_bytes > 110 << 20
+    peaks = run_ranks(run_peak, 4, path)
+    assert peaks[0][1] > 1.9 * num_bytes  # the account sees all pages of the file and all copies of them
+    for sharded, _ in peaks:
+        # A quarter of the weights and the pages of the file they come from, of which the kernel maps a few more: it
+        # does so in steps of up to 2 MiB. Reading it all would take 5/4 of the weights.
+        assert num_bytes / 4 < sharded < 2 * num_bytes / 4 + (32 << 20) < num_bytes
+
+
+def changed(source: Path, target: Path, change) -> Path:
+    """A copy of a checkpoint with its dict of tensors changed."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def run_refused(paths):
+    caught = []
+    for path in paths:
+        try:
+            build_engine(path).close()
+            caught.append("")
+        except (ValueError, FileNotFoundError) as error:
+            caught.append(str(error))
+    return caught
+
+
+def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    experts = moe_model(tmp_path / "moe")
+    q = "model.layers.1.self_attn.q_proj.weight"
+    cases = [
+        (changed(path, tmp_path / "lacks", lambda t: t.pop(q)), f"it lacks {q}"),
+        (
+            changed(path, tmp_path / "more", lambda t: t.update({"value_head.weight": torch.ones(1)})),
+            "the model has no place for value_head.weight",
+        ),
+        (
+            changed(path, tmp_path / "shape", lambda t: t.update({q: torch.ones(3, 64)})),
+            rf"{q} has shape \[64, 64\] in the model, but the checkpoint has {q} \[3, 64\]",
+        ),
+        (
+            changed(experts, tmp_path / "expert", lambda t: t.pop("model.layers.0.mlp.experts.3.up_proj.weight")),
+            r"model.layers.0.mlp.experts.gate_up_proj has shape \[5, 48, 32\] in the model, but the checkpoint has",
+        ),
+    ]
+    no_file = changed(path, tmp_path / "no_file", lambda t: None)
+    (no_file / "model.safetensors").unlink()
+    cut = changed(path, tmp_path / "cut", lambda t: None)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:5000])
+    index = changed(path, tmp_path / "index", lambda t: None)
+    names = dict.fromkeys(load_file(index / "model.safetensors"), "model.safetensors")
+    absent = names | {q: "model-00002.safetensors"}
+    (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": absent}))
+    quantized = changed(path, tmp_path / "quantized", lambda t: None)
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    cases += [
+        (no_file, "expected model.safetensors or model.safetensors.index.json"),
+        (cut, "cut/model.safetensors is damaged"),
+        (index, "names model-00002.safetensors, not found beside it"),
+        (quantized, "is quantized"),
+    ]
+    for caught in run_ranks(run_refused, 2, [path for path, _ in cases]):
+        for (_, message), actual in zip(cases, caught, strict=True):
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(actual)
+
+
+def test_a_tied_head_may_be_stored_under_either_name(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    for case in (changed(path, tmp_path / "head", rename), path):
+        engine = build_engine(case)
+        assert torch.equal(full(engine.model.lm_head.weight), embedding)
+        assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+        engine.close()
+
+
+def run_moe_export(path, folder):
+    out = []
+    for number, settings in enumerate([{}, {"fsdp_size": 1}, {"fsdp_size": 2}]):
+        if settings.get("fsdp_size", 1) == 2 and int(os.environ["WORLD_SIZE"]) % 2:
+            continue
+        engine = build_engine(path, **settings)
+        out.append(weights_of(engine))
+        engine.infer_batch(make_batch(3))
+        engine.save_hf(folder / str(number))
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_fused_experts_are_exported_under_the_names_of_the_checkpoint(tmp_path, world_size):
+    path = moe_model(tmp_path / "model")
+    original = load_file(path / "model.safetensors")
+    assert "model.layers.1.mlp.experts.4.down_proj.weight" in original
+    for layouts in run_ranks(run_moe_export, world_size, path, tmp_path):
+        for weights in layouts:
+            assert sorted(weights) == sorted(original)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in original.items())
+    for number in range(len(layouts)):
+        written = load_file(tmp_path / str(number) / "model.safetensors")
+        assert sorted(written) == sorted(original)
+        assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with SafetensorsFiles(tmp_path) as files:
+        assert dict(files.shapes) == {"a": (3, 4), "b": (), "c": (0, 2)}
+        assert files.read("a", (slice(1, 3), slice(0, 2))).tolist() == [[4.0, 5.0], [8.0, 9.0]]
+        assert files.read("b", ()).item() == 7
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": "model.safetensors"}}))
+    with pytest.raises(ValueError, match=r"says that z is in model.safetensors, but that file does not hold it"):
+        SafetensorsFiles(tmp_path)
+
+
+def test_overlap_of_boxes():
+    piece = Piece(name="x", start=(2, 4, 0), shape=(1, 3, 5), stacked=True)
+    assert piece.overlap((0, 0, 0), (2, 9, 5)) is None
+    assert piece.overlap((1, 5, 0), (4, 9, 5)) == (
+        (slice(1, 3), slice(0, 5)),
+        (slice(1, 2), slice(0, 2), slice(0, 5)),
+    )
+    whole = Piece(name="x", start=(0, 0), shape=(2, 3))
+    assert whole.overlap((1, 0), (1, 3)) == ((slice(1, 2), slice(0, 3)), (slice(0, 1), slice(0, 3)))
