@@ -164,10 +164,12 @@ def test_a_trainer_rank_that_is_killed_leaves_the_engine_in_a_known_state(tmp_pa
             assert holds(engine, tensors(0))  # it was killed before anything was sent
             assert engine.paused is None
         elif killed > 0:
-            assert engine.paused == "abort"
-            assert re.search(
-                rf"engine 0 of 1 \(RemoteEngine\): rank \d: .*trainer rank [\d(),a-z ]*{killed} \(process", told
-            ), told
+            cause = rf"(trainer rank [\d(),a-z ]*\b{killed} \(process|trainer rank {killed}: cannot open)"
+            assert re.search(rf"engine 0 of 1 \(RemoteEngine\): rank \d: .*{cause}", told), told
+            if engine.paused is None:  # it ended before the engine had come to it
+                assert holds(engine, tensors(0))
+            else:
+                assert engine.paused == "abort"
     finally:
         for process in processes:
             process.join(30)

@@ -1,6 +1,6 @@
 """The engine's side of the fast path: one engine rank, which keeps its plan and tables between updates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class Receiver:
         try:
             if self._num_ranks != request.num_receivers:
                 raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
-            boxes = [self._open(path, request.timeout_s) for path in request.mailboxes]
+            boxes = [control, *self._open_others(request)]
             turn = Turn(self, request, boxes, rank)
             with torch.no_grad():
                 self._follow_model()
@@ -157,6 +157,13 @@ class Receiver:
         # Their registries are read directly: `named_parameters` takes milliseconds for a large model.
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
+
+    def _open_others(self, request: Request) -> Iterator[Channel]:
+        for rank, path in enumerate(request.mailboxes[1:], start=1):
+            try:
+                yield self._open(path, request.timeout_s)
+            except RuntimeError as error:
+                raise RuntimeError(f"trainer rank {rank}: {error}") from error
 
     def _open(self, path: str, timeout_s: float) -> Channel:
         if path in self._mailboxes and not self._mailboxes[path].is_current():

@@ -49,6 +49,13 @@ class Turn:
 
     def run(self) -> None:
         """Raises when anything is wrong; the docstring of `WeightUpdater.update` lists what may be."""
+        try:
+            self._run()
+        except Exception:
+            _check_alive(self._boxes)  # whatever else goes wrong then follows from it
+            raise
+
+    def _run(self) -> None:
         self.peers.report(ATTACHED)
         with self._stages("wait"):
             listed = [self._wait_until_open(box) for box in self._boxes]
@@ -86,15 +93,8 @@ class Turn:
             is_open, listed = box.lines(self._request.sequence)
             if is_open:
                 return listed
-            self._num_buckets(box)  # raises if the trainer has failed or gone on
+            box.num_buckets(self._request.sequence)  # raises if the trainer has failed or gone on
             wait.pause()
-
-    def _num_buckets(self, box: Channel) -> int | None:
-        try:
-            return box.num_buckets(self._request.sequence)
-        except RuntimeError:
-            _check_alive(self._boxes)  # a trainer rank gives up when another one has ended
-            raise
 
     def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
         """Compiles all lines and checks them, or finds that they are those of the last update."""
@@ -151,7 +151,7 @@ class Turn:
                 announced = self._boxes[index].announced(self._request.sequence, bucket)
                 if announced is not None:
                     ready[index] = announced
-                elif self._num_buckets(self._boxes[index]) == bucket:
+                elif self._boxes[index].num_buckets(self._request.sequence) == bucket:
                     del pending[index]
             in_place = tuple((self._boxes[index], place) for index, (place, arena) in ready.items() if arena is None)
             if 0 < len(in_place) < self._num_in_place:  # what stays where it is waits for the others that do
@@ -163,7 +163,7 @@ class Turn:
                 continue
             with self._stages("copy"):
                 if in_place:
-                    self._run(in_place, self._receiver.incoming_of_all(in_place), None)
+                    self._run_copies(in_place, self._receiver.incoming_of_all(in_place), None)
                 for index, (place, arena) in ready.items():
                     if arena is not None:
                         self._copy_bucket(self._boxes[index], pending[index], place, arena)
@@ -182,9 +182,9 @@ class Turn:
         if box.inlet is not None:
             at = self._request.sequence, self.peers.row, bucket, place
             memory = box.inlet.take(*at, memory, self._check_trainer)
-        self._run(((box, place),), incoming, memory)
+        self._run_copies(((box, place),), incoming, memory)
 
-    def _run(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
+    def _run_copies(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
         for source in incoming.staged:
             if source.name not in self._staging:
                 staged = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
