@@ -15,16 +15,16 @@ class RowCopy:
     """Takes the rows `rows` (int64 `[M]`, each in 0..B-1) of columns of one layout.
 
     Copying element by element needs an index as long as the values, and making it takes as long as copying several
-    columns. On the CPU, long rows are copied in blocks instead: all blocks of the result that lie within one row, and
-    then the elements at the ends of rows.
+    columns. On the CPU, long rows are copied in blocks instead, and then the elements at the ends of rows.
     """
 
     def __init__(self, source: Layout, rows: np.ndarray) -> None:
         self.layout = Layout.of_lengths(source.lengths[rows], source.device)
         self._shift = source.starts[rows] - self.layout.starts  # from an element's place in the result to its source
+        self._num_source = source.num_elements
         self._mean_length = self.layout.num_elements // max(self.layout.num_rows, 1)
-        # About the square root of four mean rows: as many elements at the ends of rows as work for whole blocks.
-        self._block = 1 << (self._mean_length.bit_length() // 2 + 1)
+        # Few elements at the ends of rows, and yet few blocks: copying a block takes as long as a dozen elements.
+        self._block = 1 << (self._mean_length.bit_length() // 2 + 2)
         self._index: Tensor | None = None
         self._blocks: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -55,15 +55,23 @@ class RowCopy:
         return out.index_copy_(0, rest, values.index_select(0, rest_sources))
 
     def _plan_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each block of the result comes from, and the elements that blocks do not bring, with their sources."""
+        """Where each block of the result comes from, and the elements that blocks do not bring, with their sources.
+
+        A block belongs to the row of its middle element, so that a border between rows leaves a quarter of a block to
+        be copied by elements. What it reads before and after its row is overwritten by them.
+        """
         begin, end, block = self.layout.bounds[:-1], self.layout.bounds[1:], self._block
-        first = -(-begin // block)  # of the blocks that lie within the row
-        count = np.maximum(end // block - first, 0)
-        starts = np.zeros(self.layout.num_elements // block, dtype=np.int64)
+        num_blocks = self.layout.num_elements // block
+        first, last = (np.minimum((edge + block // 2 - 1) // block, num_blocks) for edge in (begin, end))
+        # Sources must lie within the values, also where a block begins before its row or ends after it.
+        first = np.maximum(first, -(self._shift // block))
+        last = np.minimum(last, (self._num_source - self._shift) // block)
+        count = np.maximum(last - first, 0)
+        starts = np.zeros(num_blocks, dtype=np.int64)
         blocks = _runs(first, count)
         starts[blocks] = blocks * block + np.repeat(self._shift, count)
-        inner_begin = np.where(count > 0, first * block, end)
-        inner_end = np.where(count > 0, (first + count) * block, end)
+        inner_begin = np.where(count > 0, np.maximum(first * block, begin), end)
+        inner_end = np.where(count > 0, np.minimum(last * block, end), end)
         sizes = np.concatenate([inner_begin - begin, end - inner_end])
         rest = _runs(np.concatenate([begin, inner_end]), sizes)
         sources = rest + np.repeat(np.concatenate([self._shift, self._shift]), sizes)
