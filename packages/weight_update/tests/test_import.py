@@ -23,11 +23,12 @@ print(json.dumps([own, [m for m in new if m.split(".")[0] not in known]]))
 SENDER = (
     *("client", "failure", "stages", "stats", "updater"),
     *(f"control.{name}" for name in ("channel", "journal", "mailbox", "request", "wait")),
+    *(f"lora.{name}" for name in ("config", "merge", "names", "pairs")),
     *(f"copy.{name}" for name in ("alignment", "copier", "digest", "host", "table")),
     *("link.group_link", "memory.allocation", "memory.arena", "memory.handle", "plan.box", "plan.plan"),
-    *(f"send.{name}" for name in ("audience", "bucket", "fast", "fleet", "gather", "known", "modules", "outgoing")),
-    *(f"send.{name}" for name in ("packing", "ranks", "sender", "shards", "source", "stock")),
-    *("control", "copy", "link", "memory", "plan", "send"),
+    *(f"send.{name}" for name in ("adapter", "audience", "bucket", "fast", "fences", "fleet", "gather", "known")),
+    *(f"send.{name}" for name in ("modules", "outgoing", "packing", "ranks", "sender", "shards", "source", "stock")),
+    *("control", "copy", "link", "lora", "memory", "plan", "send"),
 )
 
 
@@ -56,8 +57,8 @@ def test_the_sglang_clients_do_not_load_sglang():
 
 def test_exports_are_pinned():
     assert tidemill_weight_update.__all__ == [
-        *("BucketHandle", "EngineClient", "GroupLink", "LocalShard", "PauseMode", "Request", "UpdateStats"),
-        "WeightUpdater",
+        *("AdapterClient", "BucketHandle", "EngineClient", "GroupLink", "LocalShard", "LoraConfig", "PauseMode"),
+        *("Request", "UpdateStats", "WeightUpdater", "merge_lora"),
     ]
     assert tidemill_weight_update.sglang.__all__ == ["HttpEngine", "LocalEngine", "sglang_launch_args"]
     assert all(hasattr(tidemill_weight_update, name) for name in tidemill_weight_update.__all__)

@@ -1,21 +1,26 @@
 """Bucketed weight updates from any trainer into SGLang."""
 
-from tidemill_weight_update.client import EngineClient, PauseMode
+from tidemill_weight_update.client import AdapterClient, EngineClient, PauseMode
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.link.group_link import GroupLink
+from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.lora.merge import merge_lora
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.send.shards import LocalShard
 from tidemill_weight_update.stats import UpdateStats
 from tidemill_weight_update.updater import WeightUpdater
 
 __all__ = [
+    "AdapterClient",
     "BucketHandle",
     "EngineClient",
     "GroupLink",
     "LocalShard",
+    "LoraConfig",
     "PauseMode",
     "Request",
     "UpdateStats",
     "WeightUpdater",
+    "merge_lora",
 ]
 __version__ = "0.1.0"

@@ -1,8 +1,10 @@
 """What the updater needs from an engine."""
 
-from typing import Literal, Protocol
+from collections.abc import Collection
+from typing import Literal, Protocol, runtime_checkable
 
 from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -59,4 +61,24 @@ class EngineClient(Protocol):
 
     def get_weight_version(self) -> str:
         """The version that the engine reports with its outputs."""
+        ...
+
+
+@runtime_checkable
+class AdapterClient(Protocol):
+    """What `WeightUpdater.update_adapter` needs from an engine besides."""
+
+    def adapters(self) -> Collection[str]:
+        """The names of the adapters that requests can ask for."""
+        ...
+
+    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
+        """Makes the adapter whose tensors are those of `bucket` available as `name`, which must be free.
+
+        The engine may keep the bucket's memory: nothing is written there any more.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes `name` from new requests, waits for those that use it, and forgets the adapter."""
         ...

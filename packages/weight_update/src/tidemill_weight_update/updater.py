@@ -4,15 +4,20 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.link.group_link import GroupLink
+from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.send.adapter import AdapterPath
 from tidemill_weight_update.send.fast import FastPath
+from tidemill_weight_update.send.fences import Fences, Operation
 from tidemill_weight_update.send.fleet import Fleet, InFlight, Member
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import Prepared
@@ -73,7 +78,7 @@ class WeightUpdater:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
         self._engines = list(engines)
-        self._fenced: list[tuple[EngineClient, str]] = []
+        self._fences = Fences()
         self._ranks = Ranks(process_group)
         place = None if device is None else torch.device(device)
         self._fast = FastPath(
@@ -87,6 +92,7 @@ class WeightUpdater:
         )
         self._link = link
         self._stock = StockPath(self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place)
+        self._adapters = AdapterPath(self._ranks, dtype=dtype, allow_non_finite=allow_non_finite)
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
         self._sequence = 0
@@ -132,13 +138,12 @@ class WeightUpdater:
         self._sequence += 1
         with failure:
             self._check_ready(version)
-            fleet = self._assemble(engines)
+            fleet = self._assemble(engines, "update", self._in_flight)
             begun = self._fast.begin(self._sequence)
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock)])
         _, _, num_receivers, num_stock = rows[0]
         num_buckets = num_tensors = num_bytes = 0
-        try:
-            fleet.pause()
+        with self._settled(fleet, "update"):
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 try:
@@ -152,25 +157,56 @@ class WeightUpdater:
                     num_buckets, num_tensors, num_bytes = self._stock.send(named_tensors, version, fleet.stock, stages)
             with stages("finish"):
                 fleet.make_visible(version)
-        except BaseException as error:
-            fleet.abandon(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
-            raise
-        finally:
-            fleet.resume()
-            self._remember(fleet)
-        return UpdateStats(
-            seconds=time.perf_counter() - started,
-            num_bytes=num_bytes,
-            num_tensors=num_tensors,
-            num_buckets=num_buckets,
-            weight_version=version,
-            prepare_s=stages.seconds["prepare"],
-            gather_s=stages.seconds["gather"],
-            fill_s=stages.seconds["fill"],
-            load_s=stages.seconds["load"],
-            finish_s=stages.seconds["finish"],
-            **self._agree_on_outcome(fleet),
-        )
+        return self._report(fleet, version, (num_buckets, num_tensors, num_bytes), started, stages)
+
+    def update_adapter(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        name: str,
+        config: LoraConfig,
+        weight_version: int | str,
+        *,
+        replaces: str | None = None,
+        engines: Sequence[EngineClient] | None = None,
+    ) -> UpdateStats:
+        """Makes the engines serve a LoRA adapter as `name` (`lora_path` of SGLang's requests), then `weight_version`.
+
+        Collective; all ranks pass the same tensors in the same order. The engines' own weights stay as they are. If
+        they serve an adapter of that name, it is unloaded first: SGLang waits for the requests that use it, whatever
+        `in_flight` says unless that is "abort", and refuses new ones until the new adapter is there. To have no such
+        gap, pass a new name and the old one as `replaces`. SGLang keeps a prefix cache for each load of an adapter.
+
+        SGLang compares an adapter with its model when a request first uses it, and ends if they do not fit.
+
+        Args:
+            named_tensors: its matrices, named as PEFT does in files or in models, plain tensors or DTensors.
+            config: its settings.
+            replaces: an adapter that is unloaded when the new one is there.
+            engines: update these only; those that failed at an earlier adapter, too. On rank 0.
+
+        Raises:
+            ValueError: a matrix is missing or has another shape than `config` says, is not finite, or `update` raises
+                it; an engine of `engines` failed in `update` and has to be brought up to date by that first.
+            TypeError: an item that is not `(name, dense tensor)`, or a LocalShard.
+            RuntimeError: as in `update`. An engine that fails serves its own weights as before; requests for the
+                adapter reach the old one, or are refused.
+        """
+        started = time.perf_counter()
+        version = str(weight_version)
+        stages, failure = Stages(), Failure()
+        fleet = Fleet([], "wait")
+        with failure:
+            self._check_ready(version)
+            if not name:
+                raise ValueError("name must not be empty")
+            fleet = self._assemble(engines, "update_adapter", "abort" if self._in_flight == "abort" else "wait")
+        self._ranks.exchange(failure.error, [])
+        with self._settled(fleet, "update_adapter"):
+            with torch.no_grad():
+                counts = self._adapters.send(named_tensors, name, config, replaces, fleet.members, stages)
+            with stages("finish"):
+                fleet.make_visible(version, everywhere=True)
+        return self._report(fleet, version, (1, *counts), started, stages)
 
     def close(self) -> None:
         """Releases the shared memory. The engines are left as they are. May be called twice; not collective."""
@@ -184,22 +220,57 @@ class WeightUpdater:
         if not version:
             raise ValueError("weight_version must not be empty")
 
-    def _assemble(self, engines: Sequence[EngineClient] | None) -> Fleet:
+    def _assemble(self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight) -> Fleet:
         """The engines of this update, on rank 0."""
         if self._ranks.rank != 0:
-            return Fleet([], self._in_flight)
+            return Fleet([], in_flight)
         if engines is None:
-            healthy = [engine for engine in self._engines if not any(engine is fenced for fenced, _ in self._fenced)]
-            chosen = healthy or self._engines
+            chosen = self._fences.without(self._engines)
         else:
             chosen = list(engines)
             self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         if not chosen:
             raise ValueError("rank 0 talks to the engines, but was given none")
-        fleet = Fleet(chosen, self._in_flight)
+        fleet = Fleet(chosen, in_flight)
         for member in fleet.members:
-            member.paused = any(member.client is fenced for fenced, _ in self._fenced)
+            member.paused = self._fences.are_around(member.client, "update")
+            if member.paused and operation == "update_adapter":
+                raise ValueError(
+                    f"{member.name} failed in update(); bring it up to date with update(engines=[it]) first"
+                )
         return fleet
+
+    @contextmanager
+    def _settled(self, fleet: Fleet, operation: Operation) -> Iterator[None]:
+        """Pauses the engines, and fences or resumes them in the end."""
+        try:
+            fleet.pause()
+            yield
+        except BaseException as error:
+            fleet.abandon(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
+            raise
+        finally:
+            fleet.resume()
+            self._fences.settle(fleet, operation)
+
+    def _report(
+        self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages
+    ) -> UpdateStats:
+        """Raises on all ranks if no engine could be updated."""
+        num_buckets, num_tensors, num_bytes = counts
+        return UpdateStats(
+            seconds=time.perf_counter() - started,
+            num_bytes=num_bytes,
+            num_tensors=num_tensors,
+            num_buckets=num_buckets,
+            weight_version=version,
+            prepare_s=stages.seconds["prepare"],
+            gather_s=stages.seconds["gather"],
+            fill_s=stages.seconds["fill"],
+            load_s=stages.seconds["load"],
+            finish_s=stages.seconds["finish"],
+            **self._agree_on_outcome(fleet),
+        )
 
     def _connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
         """The paths of all ranks' mailboxes, once they can be opened."""
@@ -277,18 +348,6 @@ class WeightUpdater:
             timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )
 
-    def _remember(self, fleet: Fleet) -> None:
-        """Fences the engines that failed, and lifts the fences of those that did not.
-
-        An engine that holds what it held before is fenced only if others went on to the new version.
-        """
-        clients = [member.client for member in fleet.members]
-        self._fenced = [(engine, why) for engine, why in self._fenced if not any(engine is c for c in clients)]
-        others = any(member.error is None for member in fleet.members)
-        for member in fleet.members:
-            if member.error is not None and (others or not member.unchanged):
-                self._fenced.append((member.client, member.error))
-
     def _agree_on_outcome(self, fleet: Fleet) -> dict[str, Any]:
         """What the engines said, on all ranks; raises on all ranks if none of them could be updated."""
         outcome: dict[str, Any] = {
@@ -297,7 +356,7 @@ class WeightUpdater:
             "through_loader": {k: v for m in fleet.members for r in m.replies for k, v in r["through_loader"].items()},
             "num_unverified": max((r["num_unverified"] for m in fleet.members for r in m.replies), default=0),
             "engine_s": _slowest([r["seconds"] for m in fleet.members for r in m.replies]),
-            "verified": all(member.rows for member in fleet.members if member.error is None),
+            "verified": all(member.replies for member in fleet.members if member.error is None),
         }
         outcome = json.loads(self._ranks.from_first(json.dumps(outcome)))
         if outcome.pop("all_failed"):

@@ -153,10 +153,14 @@ class Fleet:
         """The engines that failed, and why."""
         return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
 
-    def make_visible(self, version: str) -> None:
-        """Makes the version visible on all engines that have loaded everything."""
+    def make_visible(self, version: str, *, everywhere: bool = False) -> None:
+        """Makes the version visible on all engines that have loaded everything.
+
+        Args:
+            everywhere: also on those of the stock path, which else have it from their last bucket.
+        """
         for member in self.members:
-            if member.rows:
+            if member.rows or everywhere:
                 member.attempt(lambda member=member: member.client.set_weight_version(version), unchanged=False)
             member.attempt(lambda member=member: _check_version(member.client, version), unchanged=False)
 

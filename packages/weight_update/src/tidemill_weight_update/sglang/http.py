@@ -8,6 +8,7 @@ from typing import Any
 
 from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
@@ -91,6 +92,33 @@ class HttpEngine:
 
     def set_weight_version(self, version: str) -> None:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def adapters(self) -> list[str]:
+        """As GET /v1/models lists them, below the model itself."""
+        models = json.loads(self._request("GET", "/v1/models"))["data"]
+        return [model["id"] for model in models if model.get("parent") is not None]
+
+    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
+        """Loads an adapter through POST /load_lora_adapter_from_tensors.
+
+        Raises:
+            RuntimeError: the server is down, refused, was launched without `--enable-lora`, or did not answer in time.
+        """
+        body = {
+            "lora_name": name,
+            "config_dict": config.to_sglang(),
+            "serialized_named_tensors": [base64.b64encode(stock_payload(bucket)).decode()] * self.tp_size,
+            "load_format": LOAD_FORMAT,
+        }
+        self._request("POST", "/load_lora_adapter_from_tensors", body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Waits until no request uses the adapter; new ones are refused.
+
+        Raises:
+            RuntimeError: there is no such adapter, the server is down, or requests did not end in time.
+        """
+        self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
     def _update(
         self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
@@ -91,6 +93,35 @@ class LocalEngine:
     def set_weight_version(self, version: str) -> None:
         self._manager.record_config_updates("tidemill.weight_update", weight_version=version)
 
+    def adapters(self) -> list[str]:
+        return list(self._manager.lora_registry.get_all_adapters())
+
+    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
+        """Loads an adapter through the engine's `load_lora_adapter_from_tensors`.
+
+        Raises:
+            RuntimeError: the engine refused, or was launched without `enable_lora`, or did not answer in time.
+        """
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=name,
+            config_dict=config.to_sglang(),
+            serialized_named_tensors=[stock_payload(bucket)] * self.tp_size,
+            load_format=LOAD_FORMAT,
+        )
+        _check(self._wait(self._manager.load_lora_adapter_from_tensors(request, None)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Waits until no request uses the adapter; new ones are refused.
+
+        Raises:
+            RuntimeError: there is no such adapter, or requests did not end in time.
+        """
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        _check(self._wait(self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)))
+
     def _update(
         self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None
     ) -> None:
@@ -116,3 +147,8 @@ class LocalEngine:
             return loop.run_until_complete(asyncio.wait_for(coroutine, self._timeout_s))
         except TimeoutError as error:
             raise RuntimeError(f"no answer within {self._timeout_s} s") from error
+
+
+def _check(answer: "LoRAUpdateOutput") -> None:
+    if not answer.success:
+        raise RuntimeError(answer.error_message)

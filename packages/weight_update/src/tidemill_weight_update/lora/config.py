@@ -1,0 +1,82 @@
+"""Which LoRA an adapter is."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_UNSUPPORTED = {
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": [],
+    "target_parameters": [],
+    "layer_replication": [],
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+}
+"""Settings of PEFT that change what is computed, and the value at which they do not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """An adapter's settings, under PEFT's names.
+
+    Attributes:
+        r: rank of the adapter's matrices.
+        lora_alpha: numerator of the scale.
+        target_modules: the last parts of the names of the linear layers that it changes, as "q_proj".
+        use_rslora: whether the scale is lora_alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732) instead of
+            lora_alpha / r (Hu et al. 2021, arXiv:2106.09685).
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.r <= 0:
+            raise ValueError(f"r must be positive, got {self.r}")
+        if isinstance(self.target_modules, str) or not self.target_modules:
+            raise ValueError(f"target_modules must be a list of names as 'q_proj', got {self.target_modules!r}")
+
+    @classmethod
+    def from_peft(cls, config: Mapping[str, Any]) -> "LoraConfig":
+        """From `json.load` of an adapter_config.json, or from `model.peft_config["default"].to_dict()`.
+
+        Raises:
+            ValueError: it is not a LoRA, or asks for what SGLang does not compute (DoRA, ranks by layer, biases, ...).
+        """
+        kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
+        if kind.upper() != "LORA":
+            raise ValueError(f"expected peft_type 'LORA', got {kind!r}")
+        for key, neutral in _UNSUPPORTED.items():
+            value = config.get(key)
+            if value is not None and value != neutral and not (value == () and neutral == []):
+                raise ValueError(f"adapters with {key}={value!r} are not supported, only {key}={neutral!r}")
+        modules = config["target_modules"]
+        if isinstance(modules, str):
+            raise ValueError(f"target_modules must be a list of names as 'q_proj', got {modules!r}")
+        return cls(
+            r=config["r"],
+            lora_alpha=config["lora_alpha"],
+            target_modules=tuple(sorted(modules)),
+            use_rslora=bool(config.get("use_rslora")),
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapter's matrices is multiplied with."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """What SGLang reads of an adapter_config.json. Its scale is always lora_alpha / r."""
+        return {
+            "peft_type": "LORA",
+            "r": self.r,
+            "lora_alpha": self.scale * self.r if self.use_rslora else self.lora_alpha,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+        }

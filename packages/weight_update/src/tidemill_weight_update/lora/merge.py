@@ -1,0 +1,83 @@
+"""Adapters merged into the weights that they belong to."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.lora.names import base_name, is_of_adapter
+from tidemill_weight_update.lora.pairs import Pair, pairs_of
+from tidemill_weight_update.send.shards import LocalShard, is_dtensor
+
+
+def merge_lora(
+    base: Iterable[tuple[str, Tensor]], adapter: Iterable[tuple[str, Tensor]], config: LoraConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `base`, those of the adapter's layers merged with it when they are asked for.
+
+    W + scale * B @ A, computed in float32 and cast to the dtype of W (Hu et al. 2021, arXiv:2106.09685, section 4.1).
+    `WeightUpdater.update` takes the result. Nothing of `base` is changed; one merged tensor is alive at a time.
+
+    Args:
+        base: of the model, under its own names or those of a PEFT model, whose adapters are passed over:
+            `peft_model.state_dict().items()` serves. DTensors stay sharded as they are, and the calls are collective.
+        adapter: matrices A [r, inputs] and B [outputs, r], named as PEFT does; DTensors or plain tensors, which must be
+            the same on all ranks.
+
+    Raises:
+        ValueError, TypeError: what `adapter` holds is not the adapter of `config` (see `pairs_of`), or `base` is a
+            collection and lacks a layer of it. When drawn from: a layer does not have the adapter's shape, is a
+            LocalShard, or does not come.
+    """
+    pairs = pairs_of(adapter, config)
+    if not isinstance(base, Iterator):
+        _check_met(pairs, {base_name(name) for name, _ in base})
+    return _merged(base, pairs, config.scale)
+
+
+def _check_met(pairs: dict[str, Pair], names: set[str]) -> None:
+    lost = [module for module in pairs if f"{module}.weight" not in names]
+    if lost:
+        raise ValueError(f"the adapter changes layers that the model does not have: {', '.join(map(repr, lost[:5]))}")
+
+
+def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Tensor]]:
+    names: set[str] = set()
+    for name, tensor in base:
+        if is_of_adapter(name):
+            continue
+        name = base_name(name)
+        names.add(name)
+        pair = pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        yield name, tensor if pair is None else _sum(name, tensor, pair, scale)
+    _check_met(pairs, names)
+
+
+@torch.no_grad()
+def _sum(name: str, weight: Tensor, pair: Pair, scale: float) -> Tensor:
+    if isinstance(weight, LocalShard):
+        raise TypeError(f"{name!r} is a LocalShard; merge it where its whole layer is known")
+    a, b = pair
+    if tuple(weight.shape) != (b.shape[0], a.shape[1]):
+        raise ValueError(
+            f"the adapter changes {name!r} as if it had the shape {(b.shape[0], a.shape[1])}, got {tuple(weight.shape)}"
+        )
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (_beside(weight, matrix, dim).to(dtype) for matrix, dim in ((a, 1), (b, 0)))
+    return (weight.to(dtype) + scale * (b @ a)).to(weight.dtype)
+
+
+def _beside(weight: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    """The matrix where the weight is: cut along `dim` on the mesh axes along which the weight is, else in full."""
+    if not is_dtensor(weight):
+        full = matrix.full_tensor() if is_dtensor(matrix) else matrix
+        return full.to(weight.device)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = weight.device_mesh
+    placements = [Shard(dim) if placement.is_shard(dim) else Replicate() for placement in weight.placements]
+    if not is_dtensor(matrix):
+        local = matrix.to(mesh.device_type)
+        matrix = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return matrix.redistribute(mesh, placements)
