@@ -12,6 +12,7 @@ def test_all_is_pinned():
         "EngineConfig",
         "EngineRegistry",
         "LossFn",
+        "Metric",
         "ModelConfig",
         "ModelOutput",
         "Normalizer",

@@ -3,6 +3,7 @@
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, sft_loss
+from tidemill_engines.metrics import Metric
 from tidemill_engines.registry import EngineRegistry
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "EngineConfig",
     "EngineRegistry",
     "LossFn",
+    "Metric",
     "ModelConfig",
     "ModelOutput",
     "Normalizer",

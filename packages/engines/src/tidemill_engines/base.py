@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,10 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
 
-MicroBatchLoss = Callable[[ModelOutput, DataProto], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+MicroBatchLoss = Callable[[ModelOutput, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """A `LossFn` with its normalizer filled in."""
 
 _OWN_METRICS = ("loss", "grad_norm", "grad_nonfinite", "lr")
@@ -26,7 +27,7 @@ class StepOutput:
     """What `forward_step` brings back from one micro-batch: 0-d loss and metrics (detached), and the model output."""
 
     loss: torch.Tensor | None
-    metrics: dict[str, torch.Tensor]
+    metrics: dict[str, Metric]
     model_output: ModelOutput
 
 
@@ -35,7 +36,7 @@ class BatchOutput:
     """What `forward_backward_batch` brings back from a batch.
 
     Attributes:
-        metrics: added up over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
+        metrics: reduced over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
             was a loss function.
         log_probs: ragged like `responses`, in the order of the rows, on the CPU; None after a backward.
         entropy: likewise, if it was asked for.
@@ -83,7 +84,7 @@ class BaseEngine(ABC):
             calculate_entropy: whether the loss wants `ModelOutput.entropy`.
 
         Returns:
-            The metrics of the loss added up over the global batch, and "loss", "grad_norm" (before clipping),
+            The metrics of the loss over the global batch, and "loss", "grad_norm" (before clipping),
             "grad_nonfinite" (1.0 if the gradient was not finite and the step was skipped, else 0.0) and "lr" (that
             the step was made with). The same on every rank.
 

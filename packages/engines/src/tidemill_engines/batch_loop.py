@@ -7,7 +7,7 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.losses import LossFn
-from tidemill_engines.metrics import reduce_metrics
+from tidemill_engines.metrics import Metric, reduce_metrics
 from tidemill_engines.micro_batches import BatchPlan, restore_order
 
 RunStep = Callable[[DataProto, MicroBatchLoss | None, bool], StepOutput]
@@ -22,15 +22,23 @@ def run_micro_batches(plan: BatchPlan, loss_fn: LossFn | None, run_step: RunStep
 
 
 def collect(
-    steps: list[StepOutput], plan: BatchPlan, batch: DataProto, group: dist.ProcessGroup, *, with_outputs: bool
+    steps: list[StepOutput],
+    plan: BatchPlan,
+    batch: DataProto,
+    group: dist.ProcessGroup,
+    *,
+    data_parallel_rank: int,
+    with_outputs: bool,
 ) -> BatchOutput:
     """Reduces loss and metrics over micro-batches and ranks, and brings outputs into the order of the rows. Collective.
 
     Args:
+        group: of gloo, over all ranks.
+        data_parallel_rank: which part of the global batch this rank works on.
         with_outputs: whether log-probabilities (and entropies) are wanted.
     """
-    reports = [{"loss": step.loss, **step.metrics} for step in steps if step.loss is not None]
-    metrics = reduce_metrics(reports, group) if reports else {}
+    reports = [{"loss": Metric.sum(step.loss), **step.metrics} for step in steps if step.loss is not None]
+    metrics = reduce_metrics(reports, group, data_parallel_rank) if reports else {}
     if not with_outputs:
         return BatchOutput(metrics=metrics)
     outputs = [step.model_output for step in steps]

@@ -1,10 +1,12 @@
 """The contract between an engine and a loss, and the loss of supervised fine-tuning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from tidemill_dataproto import DataProto
+
+from tidemill_engines.metrics import Metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +38,13 @@ class Normalizer:
     num_sequences: float
 
 
-LossFn = Callable[[ModelOutput, DataProto, Normalizer], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossFn = Callable[[ModelOutput, DataProto, Normalizer], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """`(model_output, micro_batch, normalizer) -> (loss, metrics)`.
 
 `loss` is 0-d, this micro-batch's share of the global loss: the shares of all micro-batches add up to it. `metrics` are
-0-d tensors that are shares too; the engine adds them up over micro-batches and ranks. Columns of `micro_batch` shaped
-like the responses have flat values that are aligned with `log_probs`; zero rows are an ordinary case.
+the same names for every micro-batch: a 0-d tensor is a share too and is added up over micro-batches and ranks; a
+`Metric` says how it is reduced (a mean brings its own weights). Columns of `micro_batch` shaped like the responses have
+flat values that are aligned with `log_probs`; zero rows are an ordinary case.
 """
 
 

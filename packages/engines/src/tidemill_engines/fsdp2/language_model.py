@@ -10,6 +10,7 @@ from tidemill_engines.fsdp2.engine import FSDP2Engine
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import plan_batch
 from tidemill_engines.packing import ModelInputs, pack_rows
 
@@ -49,7 +50,14 @@ class FSDP2LanguageModel(FSDP2Engine):
         finally:
             for module in fsdp_modules(self.model):
                 module.reshard()
-        return collect(steps, plan, batch, self.groups.control, with_outputs=forward_only)
+        return collect(
+            steps,
+            plan,
+            batch,
+            self.groups.control,
+            data_parallel_rank=self.get_data_parallel_rank(),
+            with_outputs=forward_only,
+        )
 
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
@@ -65,8 +73,7 @@ class FSDP2LanguageModel(FSDP2Engine):
                 loss = loss + output.log_probs.sum() * 0.0
             loss.backward()
             output = _detached(output)
-        metrics = {name: value.detach() for name, value in metrics.items()}
-        return StepOutput(loss=loss.detach(), metrics=metrics, model_output=output)
+        return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
 
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
         return pack_rows(micro_batch, self.device)
