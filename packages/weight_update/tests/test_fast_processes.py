@@ -111,8 +111,8 @@ def test_the_rank_that_was_killed_is_told_by_the_others(started):
 
 
 def test_an_engine_that_is_stopped_is_fenced_and_may_come_back(started):
-    bad, good = started(1, "bad", timeout_s=12.0), started(1, "good")
-    updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=3.0)
+    bad, good = started(1, "bad", timeout_s=5.0), started(1, "good")
+    updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=1.5)
     updater.update(tensors(0).items(), "first")
     pid = bad.processes[0].pid
     stats = updater.update(with_an_event(8, lambda: os.kill(pid, signal.SIGSTOP)), 1)

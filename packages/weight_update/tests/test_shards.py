@@ -33,17 +33,17 @@ def _boxes(shape: tuple[int, ...]) -> int:
     for size in SIZES:
         whole = torch.arange(size[0] * size[1], dtype=torch.float32).view(size)
         for placements in placements_of(mesh):
-            tensor = distribute_tensor(whole, mesh, placements)
-            for name in ("a", "b", "c", "d"):  # which of equal copies is sent depends on the name
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            sent = torch.zeros(4, *size)
+            for name, times in zip("abcd", sent, strict=True):  # which of equal copies is sent depends on the name
                 piece = held(name, tensor, None, dist.get_rank())
-                sent = torch.zeros(size)
                 if piece is not None:
                     assert piece.spec.shape == size
                     assert torch.equal(piece.local, box_of(whole, piece.box)), (size, placements)
-                    box_of(sent, piece.box).fill_(1)
-                dist.all_reduce(sent)
-                assert (sent == 1).all(), (size, placements, sent)  # each element by one rank
+                    box_of(times, piece.box).fill_(1)
                 checked += 1
+            dist.all_reduce(sent)
+            assert (sent == 1).all(), (size, placements, sent)  # each element by one rank
     return checked
 
 
@@ -54,7 +54,7 @@ def test_boxes_of_dtensors_hold_each_element_once(shape):
     assert run_ranks(_boxes, world_size, shape) == [len(SIZES) * layouts * 4] * world_size
 
 
-def _fsdp_over_tp(rows: int) -> list[str]:
+def _fsdp_over_tp_of(rows: int) -> list[str]:
     """The placements of a linear layer under FSDP over tensor parallelism; its boxes are right."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -78,10 +78,14 @@ def _fsdp_over_tp(rows: int) -> list[str]:
     return [str(tensor.placements) for tensor in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("rows", [8, 12, 10, 6, 2])
-def test_boxes_of_fsdp_over_tensor_parallelism(rows):
-    for placements in run_ranks(_fsdp_over_tp, 4, rows):
-        assert any("StridedShard" in text for text in placements)
+def _fsdp_over_tp() -> list[list[str]]:
+    return [_fsdp_over_tp_of(rows) for rows in (8, 12, 10, 6, 2)]
+
+
+def test_boxes_of_fsdp_over_tensor_parallelism():
+    for models in run_ranks(_fsdp_over_tp, 4):
+        for placements in models:
+            assert any("StridedShard" in text for text in placements)
 
 
 def _strides_without_reason() -> str:
