@@ -266,11 +266,22 @@ def stopwatch(action: Callable[[], Any]) -> tuple[float, Exception | None]:
     return time.monotonic() - started, None
 
 
-def settled(read: Callable[[], Any], wanted: Any) -> Any:
+def settled(read: Callable[[], Any], is_wanted: Callable[[Any], bool]) -> Any:
     """What `read` returns, once it is as wanted or three seconds are over: threads and sockets end a little later."""
     deadline = time.monotonic() + 3
-    while (value := read()) != wanted and time.monotonic() < deadline:
+    while not is_wanted(value := read()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return value
+
+
+def steady(read: Callable[[], Any]) -> Any:
+    """What `read` returns, once that has been the same for half a second or three seconds are over."""
+    deadline, same_since = time.monotonic() + 3, time.monotonic()
+    value = read()
+    while time.monotonic() < min(deadline, same_since + 0.5):
+        time.sleep(0.05)
+        if (now := read()) != value:
+            value, same_since = now, time.monotonic()
     return value
 
 

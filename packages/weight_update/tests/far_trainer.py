@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from far_engines import FarEngine, Rank, context, resources, settled, stopwatch
+from far_engines import FarEngine, Rank, context, resources, settled, steady, stopwatch
 from tidemill_weight_update import GroupLink, LocalShard, UpdateStats, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from torch import Tensor
@@ -84,7 +84,7 @@ def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
     first = updater(60)  # which teaches the engines their models
     first.update(shards(1, rank, plan.world_size, plan.device), 1)
     first.close()
-    before = settled(resources, None)
+    before = steady(resources)
     second = updater(plan.timeout_s)
     second.update(shards(2, rank, plan.world_size, plan.device), 2)
 
@@ -104,7 +104,7 @@ def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
         error="" if error is None else str(error),
         fenced=stats[0].fenced if stats else {},
         before=before,
-        after=settled(resources, before),
+        after=settled(resources, lambda now: no_more(now, before)),
         versions=[client.version for client in clients],
     )
     result.send(outcome)
@@ -155,10 +155,14 @@ def _outcome(pipe: Connection) -> Outcome | None:
         return None
 
 
+def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
+    return all(left <= right for left, right in zip(now, then, strict=True))
+
+
 def check_survivor(outcome: Outcome | None) -> Outcome:
     assert outcome is not None
     assert outcome.seconds < 2 * DEADLINE_S + 2  # an engine's deadline may begin when the trainer's is nearly over
-    assert all(now <= then for now, then in zip(outcome.after, outcome.before, strict=True))  # fewer: to who was killed
+    assert no_more(outcome.after, outcome.before)  # fewer: to who was killed
     return outcome
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from far_engines import FarEngine, Rank, RankApart, listening, resources, settled
+from far_engines import FarEngine, Rank, RankApart, listening, resources, settled, steady
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
@@ -230,12 +230,12 @@ def test_nothing_is_left_after_close(new, far):
         updater.close()
 
     live_once(0)  # libuv and torch keep a few files of their own from now on
-    before = settled(resources, None)
+    before = steady(resources)
     on_engine = engine.ask_all("resources")
     for version in range(1, 4):
         live_once(version)
-    assert settled(resources, before) == before
-    assert settled(lambda: engine.ask_all("resources"), on_engine) == on_engine
+    assert settled(resources, before.__eq__) == before
+    assert settled(lambda: engine.ask_all("resources"), on_engine.__eq__) == on_engine
 
 
 def test_nothing_listens_on_other_addresses(new, far):

@@ -52,7 +52,7 @@ def test_an_engine_rank_that_is_killed_is_fenced_and_other_engines_go_on(tmp_pat
     check_usable(ranks[:1], fresh=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_engine_rank_that_hangs_is_fenced_within_the_deadline(tmp_path, ranks, world_size):
     outcomes = [
         check_survivor(outcome)
