@@ -3,12 +3,36 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from tidemill_engines.packing import PackedLayout
+from tidemill_engines.sequence_parallel import heads_to_tokens, tokens_to_heads
 
 NAME = "tidemill_varlen"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> None:
+    """Checks that a model computes the same on packed rows, and with its heads divided, as on each row alone.
+
+    Raises:
+        ValueError: a layer mixes tokens otherwise than by full or sliding attention, or the heads cannot be divided.
+    """
+    fields = config.get_text_config().to_dict()
+    others = sorted(set(fields.get("layer_types") or ()) - _LAYER_TYPES)
+    if others:
+        raise ValueError(
+            f"{config.model_type} has layers of type {', '.join(others)}, which would see across packed rows; models "
+            f"of {' and '.join(sorted(_LAYER_TYPES))} layers can be trained"
+        )
+    num_heads = fields["num_attention_heads"]
+    if num_heads % sequence_parallel_size:
+        raise ValueError(
+            f"EngineConfig.ulysses_sequence_parallel_size must divide the {num_heads} attention heads of the model; "
+            f"got {sequence_parallel_size}"
+        )
 
 
 def register_attention() -> None:
@@ -24,36 +48,51 @@ def varlen_attention_forward(
     attention_mask: torch.Tensor | None,
     *,
     tidemill_layout: PackedLayout,
+    tidemill_group: dist.ProcessGroup | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each row of a packed micro-batch, in the signature of transformers' attention registry.
 
     Args:
-        query: [1, H, N, D]; key and value: [1, H_kv, N, D], where H_kv divides H.
+        query: [1, H, n, D]; key and value: [1, H_kv, n, D], where H_kv divides H.
         attention_mask: must be None; the layout says it all.
+        tidemill_group: ranks that share the rows: the n tokens are this rank's run of them. None: they are all tokens.
         dropout: must be 0 on the CUDA path, which has none.
         sliding_window: tokens that a token sees, itself included; None means all of its row.
 
+        softcap, s_aux: of models with bounded scores or attention sinks, which are refused.
+
     Returns:
-        The output [1, N, H, D], and None for the weights.
+        The output [1, n, H, D], and None for the weights.
 
     Raises:
-        ValueError: a mask, or dropout where it is not supported.
+        ValueError: a mask, a softcap or sinks, or dropout where it is not supported.
     """
     if attention_mask is not None:
         raise ValueError(
             f"{NAME} takes packed rows without an attention mask; got one of {tuple(attention_mask.shape)}"
         )
+    if softcap is not None or s_aux is not None:
+        raise ValueError(
+            f"{NAME} has neither a softcap nor attention sinks, which {type(module).__name__} wants; choose another "
+            "ModelConfig.attn_implementation"
+        )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if tidemill_group is not None:
+        q, k, v = tokens_to_heads(q, k, v, tidemill_group)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if dropout:
             raise ValueError(f"{NAME} has no attention dropout on CUDA; set attention_dropout to 0, not {dropout}")
         out = varlen_cuda(q, k, v, tidemill_layout, scaling, sliding_window)
     else:
         out = varlen_padded(q, k, v, tidemill_layout, scaling, sliding_window, dropout)
+    if tidemill_group is not None:
+        out = heads_to_tokens(out, tidemill_group)
     return out.unsqueeze(0), None
 
 
@@ -123,4 +162,4 @@ def varlen_padded(
         scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.transpose(1, 2).reshape(num_rows * length, *q.shape[1:]).index_select(0, layout.padded_index)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.padded_index)

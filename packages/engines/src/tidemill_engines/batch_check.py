@@ -10,12 +10,13 @@ from tidemill_engines.packing import response_positions
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, training: bool) -> None:
+def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, limit: str, training: bool) -> None:
     """Checks what every engine relies on; cheap beside a forward pass.
 
     Args:
         vocab_size: token ids must be in 0..vocab_size-1.
         max_token_len: the longest row that fits into a micro-batch.
+        limit: where that comes from, for the message.
         training: whether `response_mask` is needed too.
 
     Raises:
@@ -38,7 +39,7 @@ def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, traini
     )
     _check_rows(
         lengths > max_token_len,
-        f"row {{row}} has {{a}} tokens, above max_token_len_per_gpu={max_token_len}; raise it or drop longer rows",
+        f"row {{row}} has {{a}} tokens, above {limit}; raise it or drop longer rows",
         lengths,
         response_lengths,
     )

@@ -67,40 +67,117 @@ def prepare_micro_batches(
     return [batch[start:end] for start, end in pairwise(bounds)], [list(range(*pair)) for pair in pairwise(bounds)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLimit:
+    """How many tokens a micro-batch may hold: `per_rank`, on each of the ranks that share its rows."""
+
+    per_rank: int
+    ranks_per_row: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.per_rank * self.ranks_per_row
+
+    def __str__(self) -> str:
+        shared = "" if self.ranks_per_row == 1 else f" on {self.ranks_per_row} ranks"
+        return f"max_token_len_per_gpu={self.per_rank}{shared}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """What a rank tells the others about its rows before any of them starts."""
+
+    part: int
+    error: tuple[str, str] | None
+    fingerprint: tuple[int, ...]
+    num_micro_batches: int
+    trained: tuple[float, float]
+
+
 def plan_batch(
     batch: DataProto,
     group: dist.ProcessGroup,
     *,
+    data_parallel_rank: int,
     vocab_size: int,
-    max_token_len: int,
+    limit: TokenLimit,
     micro_batch_size: int | None,
     with_loss: bool,
 ) -> BatchPlan:
-    """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective over all dp ranks.
+    """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
+
+    Args:
+        group: of gloo, over all ranks.
+        data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
 
     Raises:
-        ValueError, TypeError: what `check_batch` found, on every rank, naming the rank that it was found on.
+        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
+            ranks of one part with different rows; on every rank, naming the rank that it was found on.
     """
-    error, count, trained = None, 0, (0.0, 0.0)
+    error, fingerprint, count, trained = None, (), 0, (0.0, 0.0)
     try:
-        check_batch(batch, vocab_size=vocab_size, max_token_len=max_token_len, training=with_loss)
-        count = num_micro_batches_needed(batch, max_token_len=max_token_len, micro_batch_size=micro_batch_size)
+        check_batch(batch, vocab_size=vocab_size, max_token_len=limit.total, limit=str(limit), training=with_loss)
+        fingerprint = _fingerprint(batch)
+        count = num_micro_batches_needed(batch, max_token_len=limit.total, micro_batch_size=micro_batch_size)
+        if micro_batch_size is not None:
+            _check_fixed_micro_batches(batch, micro_batch_size, limit)
         trained = count_trained(batch) if with_loss else trained
     except (ValueError, TypeError) as caught:
         error = caught
-    reports = gather((describe(error), count, trained), group)
-    raise_first([described for described, _, _ in reports], error)
-    parts, indices = prepare_micro_batches(
+    own = _Report(
+        part=data_parallel_rank,
+        error=describe(error),
+        fingerprint=fingerprint,
+        num_micro_batches=count,
+        trained=trained,
+    )
+    reports: list[_Report] = gather(own, group)
+    raise_first([report.error for report in reports], error)
+    parts = _one_per_part(reports)
+    micro_batches, indices = prepare_micro_batches(
         batch,
-        max_token_len=max_token_len,
+        max_token_len=limit.total,
         micro_batch_size=micro_batch_size,
-        num_micro_batches=max(count for _, count, _ in reports),
+        num_micro_batches=max(report.num_micro_batches for report in parts),
     )
     normalizer = None
     if with_loss:
-        tokens, sequences = (sum(column) for column in zip(*(trained for _, _, trained in reports), strict=True))
+        tokens, sequences = (sum(column) for column in zip(*(report.trained for report in parts), strict=True))
         normalizer = Normalizer(num_tokens=max(tokens, 1.0), num_sequences=max(sequences, 1.0))
-    return BatchPlan(micro_batches=parts, indices=indices, normalizer=normalizer)
+    return BatchPlan(micro_batches=micro_batches, indices=indices, normalizer=normalizer)
+
+
+def _one_per_part(reports: list[_Report]) -> list[_Report]:
+    first: dict[int, tuple[int, _Report]] = {}
+    for rank, report in enumerate(reports):
+        other, known = first.setdefault(report.part, (rank, report))
+        if known.fingerprint != report.fingerprint:
+            raise ValueError(
+                f"ranks {other} and {rank} share the rows of data-parallel rank {report.part} but were given different "
+                "ones; give all ranks with the same get_data_parallel_rank() the same batch"
+            )
+    return [report for _, report in first.values()]
+
+
+def _fingerprint(batch: DataProto) -> tuple[int, ...]:
+    """Differs where the tokens of two batches differ, but for an unlikely accident."""
+    tokens = ragged.values(batch["input_ids"]).long()
+    lengths = torch.cat([ragged.lengths(batch["input_ids"]), ragged.lengths(batch["responses"])])
+    return (
+        len(batch),
+        len(tokens),
+        *(int((x * (torch.arange(1, len(x) + 1) * 0x9E3779B1)).sum()) for x in (tokens, lengths)),
+    )
+
+
+def _check_fixed_micro_batches(batch: DataProto, micro_batch_size: int, limit: TokenLimit) -> None:
+    for number, lengths in enumerate(ragged.lengths(batch["input_ids"]).split(micro_batch_size)):
+        if len(lengths) and int(lengths.sum()) > limit.total:
+            raise ValueError(
+                f"micro-batch {number} of micro_batch_size_per_gpu={micro_batch_size} rows has {int(lengths.sum())} "
+                f"tokens, above {limit}; lower micro_batch_size_per_gpu, raise max_token_len_per_gpu, or leave "
+                "micro_batch_size_per_gpu out to form micro-batches by tokens"
+            )
 
 
 def count_trained(batch: DataProto) -> tuple[float, float]:

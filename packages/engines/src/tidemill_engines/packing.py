@@ -43,13 +43,17 @@ class PackedLayout:
 class ModelInputs:
     """What the model is called with, on its device: N tokens of all rows, of which M are response tokens.
 
+    Where several ranks share the rows, N and M are those of this rank's run of the packed tokens.
+
     Attributes:
         input_ids: [1, N] int64.
         position_ids: [1, N] int64, from 0 in each row.
-        layout: where the rows lie.
+        layout: where the rows lie, for all ranks that share them.
         predictors: [M] int64, the index in N of the token before each response token; logits are needed there only.
         labels: [M] int64, the response tokens.
         temperature: that the logits are divided by.
+        first_output: which of the response tokens of all sharing ranks `labels` begins with.
+        num_outputs: response tokens of all sharing ranks.
     """
 
     input_ids: torch.Tensor
@@ -58,6 +62,8 @@ class ModelInputs:
     predictors: torch.Tensor
     labels: torch.Tensor
     temperature: float
+    first_output: int
+    num_outputs: int
 
 
 def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
@@ -67,30 +73,41 @@ def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tens
     return torch.arange(int(response_lengths.sum())) + shift.repeat_interleave(response_lengths)
 
 
-def pack_rows(micro_batch: DataProto, device: torch.device) -> ModelInputs:
+def pack_rows(micro_batch: DataProto, device: torch.device, *, share: int = 0, num_shares: int = 1) -> ModelInputs:
     """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU) for a model on `device`.
 
     A batch without tokens becomes one token that nothing is predicted from, so that its rank still runs the model and
-    takes part in every collective.
+    takes part in every collective. Likewise a row of up to `num_shares - 1` tokens that nothing is predicted from is
+    added so that the packed tokens can be divided.
+
+    Args:
+        share: which of the `num_shares` equal runs of the packed tokens is wanted. Labels are those of the whole rows,
+            so a run knows the token behind its last one.
     """
     tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
     lengths, input_ids = ragged.lengths(tokens), ragged.values(tokens).long()
     targets = response_positions(lengths, ragged.lengths(responses))
-    labels = input_ids[targets]
+    labels, predictors = input_ids[targets], targets - 1
+    filling = -len(input_ids) % num_shares if len(input_ids) else num_shares
+    lengths = torch.cat([lengths, lengths.new_full((1,), filling)])
     lengths = lengths[lengths > 0]  # attention kernels need not know of empty rows
-    if not len(lengths):
-        input_ids, lengths = input_ids.new_zeros(1), lengths.new_ones(1)
+    input_ids = F.pad(input_ids, (0, filling))
     starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
     position_ids = torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)
+    size = len(input_ids) // num_shares
+    run = slice(share * size, (share + 1) * size)
+    first, end = torch.searchsorted(predictors, torch.tensor([run.start, run.stop])).tolist()
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
     return ModelInputs(
-        input_ids=move(input_ids.unsqueeze(0)),
-        position_ids=move(position_ids.unsqueeze(0)),
+        input_ids=move(input_ids[run].unsqueeze(0)),
+        position_ids=move(position_ids[run].unsqueeze(0)),
         layout=PackedLayout.from_lengths(lengths, device),
-        predictors=move(targets - 1),
-        labels=move(labels),
+        predictors=move(predictors[first:end] - run.start),
+        labels=move(labels[first:end]),
         temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
+        first_output=first,
+        num_outputs=len(labels),
     )

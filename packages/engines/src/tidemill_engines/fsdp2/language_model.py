@@ -1,8 +1,10 @@
 """The FSDP2 engine for causal language models: its step."""
 
 import torch
+import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
+from tidemill_engines.attention import check_attention
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.batch_loop import collect, run_micro_batches
 from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone
@@ -11,16 +13,28 @@ from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput
 from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import plan_batch
+from tidemill_engines.micro_batches import TokenLimit, plan_batch
 from tidemill_engines.packing import ModelInputs, pack_rows
+from tidemill_engines.sequence_parallel import gather_output
 
 
 class FSDP2LanguageModel(FSDP2Engine):
     """A Hugging Face causal language model, trained and evaluated on packed rows."""
 
     def initialize(self) -> None:
+        ranks_per_row = self.engine_config.ulysses_sequence_parallel_size
+        if ranks_per_row > 1 and self.model_config.attn_implementation != "varlen":
+            raise ValueError(
+                "EngineConfig.ulysses_sequence_parallel_size above 1 needs ModelConfig.attn_implementation='varlen'; "
+                f"got {self.model_config.attn_implementation!r}"
+            )
         super().initialize()
-        expose_backbone(self.model)
+        try:
+            check_attention(self.model.config, ranks_per_row)
+            expose_backbone(self.model)
+        except BaseException:
+            self.close()
+            raise
 
     def forward_backward_batch(
         self,
@@ -36,7 +50,11 @@ class FSDP2LanguageModel(FSDP2Engine):
             batch,
             self.groups.control,
             vocab_size=int(self.model.config.get_text_config().vocab_size),
-            max_token_len=self.engine_config.max_token_len_per_gpu,
+            limit=TokenLimit(
+                per_rank=self.engine_config.max_token_len_per_gpu,
+                ranks_per_row=self.engine_config.ulysses_sequence_parallel_size,
+            ),
+            data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             with_loss=loss_fn is not None,
         )
@@ -65,6 +83,8 @@ class FSDP2LanguageModel(FSDP2Engine):
         inputs = self.prepare_model_inputs(micro_batch)
         hidden_states = self.run_model(inputs)
         output = self.prepare_model_outputs(hidden_states, inputs, calculate_entropy=calculate_entropy)
+        if self.groups.sequence_parallel is not None:
+            output = gather_output(output, inputs, self.groups.sequence_parallel)
         if loss_fn is None:
             return StepOutput(loss=None, metrics={}, model_output=output)
         loss, metrics = loss_fn(output, micro_batch.to(self.device))
@@ -76,7 +96,10 @@ class FSDP2LanguageModel(FSDP2Engine):
         return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
 
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
-        return pack_rows(micro_batch, self.device)
+        group = self.groups.sequence_parallel
+        if group is None:
+            return pack_rows(micro_batch, self.device)
+        return pack_rows(micro_batch, self.device, share=dist.get_rank(group), num_shares=dist.get_world_size(group))
 
     def run_model(self, inputs: ModelInputs) -> torch.Tensor:
         """The hidden states [M, H] at `inputs.predictors`; the head is left to `prepare_model_outputs`."""
@@ -85,6 +108,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             tidemill_layout=inputs.layout,
+            tidemill_group=self.groups.sequence_parallel,
             use_cache=False,
         )
         return output.last_hidden_state.squeeze(0)[inputs.predictors]

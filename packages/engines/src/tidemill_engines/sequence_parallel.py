@@ -1,0 +1,106 @@
+"""Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+
+Each rank of a group holds a part of the tokens of the same packed rows, all layers work on that part, and around
+attention the parts are exchanged for parts of the heads. Losses see all tokens again, the same on each rank of the
+group; each rank's gradient is that of its own tokens, so the gradient of the batch is the sum over all ranks.
+"""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tidemill_engines.losses import ModelOutput
+from tidemill_engines.packing import ModelInputs
+
+
+def tokens_to_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From all heads of this rank's tokens to all tokens of this rank's heads. Collective over `group`.
+
+    Where the heads of k and v cannot be divided among the ranks, they are repeated as often as that takes.
+
+    Args:
+        q: [n, H, D], k: [n, H_kv, D], v: [n, H_kv, D_v], for this rank's n of the N = n * S tokens; S divides H.
+
+    Returns:
+        q [N, H / S, D], k [N, H', D] and v [N, H', D_v], where H' divides H / S.
+    """
+    size = dist.get_world_size(group)
+    repeats = math.lcm(k.shape[1], size) // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    n = q.shape[0]
+    parts = [x.reshape(n, size, -1) for x in (q, k, v)]  # heads of rank 0, heads of rank 1, ...
+    widths = [part.shape[-1] for part in parts]
+    received = _all_to_all(torch.cat(parts, -1).transpose(0, 1), group).flatten(0, 1)
+    q_heads, k_heads, v_heads = received.split(widths, -1)
+    return (
+        q_heads.unflatten(-1, (-1, q.shape[-1])),
+        k_heads.unflatten(-1, (-1, k.shape[-1])),
+        v_heads.unflatten(-1, (-1, v.shape[-1])),
+    )
+
+
+def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The way back: from [N, H / S, D] of this rank's heads to [n, H, D] of its tokens. Collective over `group`."""
+    by_rank = x.unflatten(0, (dist.get_world_size(group), -1))
+    return _all_to_all(by_rank, group).transpose(0, 1).flatten(1, 2)
+
+
+def gather_output(output: ModelOutput, inputs: ModelInputs, group: dist.ProcessGroup) -> ModelOutput:
+    """From the output of this rank's tokens to that of all tokens of the rows. Collective over `group`.
+
+    Backwards, each rank keeps the gradient of its own tokens; every rank of the group has the same loss.
+    """
+    whole = {
+        field.name: _Gather.apply(value, inputs.first_output, inputs.num_outputs, group)
+        for field in fields(output)
+        if (value := getattr(output, field.name)) is not None
+    }
+    return replace(output, **whole)
+
+
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = _AllToAll.apply(x, group)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends x[i] to rank i; what came from rank i is out[i]. It is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _exchange(grad, ctx.group), None
+
+
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """Puts the runs of all ranks together; backwards, cuts this rank's run out."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, start: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.own = slice(start, start + len(own))
+        whole = own.new_zeros(total, *own.shape[1:])
+        whole[ctx.own] = own
+        dist.all_reduce(whole, group=group)  # adds zeros only, so it is exact, and the runs may differ in length
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad[ctx.own], None, None, None

@@ -1,0 +1,180 @@
+"""Several ranks that share the tokens of the same rows: what each is given, what they exchange, what comes back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, plain_model, policy_like_loss, shard
+from tidemill_dataproto import ragged
+from tidemill_engines.attention import check_attention, varlen_attention_forward
+from tidemill_engines.losses import ModelOutput
+from tidemill_engines.packing import PackedLayout, pack_rows
+from tidemill_engines.sequence_parallel import gather_output
+from tidemill_testing import run_ranks, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_the_runs_of_all_ranks_are_the_packed_rows(num_rows, num_shares):
+    batch = make_batch(num_rows, seed=num_rows)
+    whole = pack_rows(batch, CPU)
+    runs = [pack_rows(batch, CPU, share=share, num_shares=num_shares) for share in range(num_shares)]
+    (size,) = {run.input_ids.shape[1] for run in runs}
+    num_tokens = len(ragged.values(batch["input_ids"]))
+    assert 0 <= size * num_shares - num_tokens < max(num_shares, 1) + (num_rows == 0)
+    together = {name: torch.cat([getattr(run, name) for run in runs], 1) for name in ("input_ids", "position_ids")}
+    assert torch.equal(together["input_ids"][:, :num_tokens], whole.input_ids[:, :num_tokens])
+    assert torch.equal(together["position_ids"][:, :num_tokens], whole.position_ids[:, :num_tokens])
+    predictors = torch.cat([run.predictors + share * size for share, run in enumerate(runs)])
+    assert torch.equal(predictors, whole.predictors)
+    assert torch.equal(torch.cat([run.labels for run in runs]), whole.labels)
+    firsts = torch.tensor([len(run.labels) for run in runs]).cumsum(0).tolist()
+    assert [run.first_output for run in runs] == [0, *firsts[:-1]]
+    for run in runs:
+        assert run.num_outputs == len(whole.labels)
+        assert all((run.predictors >= 0) & (run.predictors < size))
+        assert run.layout.cu_seqlens[: num_rows + 1].tolist() == whole.layout.cu_seqlens[: num_rows + 1].tolist() or (
+            num_rows == 0
+        )
+        assert run.layout.cu_seqlens[-1] == size * num_shares  # all tokens belong to a row, those added to their own
+
+
+LENGTHS = [5, 1, 9, 2, 7]
+
+
+def heads(num_heads, kv_heads, group, rank, size):
+    """Attention and its gradients for this rank's run, once by itself over all tokens and once with the group."""
+    generator = torch.Generator().manual_seed(num_heads * 100 + kv_heads)
+
+    def draw(num: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, num, sum(LENGTHS), dim, generator=generator, dtype=torch.float64)
+
+    inputs = [draw(num_heads, 8), draw(kv_heads, 8), draw(kv_heads, 6)]
+    direction = torch.randn(1, sum(LENGTHS), num_heads, 6, generator=generator, dtype=torch.float64)
+    layout = PackedLayout.from_lengths(torch.tensor(LENGTHS), CPU)
+    run = slice(rank * sum(LENGTHS) // size, (rank + 1) * sum(LENGTHS) // size)
+    out = []
+    for shared in (False, True):
+        own = [(x[:, :, run] if shared else x).clone().requires_grad_() for x in inputs]
+        attended, _ = varlen_attention_forward(
+            torch.nn.Identity(),
+            *own,
+            None,
+            tidemill_layout=layout,
+            tidemill_group=group if shared else None,
+            sliding_window=4,
+        )
+        grads = torch.autograd.grad((attended * (direction[:, run] if shared else direction)).sum(), own)
+        out.append([attended if shared else attended[:, run], *(x if shared else x[:, :, run] for x in grads)])
+    return [[tensor.detach() for tensor in part] for part in out]
+
+
+def run_heads(cases):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [heads(*case, torch.distributed.group.WORLD, rank, size) for case in cases]
+
+
+@pytest.mark.parametrize(("size", "cases"), [(3, [(6, 2), (6, 1), (3, 3)]), (4, [(4, 2), (8, 1), (8, 8), (12, 6)])])
+def test_attention_of_divided_heads_equals_attention_of_all(size, cases):
+    for of_rank in run_ranks(run_heads, size, cases):
+        for case, (alone, shared) in zip(cases, of_rank, strict=True):
+            for name, expected, actual in zip(("out", "dq", "dk", "dv"), alone, shared, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case} {name} {m}")  # noqa: B023
+
+
+def run_gather(counts):
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    whole = torch.arange(float(sum(counts)), dtype=torch.float64)
+    first = sum(counts[:rank])
+    own = whole[first : first + counts[rank]].clone().requires_grad_()
+    inputs = replace(pack_rows(make_batch(0), CPU), first_output=first, num_outputs=len(whole))
+    output = gather_output(ModelOutput(log_probs=own, entropy=own * 2), inputs, group)
+    assert output.entropy is not None
+    (grad,) = torch.autograd.grad((output.log_probs.square() + output.entropy).sum(), own)
+    return output.log_probs.detach(), output.entropy.detach(), grad
+
+
+def test_outputs_are_gathered_whole_and_gradients_are_counted_once():
+    counts = [2, 0, 3]
+    whole = torch.arange(5.0, dtype=torch.float64)
+    grads = []
+    for log_probs, entropy, grad in run_ranks(run_gather, 3, counts):
+        assert torch.equal(log_probs, whole)
+        assert torch.equal(entropy, 2 * whole)
+        grads.append(grad)
+    assert torch.equal(torch.cat(grads), 2 * whole + 2)
+
+
+def run_engines(path, batch):
+    engine = build_engine(path, ulysses_sequence_parallel_size=2, max_token_len_per_gpu=20)
+    place = (
+        engine.get_data_parallel_rank(),
+        engine.get_data_parallel_size(),
+        torch.distributed.get_world_size(engine.get_data_parallel_group()),
+        engine.is_mp_src_rank_with_outputs(),
+    )
+    out = engine.infer_batch(shard(engine, batch), entropy=True)
+    rank = torch.distributed.get_rank()
+    caught = []
+    for bad in (shard(engine, batch)[: 5 - rank % 2], make_batch(4, seed=rank), make_batch(3, longest=60)):
+        try:
+            engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
+        except ValueError as error:
+            caught.append(str(error))
+    engine.close()
+    return place, [*out["log_probs"].unbind()], [*out["entropy"].unbind()], caught
+
+
+def test_ranks_that_share_rows_have_the_same_outputs_and_must_have_the_same_rows(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batch = make_batch(12, seed=3, temperature=0.7)
+    with torch.no_grad():
+        expected = plain_log_probs(plain_model(path), batch)
+    results = run_ranks(run_engines, 4, path, batch)
+    assert [place for place, *_ in results] == [(0, 2, 2, True), (0, 2, 2, False), (1, 2, 2, True), (1, 2, 2, False)]
+    for (part, *_), log_probs, entropy, caught in results:
+        rows = expected[:6] if part == 0 else expected[6:]
+        for row, wanted, wanted_entropy in zip(
+            zip(log_probs, entropy, strict=True), *zip(*rows, strict=True), strict=True
+        ):
+            torch.testing.assert_close(row[0], wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(row[1], wanted_entropy, rtol=1e-5, atol=1e-5)
+        assert [message for message in caught if "ranks 0 and 1 share the rows of data-parallel rank 0" in message] == (
+            caught[:2]
+        )
+        assert "above max_token_len_per_gpu=20 on 2 ranks" in caught[2]
+
+
+def run_bad_sizes(path):
+    caught = []
+    for settings in (
+        {"ulysses_sequence_parallel_size": 2},
+        {"ulysses_sequence_parallel_size": 3},
+        {"ulysses_sequence_parallel_size": 3, "model": {"attn_implementation": "sdpa"}},
+    ):
+        try:
+            build_engine(path, **settings)
+        except ValueError as error:
+            caught.append(str(error))
+    return caught
+
+
+def test_sizes_that_do_not_fit(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for caught in run_ranks(run_bad_sizes, 3, path):
+        assert caught == [
+            "EngineConfig.ulysses_sequence_parallel_size must divide the world size 3; got 2",
+            "EngineConfig.ulysses_sequence_parallel_size must divide the 4 attention heads of the model; got 3",
+            "EngineConfig.ulysses_sequence_parallel_size above 1 needs ModelConfig.attn_implementation='varlen'; "
+            "got 'sdpa'",
+        ]
+
+
+def test_layers_that_would_see_across_rows_are_refused():
+    from transformers import Qwen3Config
+
+    check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2), 4)
+    with pytest.raises(ValueError, match="layers of type linear_attention, which would see across packed rows"):
+        check_attention(Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2), 1)
