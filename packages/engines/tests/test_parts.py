@@ -1,14 +1,12 @@
-"""The parts that need no process group: attention, packing, micro-batches, log-probabilities, schedule."""
+"""The parts that need no process group: attention, packing, micro-batches, log-probabilities."""
 
 import pytest
 import torch
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.attention import varlen_attention_forward
-from tidemill_engines.config import OptimizerConfig
 from tidemill_engines.losses import ModelOutput, Normalizer, sft_loss
 from tidemill_engines.micro_batches import count_trained, prepare_micro_batches, restore_order
-from tidemill_engines.optimizer import build_adamw, learning_rate
 from tidemill_engines.packing import PackedLayout, pack_rows
 
 CPU = torch.device("cpu")
@@ -118,31 +116,3 @@ def test_count_trained_and_sft_loss():
         loss, metrics = sft_loss(output, batch, Normalizer(num_tokens=4.0, num_sequences=2.0))
         assert loss.item() == 2.5
         assert metrics == {}
-
-
-def test_learning_rate():
-    constant = OptimizerConfig(lr=2.0, lr_warmup_steps=4)
-    assert [learning_rate(constant, step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    linear = OptimizerConfig(lr=2.0, lr_scheduler="linear", lr_warmup_steps=1, total_steps=5, min_lr_ratio=0.5)
-    assert [learning_rate(linear, step) for step in range(7)] == [2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
-    cosine = OptimizerConfig(lr=2.0, lr_scheduler="cosine", total_steps=4)
-    assert [learning_rate(cosine, step) for step in (0, 2, 4, 9)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
-
-
-def test_adamw_with_state_from_the_start_equals_torch():
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
-    copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
-    config = OptimizerConfig(lr=0.1, weight_decay=0.2)
-    ours = build_adamw(weights, config)
-    plain = torch.optim.AdamW(copies, lr=0.1, weight_decay=0.2, betas=config.betas, eps=config.eps, foreach=False)
-    for _ in range(3):
-        for weight, copy in zip(weights, copies, strict=True):
-            weight.grad = torch.randn_like(weight)
-            copy.grad = weight.grad.clone()
-        ours.step()
-        plain.step()
-    for weight, copy in zip(weights, copies, strict=True):
-        torch.testing.assert_close(weight, copy, rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        build_adamw([torch.nn.Parameter(torch.ones(2), requires_grad=False)], config)

@@ -1,5 +1,6 @@
 """What every training engine offers, and the parts of a step that do not depend on the backend."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from tidemill_engines.packing import ModelInputs
 MicroBatchLoss = Callable[[ModelOutput, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """A `LossFn` with its normalizer filled in."""
 
+_log = logging.getLogger(__name__)
 _OWN_METRICS = ("loss", "grad_norm", "grad_nonfinite", "lr")
 
 
@@ -52,12 +54,18 @@ class BaseEngine(ABC):
 
     Every method that takes a batch takes this rank's rows of it, with the ragged columns `input_ids` (prompt, then
     response) and `responses`, and `meta_info["temperature"]` (1.0 if absent).
+
+    Attributes:
+        step: calls of `lr_scheduler_step`, which the schedule follows.
+        skipped_steps: optimizer steps that were left out because the gradient was not finite.
     """
 
     def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
         self.model_config = model
         self.engine_config = engine
         self.optimizer_config = optimizer
+        self.step = 0
+        self.skipped_steps = 0
 
     @abstractmethod
     def initialize(self) -> None:
@@ -69,11 +77,17 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """A context in which the model trains (dropout on); leaves the mode as it was."""
+        """A context in which the model trains (dropout on), with parameters, gradients and optimizer state at hand.
+
+        It leaves the mode as it was, and sends away again what it had to bring back from the CPU.
+        """
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """A context in which the model evaluates (dropout off, no gradients); leaves the mode as it was."""
+        """A context in which the model evaluates (dropout off, no gradients), with its parameters at hand.
+
+        It leaves the mode as it was, and sends away again what it had to bring back from the CPU.
+        """
 
     def train_batch(self, batch: DataProto, loss_fn: LossFn, *, calculate_entropy: bool = False) -> dict[str, float]:
         """One optimizer step on a batch: zero_grad, forward and backward, clip, step, schedule. Collective.
@@ -154,13 +168,48 @@ class BaseEngine(ABC):
     def optimizer_zero_grad(self) -> None:
         """Frees the gradients."""
 
-    @abstractmethod
     def optimizer_step(self) -> float:
-        """Clips the gradient by its global norm and updates the weights, unless it is not finite. Collective.
+        """Clips the gradient by its global norm and updates the weights. Collective.
+
+        A gradient that is not finite updates nothing: as `OptimizerConfig.nonfinite` says, the step is skipped, logged
+        and counted in `skipped_steps`, or is an error.
 
         Returns:
-            The norm before clipping, the same on every rank. If it is not finite, nothing was updated.
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: the gradient is not finite and the policy is "raise"; on every rank.
         """
+        assert self.optimizer_config is not None
+        norm = self.grad_norm()
+        if math.isfinite(norm):
+            self.apply_gradient(norm)
+            return norm
+        where = "; ".join(self.find_nonfinite())
+        if self.optimizer_config.nonfinite == "raise":
+            self.optimizer_zero_grad()
+            raise RuntimeError(
+                f"the gradient of step {self.step} has the norm {norm}: it is not finite in {where}. Nothing was "
+                "updated; look at the loss and the batch, or set OptimizerConfig.nonfinite to 'skip'"
+            )
+        self.skipped_steps += 1
+        if self.get_data_parallel_rank() == 0:
+            _log.warning(
+                "skipped step %d (%d so far): its gradient is not finite in %s", self.step, self.skipped_steps, where
+            )
+        return norm
+
+    @abstractmethod
+    def grad_norm(self) -> float:
+        """The L2 norm of the gradient over all ranks, the same number on each of them. Collective."""
+
+    @abstractmethod
+    def apply_gradient(self, norm: float) -> None:
+        """Clips the gradient, whose norm is `norm`, and updates the weights."""
+
+    @abstractmethod
+    def find_nonfinite(self) -> list[str]:
+        """Up to three "rank R: NAME" of parameters whose gradient is not finite. Collective."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:

@@ -6,7 +6,9 @@ from typing import Literal, get_args
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+Recompute = Literal["full", "selective"]
+NonFinite = Literal["skip", "raise"]
 
 
 def _check_choice(owner: object, field: str, value: object, choices: tuple[str, ...]) -> None:
@@ -21,6 +23,33 @@ def _check_range(owner: object, field: str, value: float, *, low: float, high: f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), as peft makes them.
+
+    Attributes:
+        rank: of the two factors.
+        alpha: the product of the factors is scaled by alpha / rank.
+        target_modules: the last parts of the names of the linear layers that are adapted; "all-linear" means every one
+            but the head.
+        dropout: on the input of the adapters.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: tuple[str, ...] = ("all-linear",)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_range(self, "rank", self.rank, low=1)
+        _check_range(self, "dropout", self.dropout, low=0.0, high=1.0)
+        if not self.target_modules:
+            raise ValueError("LoraConfig.target_modules must name at least one module")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A causal language model in Hugging Face format.
 
@@ -29,7 +58,13 @@ class ModelConfig:
         dtype: of the master weights, which the optimizer updates.
         attn_implementation: "varlen" (packed attention of this package) or a name known to transformers, such as
             "sdpa", which builds an [N, N] mask over the packed rows.
-        gradient_checkpointing: recompute each decoder layer in the backward pass.
+        gradient_checkpointing: recompute each decoder layer in the backward pass instead of keeping its activations.
+        recompute: how much of a layer that is: "full" is all of it, "selective" keeps the results of matrix products
+            and attention, which are most of the work, and recomputes the rest.
+        compile_layers: `torch.compile` each decoder layer, for any lengths; the first steps take longer.
+        frozen: patterns (as of `fnmatch`) of the names of parameters that are not trained, such as
+            "model.embed_tokens.*".
+        lora: train low-rank adapters and freeze everything else; needs the extra `lora`.
         trust_remote_code: let transformers run code found in `path`.
 
     Raises:
@@ -40,10 +75,37 @@ class ModelConfig:
     dtype: Dtype = "float32"
     attn_implementation: str = "varlen"
     gradient_checkpointing: bool = False
+    recompute: Recompute = "full"
+    compile_layers: bool = False
+    frozen: tuple[str, ...] = ()
+    lora: LoraConfig | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _check_choice(self, "dtype", self.dtype, get_args(Dtype))
+        _check_choice(self, "recompute", self.recompute, get_args(Recompute))
+        if self.lora is not None and self.frozen:
+            raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamGroup:
+    """Settings of some parameters that differ from those of the rest.
+
+    Attributes:
+        pattern: of their names, as of `fnmatch`, such as "*.bias".
+        lr_ratio: their learning rate as a multiple of the schedule's.
+        weight_decay: theirs; None takes that of the rest.
+    """
+
+    pattern: str
+    lr_ratio: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_range(self, "lr_ratio", self.lr_ratio, low=0.0)
+        if self.weight_decay is not None:
+            _check_range(self, "weight_decay", self.weight_decay, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +114,17 @@ class OptimizerConfig:
 
     Attributes:
         lr: the peak learning rate.
+        weight_decay: of all parameters, unless the next two say otherwise.
+        decay_norms_and_biases: False exempts parameters with fewer than two dimensions and those called `bias`.
+        param_groups: the first whose pattern fits a parameter's name holds for it.
         clip_grad: the largest global gradient norm; `inf` switches clipping off.
+        nonfinite: what a gradient with an infinite or undefined element leads to: "skip" leaves out the step, counts
+            it, and goes on; "raise" is a RuntimeError on every rank that names a rank and a parameter. Neither changes
+            weights or optimizer.
         lr_warmup_steps: steps of linear warm-up; the first step already has lr / lr_warmup_steps.
-        total_steps: where "linear" and "cosine" end; "constant" ignores it.
-        min_lr_ratio: the share of `lr` that "linear" and "cosine" end with.
+        total_steps: where all schedules but "constant" end, which ignores it.
+        lr_decay_steps: the last steps of "wsd" (warm-up, stable, decay), in which it falls linearly.
+        min_lr_ratio: the share of `lr` that all schedules but "constant" end with.
 
     Raises:
         ValueError: a value out of its range, or a decaying schedule without `total_steps`.
@@ -65,14 +134,19 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = True
+    param_groups: tuple[ParamGroup, ...] = ()
     clip_grad: float = 1.0
+    nonfinite: NonFinite = "skip"
     lr_scheduler: Schedule = "constant"
     lr_warmup_steps: int = 0
     total_steps: int | None = None
+    lr_decay_steps: int | None = None
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice(self, "lr_scheduler", self.lr_scheduler, get_args(Schedule))
+        _check_choice(self, "nonfinite", self.nonfinite, get_args(NonFinite))
         _check_range(self, "lr", self.lr, low=0.0)
         _check_range(self, "eps", self.eps, low=0.0)
         _check_range(self, "weight_decay", self.weight_decay, low=0.0)
@@ -88,6 +162,13 @@ class OptimizerConfig:
                 f"OptimizerConfig.lr_scheduler {self.lr_scheduler!r} needs total_steps above lr_warmup_steps "
                 f"({self.lr_warmup_steps}); got {self.total_steps!r}"
             )
+        if self.lr_scheduler == "wsd":
+            longest = self.total_steps - self.lr_warmup_steps
+            if self.lr_decay_steps is None or not 0 < self.lr_decay_steps <= longest:
+                raise ValueError(
+                    "OptimizerConfig.lr_scheduler 'wsd' needs lr_decay_steps between 1 and total_steps - "
+                    f"lr_warmup_steps ({longest}); got {self.lr_decay_steps!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +183,15 @@ class EngineConfig:
             sharded model (HSDP) and must divide the world size.
         reshard_after_forward: free the gathered weights after each layer (ZeRO-3). False keeps them, and the gradients
             of earlier micro-batches, gathered until the step ends (ZeRO-2): less communication, more memory.
+        wrap_classes: the names of the module classes that are sharded as units, one after another; empty takes those
+            that transformers names for the model.
+        param_offload: keep this rank's shards of the parameters on the CPU except while a context needs them:
+            `train_mode`, `eval_mode`, or a method that reads or writes weights.
+        grad_offload: likewise for gradients, which `train_mode` needs.
+        optimizer_offload: likewise for the optimizer's state, which `train_mode` needs.
+        offload_policy: keep parameters, gradients and optimizer state on the CPU always, bring the parameters of one
+            layer at a time to the GPU, and make the step on the CPU: least memory, slowest.
+        peak_tflops: of one device in `param_dtype`, for `performance`; None knows those of common GPUs.
         ulysses_sequence_parallel_size: ranks that share the tokens of the same rows, and all of which are given those
             rows; must divide the world size and the attention heads.
         max_token_len_per_gpu: tokens (prompt and response) that a micro-batch may hold; a longer row is refused.
@@ -117,6 +207,12 @@ class EngineConfig:
     reduce_dtype: Dtype = "float32"
     fsdp_size: int = -1
     reshard_after_forward: bool = True
+    wrap_classes: tuple[str, ...] = ()
+    param_offload: bool = False
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    offload_policy: bool = False
+    peak_tflops: float | None = None
     ulysses_sequence_parallel_size: int = 1
     max_token_len_per_gpu: int = 16384
     micro_batch_size_per_gpu: int | None = None
@@ -132,5 +228,12 @@ class EngineConfig:
             _check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
         if self.fsdp_size != -1:
             _check_range(self, "fsdp_size", self.fsdp_size, low=1)
+        if self.offload_policy and (self.param_offload or self.grad_offload or self.optimizer_offload):
+            raise ValueError(
+                "EngineConfig.offload_policy keeps everything on the CPU already; leave param_offload, grad_offload "
+                "and optimizer_offload out"
+            )
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ValueError(f"EngineConfig.peak_tflops must be above 0; got {self.peak_tflops!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"EngineConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,37 +19,72 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     if config.lr_scheduler == "constant":
         return config.lr
     assert config.total_steps is not None
-    done = min(1.0, (step - config.lr_warmup_steps) / (config.total_steps - config.lr_warmup_steps))
-    left = 1.0 - done if config.lr_scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    start = config.lr_warmup_steps
+    if config.lr_scheduler == "wsd":
+        assert config.lr_decay_steps is not None
+        start = config.total_steps - config.lr_decay_steps
+    done = min(1.0, max(0.0, (step - start) / (config.total_steps - start)))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if config.lr_scheduler == "cosine" else 1.0 - done
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
-def build_adamw(params: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable `params` (tensors or DTensors), with its state made at once, not by the first step.
+def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable ones of `named_params` (tensors or DTensors), with its state made at once.
 
     A checkpoint can then be saved or loaded before any step, and memory is known from the start.
 
     Raises:
-        ValueError: no parameter is trainable.
+        ValueError: no parameter is trainable, or a pattern of `config.param_groups` fits none that is.
     """
-    trainable = [param for param in params if param.requires_grad]
+    trainable = [(name, param) for name, param in named_params if param.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient; create the engine with optimizer=None instead")
+    groups = group_params(trainable, config)
     optimizer = torch.optim.AdamW(
-        trainable,
-        lr=learning_rate(config, 0),
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+        groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
     )
-    for param in trainable:
+    for _, param in trainable:
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=param.device),
             "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
         }
+    set_learning_rate(optimizer, learning_rate(config, 0))
     return optimizer
+
+
+def group_params(
+    named_params: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Groups parameters with equal settings, as an optimizer of torch takes them, each with its `lr_ratio`.
+
+    Raises:
+        ValueError: a pattern of `config.param_groups` fits no parameter.
+    """
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    unused = {group.pattern for group in config.param_groups}
+    for name, param in named_params:
+        own = next((group for group in config.param_groups if fnmatchcase(name, group.pattern)), None)
+        exempt = not config.decay_norms_and_biases and (param.dim() < 2 or name.rpartition(".")[2] == "bias")
+        decay, ratio = 0.0 if exempt else config.weight_decay, 1.0
+        if own is not None:
+            unused.discard(own.pattern)
+            ratio = own.lr_ratio
+            decay = decay if own.weight_decay is None else own.weight_decay
+        groups.setdefault((ratio, decay), []).append(param)
+    if unused:
+        names = ", ".join(name for name, _ in named_params[:3])
+        raise ValueError(
+            f"OptimizerConfig.param_groups: {', '.join(sorted(unused))} fits no trainable parameter, or only ones that "
+            f"an earlier pattern fits; they are named like {names}"
+        )
+    return [{"params": params, "lr_ratio": ratio, "weight_decay": decay} for (ratio, decay), params in groups.items()]
+
+
+def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """Sets the learning rate of every group of an optimizer made by `build_adamw`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,3 +120,10 @@ def clip_grads(grads: Sequence[torch.Tensor], norm: float, max_norm: float) -> N
     if norm > max_norm:
         for grad in grads:
             grad.mul_(max_norm / norm)
+
+
+def nonfinite_params(named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+    """The names of the parameters whose gradient, as far as it lies on this rank, is not finite everywhere."""
+    return [
+        name for name, param in named_params if param.grad is not None and not torch.isfinite(_local(param.grad)).all()
+    ]

@@ -23,11 +23,13 @@ class Progress:
 
     Attributes:
         step: calls of train_batch, which the schedule follows.
+        skipped_steps: of them, those whose gradient was not finite.
         world_size: ranks that saved; random states are restored by as many ranks only.
         has_optimizer: whether optimizer state was saved.
     """
 
     step: int
+    skipped_steps: int
     world_size: int
     has_optimizer: bool
     format_version: int = _FORMAT_VERSION

@@ -1,6 +1,5 @@
 """What every FSDP2 engine is, whatever its model computes: life cycle, optimizer, checkpoints and export."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,11 +8,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from tidemill_engines.agreement import together
+from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint
-from tidemill_engines.fsdp2.model import build_model, shard_model
+from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
+from tidemill_engines.fsdp2.offload import Parked, like, local_part
 from tidemill_engines.fsdp2.weights import (
     checkpoint_tensors,
     load_weights,
@@ -22,7 +22,15 @@ from tidemill_engines.fsdp2.weights import (
     tied_aliases,
 )
 from tidemill_engines.hf_export import copy_side_files, write_weights
-from tidemill_engines.optimizer import build_adamw, clip_grads, global_grad_norm, learning_rate, local_grads
+from tidemill_engines.optimizer import (
+    build_adamw,
+    clip_grads,
+    global_grad_norm,
+    learning_rate,
+    local_grads,
+    nonfinite_params,
+    set_learning_rate,
+)
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.weight_layout import Layout, plan_layout
@@ -38,11 +46,11 @@ class FSDP2Engine(BaseEngine):
     def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
         super().__init__(model=model, engine=engine, optimizer=optimizer)
         self.device = torch.device("meta")
-        self.step = 0
         self._optimizer: torch.optim.AdamW | None = None
         self._model: PreTrainedModel | None = None
         self._groups: ProcessGroups | None = None
         self._layout: Layout = {}
+        self._parked: dict[str, Parked] = {}
 
     def initialize(self) -> None:
         if self._groups is not None:
@@ -59,26 +67,59 @@ class FSDP2Engine(BaseEngine):
         )
         try:
             self._load_model()
-            if self.optimizer_config is not None:
-                self._optimizer = build_adamw(self.model.parameters(), self.optimizer_config)
-            else:
-                self.model.requires_grad_(False)
+            with together(self.groups.control):
+                if self.optimizer_config is not None:
+                    self._optimizer = build_adamw(self.model.named_parameters(), self.optimizer_config)
+                else:
+                    self.model.requires_grad_(False)
         except BaseException:
             self.close()
             raise
-        self.step = 0
+        self.step = self.skipped_steps = 0
         self.model.eval()
+        self._park()
+
+    def _park(self) -> None:
+        """Sends to the CPU what the configuration wants there."""
+        config = self.engine_config
+        kinds = {
+            "params": (config.param_offload, lambda: self.model.parameters()),
+            "grads": (config.grad_offload, lambda: (p.grad for p in self.model.parameters() if p.grad is not None)),
+            "optimizer": (config.optimizer_offload, self._optimizer_tensors),
+        }
+        self._parked = {kind: Parked(tensors) for kind, (wanted, tensors) in kinds.items() if wanted}
+        for parked in self._parked.values():
+            parked.offload()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                yield from state.values()
+
+    @contextmanager
+    def _at_hand(self, *kinds: str) -> Iterator[None]:
+        """Brings "params", "grads" or "optimizer" back from the CPU, and sends away again what was away."""
+        brought = [self._parked[kind] for kind in kinds if kind in self._parked and self._parked[kind].away]
+        for parked in brought:
+            parked.load()
+        try:
+            yield
+        finally:
+            for parked in brought:
+                parked.offload()
 
     def _load_model(self) -> None:
         """Makes the model without memory, shards it, and has each rank read its own part of the weights."""
         with ExitStack() as opened:
             with together(self.groups.control):
                 model = build_model(self.model_config)
+                freeze(model, self.model_config.frozen)
                 files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
                 self._layout = plan_layout(model, dict(named_weights(model)), tied_aliases(model), files.shapes)
             shard_model(model, self.groups.mesh, self.engine_config)
             with together(self.groups.control):
-                materialize(model, self.device, self.device)
+                param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device
+                materialize(model, self.device, param_device)
                 load_weights(model, self._layout, files)
         self._model = model
 
@@ -112,37 +153,42 @@ class FSDP2Engine(BaseEngine):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.train()
-        try:
+        with self._at_hand("params", "grads", "optimizer"), self._mode(training=True):
             yield
-        finally:
-            self.model.train(was_training)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
+        with self._at_hand("params"), self._mode(training=False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
         was_training = self.model.training
-        self.model.eval()
+        self.model.train(training)
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
             self.model.train(was_training)
 
     def optimizer_zero_grad(self) -> None:
         for param in self.model.parameters():
             param.grad = None
+        if "grads" in self._parked:
+            self._parked["grads"].forget()
 
-    def optimizer_step(self) -> float:
-        assert self.optimizer_config is not None
+    def grad_norm(self) -> float:
         grads = local_grads(self.model.parameters())
-        norm = global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
-        if math.isfinite(norm):
-            clip_grads(grads, norm, self.optimizer_config.clip_grad)
-            for param_group in self.optimizer.param_groups:
-                param_group["lr"] = learning_rate(self.optimizer_config, self.step)
-            self.optimizer.step()
-        return norm
+        return global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
+
+    def apply_gradient(self, norm: float) -> None:
+        assert self.optimizer_config is not None
+        clip_grads(local_grads(self.model.parameters()), norm, self.optimizer_config.clip_grad)
+        set_learning_rate(self.optimizer, learning_rate(self.optimizer_config, self.step))
+        self.optimizer.step()
+
+    def find_nonfinite(self) -> list[str]:
+        of_ranks = gather(nonfinite_params(self.model.named_parameters())[:3], self.groups.control)
+        return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
 
     def lr_scheduler_step(self) -> float:
         assert self.optimizer_config is not None
@@ -151,33 +197,48 @@ class FSDP2Engine(BaseEngine):
         return used
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        self._optimizer = build_adamw(self.model.parameters(), optimizer)
+        with self._at_hand("params"):
+            self._optimizer = build_adamw(self.model.named_parameters(), optimizer)
         self.optimizer_config = optimizer
-        self.step = 0
+        self.step = self.skipped_steps = 0
+        if "optimizer" in self._parked:
+            self._parked["optimizer"].replace()
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(self.model):
-            tensor = weight.detach()
+            tensor = self._readable(weight)
             if dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(getattr(torch, dtype))
             yield from checkpoint_tensors(name, tensor, self._layout)
 
+    def _readable(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight on the engine's device: itself, or a copy of one that is kept on the CPU."""
+        weight = weight.detach()
+        if "params" in self._parked:
+            weight = self._parked["params"].read(weight)
+        return weight if weight.device == self.device else like(weight, local_part(weight).to(self.device))
+
     def save_checkpoint(self, path: str | Path) -> None:
         progress = checkpoint.Progress(
-            step=self.step, world_size=dist.get_world_size(), has_optimizer=self._optimizer is not None
+            step=self.step,
+            skipped_steps=self.skipped_steps,
+            world_size=dist.get_world_size(),
+            has_optimizer=self._optimizer is not None,
         )
-        tensors = self._state_tensors() | self._rng_tensors()
-        checkpoint.save(Path(path), tensors, progress, self.groups.control)
+        with self._at_hand("params", "optimizer"):
+            tensors = self._state_tensors() | self._rng_tensors()
+            checkpoint.save(Path(path), tensors, progress, self.groups.control)
 
     def load_checkpoint(self, path: str | Path) -> None:
         progress = checkpoint.read_progress(Path(path), self.groups.control)
         if self._optimizer is not None and not progress.has_optimizer:
             raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
-        checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
+        with self._at_hand("params", "optimizer"):
+            checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
-        self.step = progress.step
+        self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
     def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
         target = Path(path)

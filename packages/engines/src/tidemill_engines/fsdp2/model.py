@@ -1,11 +1,17 @@
 """Making a causal language model and sharding it."""
 
+import importlib
 import logging
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tidemill_engines import attention
@@ -42,13 +48,64 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
         )
     model.config.use_cache = False
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if config.recompute == "selective":
+            settings["context_fn"] = partial(create_selective_checkpoint_contexts, _heavy_operations())
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    if config.compile_layers:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
     return model
 
 
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that transformers says must not be split, in order."""
-    names = set(model._no_split_modules or ())
+def _heavy_operations() -> list[Any]:
+    """What takes long to compute: matrix products and attention."""
+    importlib.import_module("torch.nn.attention.varlen")  # registers the operation below
+    aten = torch.ops.aten
+    return [
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten._grouped_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
+
+
+def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Excludes the parameters whose names fit a pattern from training.
+
+    Raises:
+        ValueError: a pattern fits no parameter.
+    """
+    names = dict(model.named_parameters())
+    for pattern in patterns:
+        chosen = [param for name, param in names.items() if fnmatchcase(name, pattern)]
+        if not chosen:
+            raise ValueError(
+                f"ModelConfig.frozen: {pattern!r} fits no parameter; they are named like {', '.join(list(names)[:3])}"
+            )
+        for param in chosen:
+            param.requires_grad_(False)
+
+
+def decoder_layers(model: PreTrainedModel, classes: Sequence[str] = ()) -> list[torch.nn.Module]:
+    """The modules of `classes`, or else those that transformers says must not be split, in order.
+
+    Raises:
+        ValueError: the model has no module of one of `classes`.
+    """
+    names = set(classes)
+    missing = names - {type(module).__name__ for module in model.modules()}
+    if missing:
+        raise ValueError(
+            f"EngineConfig.wrap_classes: {type(model).__name__} has no {', '.join(sorted(missing))}; it has "
+            + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        )
+    names |= set() if classes else set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
@@ -60,15 +117,22 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
     )
-    layers = decoder_layers(model)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload_policy else OffloadPolicy()
+    layers = decoder_layers(model, config.wrap_classes)
     if not layers:
         _log.warning(
-            "%s has no layers of _no_split_modules; it is sharded as one unit, which gathers all weights at once",
+            "%s has no layers of _no_split_modules; it is sharded as one unit, which gathers all weights at once. "
+            "Name the classes of its layers in EngineConfig.wrap_classes",
             type(model).__name__,
         )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    for module in [*layers, model]:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=config.reshard_after_forward,
+            offload_policy=offload,
+        )
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the alternative is a reduction that only NCCL has

@@ -1,0 +1,89 @@
+"""Tensors that give up their memory on the device while nobody needs them, and get it back with what was in it."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class Parked:
+    """A changing set of tensors that is on its device, or away: copied to the CPU, its device memory freed.
+
+    The tensors stay the same objects, so whoever refers to them (the sharding, the optimizer) need not know. While
+    they are away nothing may read them but `read`.
+
+    Args:
+        tensors: what to send away, asked each time; of DTensors, this rank's part.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._held: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._away = False
+
+    @property
+    def away(self) -> bool:
+        """Whether the tensors are away."""
+        return self._away
+
+    def offload(self) -> None:
+        """Sends the tensors away; does nothing if they are."""
+        if self._away:
+            return
+        for tensor in self._tensors():
+            storage = local_part(tensor).untyped_storage()
+            if storage._cdata not in self._held and storage.size() > 0:
+                on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                copy.copy_(on_device)
+                self._held[storage._cdata] = storage, copy
+        for storage, _ in self._held.values():
+            storage.resize_(0)
+        self._away = True
+
+    def load(self) -> None:
+        """Brings the tensors back; does nothing if they are there."""
+        for storage, copy in self._held.values():
+            storage.resize_(copy.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        self._held.clear()
+        self._away = False
+
+    def forget(self) -> None:
+        """Drops the contents of what is away, for tensors that nobody refers to any more."""
+        self._held.clear()
+
+    def replace(self) -> None:
+        """Takes note that the tensors were made anew, on the device: sends those away if the former ones were."""
+        was_away, self._away = self._away, False
+        self._held.clear()
+        if was_away:
+            self.offload()
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on its device, which stays valid when the tensors are sent away or are away now."""
+        local = local_part(tensor)
+        held = self._held.get(local.untyped_storage()._cdata)
+        if held is None:
+            return like(tensor, local.clone())
+        flat = held[1].to(local.device, copy=True).view(local.dtype)
+        return like(tensor, flat.as_strided(local.shape, local.stride(), local.storage_offset()))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, detached; any other tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out over the ranks as `tensor`, with `local` as this rank's part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

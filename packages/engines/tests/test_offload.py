@@ -1,0 +1,209 @@
+"""Memory: what is offloaded is away and comes back as it was, and no way of saving memory changes the numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from tidemill_engines import EngineConfig
+from tidemill_engines.fsdp2.offload import Parked
+from tidemill_testing import run_ranks, tiny_model
+
+
+def test_parked_tensors_keep_their_identity_and_give_up_their_memory():
+    whole = torch.arange(10.0)
+    tensors = [whole[2:6], whole[6:], torch.ones(3, dtype=torch.int64), torch.zeros(0)]
+    expected = [tensor.clone() for tensor in tensors]
+    parked = Parked(lambda: tensors)
+    for _ in range(2):
+        parked.offload()
+        parked.offload()
+        assert parked.away
+        assert whole.untyped_storage().size() == tensors[2].untyped_storage().size() == 0
+        assert [parked.read(tensor).tolist() for tensor in tensors] == [tensor.tolist() for tensor in expected]
+        parked.load()
+        parked.load()
+        assert not parked.away
+        assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
+        assert parked.read(tensors[0]).untyped_storage()._cdata != whole.untyped_storage()._cdata
+    parked.offload()
+    tensors[:] = [torch.full((2,), 7.0)]  # made anew while the former ones were away
+    parked.replace()
+    assert parked.away
+    assert tensors[0].untyped_storage().size() == 0
+    parked.load()
+    assert tensors[0].tolist() == [7.0, 7.0]
+
+
+def device_bytes(engine):
+    """The memory of parameters, gradients and optimizer state on the device, each storage once."""
+
+    def total(tensors):
+        storages = {}
+        for tensor in tensors:
+            storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+            storages[storage._cdata] = storage.size()
+        return sum(storages.values())
+
+    params = list(engine.model.parameters())
+    state = [value for state in engine.optimizer.state.values() for value in state.values()]
+    grads = [param.grad for param in params if param.grad is not None]
+    return total(param.detach() for param in params), total(grads), total(state)
+
+
+def run_offload(path, batches, offload, folder):
+    engine = build_engine(path, max_token_len_per_gpu=40, **offload)
+    seen = {"start": device_bytes(engine)}
+    rows = [shard(engine, batch) for batch in batches]
+
+    def loss(output, micro_batch, normalizer):
+        seen["in a step"] = device_bytes(engine)
+        return policy_like_loss(output, micro_batch, normalizer)
+
+    history = [engine.train_batch(rows[0], loss, calculate_entropy=True)]
+    seen["after a step"] = device_bytes(engine)
+    log_probs = engine.infer_batch(rows[1])["log_probs"].values()
+    with engine.eval_mode():
+        seen["evaluating"] = device_bytes(engine)
+        listed = list(engine.get_per_tensor_param())
+    weights = {name: weight.full_tensor() for name, weight in listed}  # still valid when everything is away again
+    engine.save_checkpoint(folder)
+    engine.save_hf(folder / "hf")
+    seen["after saving"] = device_bytes(engine)
+    engine.train_batch(rows[1], policy_like_loss, calculate_entropy=True)
+    engine.load_checkpoint(folder)
+    seen["after loading"] = device_bytes(engine)
+    again = weights_of(engine)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    with engine.train_mode():
+        engine.forward_backward_batch(rows[1], policy_like_loss, calculate_entropy=True)
+        seen["with gradients"] = device_bytes(engine)
+    seen["gradients away"] = device_bytes(engine)
+    with engine.train_mode():
+        norm = engine.optimizer_step()
+        lr = engine.lr_scheduler_step()
+        engine.optimizer_zero_grad()
+    history.append({"grad_norm": norm, "lr": lr})
+    engine.reset_optimizer(engine.optimizer_config)
+    seen["after a reset"] = device_bytes(engine)
+    weights = weights_of(engine)
+    history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
+    engine.close()
+    return seen, history, log_probs, weights
+
+
+OFFLOADS = [
+    {},
+    {"param_offload": True},
+    {"optimizer_offload": True, "grad_offload": True, "reshard_after_forward": False},
+    {"param_offload": True, "grad_offload": True, "optimizer_offload": True, "fsdp_size": 1},
+    {"param_offload": True, "grad_offload": True, "optimizer_offload": True},
+    {"offload_policy": True},
+]
+
+
+def run_offloads(path, batches, folder):
+    return [run_offload(path, batches, offload, folder / str(n)) for n, offload in enumerate(OFFLOADS)]
+
+
+def test_offload_returns_memory_and_changes_no_number(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batches = [make_batch(9, seed=1), make_batch(7, seed=2)]
+    for results in run_ranks(run_offloads, 2, path, batches, tmp_path):
+        plain, history, log_probs, weights = results[0]
+        assert all(size > 0 for size in (*plain["with gradients"], plain["start"][2]))
+        for offload, (seen, *rest) in zip(OFFLOADS[1:], results[1:], strict=True):
+            layout = {"fsdp_size", "reshard_after_forward"} & offload.keys()  # adds gradients up in another order
+            same = partial(torch.allclose, rtol=1e-4, atol=1e-6) if layout else torch.equal
+            assert rest[0] == history or layout, offload
+            for actual, expected in zip(rest[0], history, strict=True):
+                assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6), offload
+            assert same(rest[1], log_probs), offload
+            assert all(same(rest[2][name], weight) for name, weight in weights.items()), offload
+            if "offload_policy" in offload:
+                continue
+            params, grads, state = (offload.get(f"{kind}_offload") for kind in ("param", "grad", "optimizer"))
+            for moment in ("start", "after a step", "after saving", "after loading", "after a reset"):
+                sizes = seen[moment]
+                assert (sizes[0] == 0, sizes[1] == 0, sizes[2] == 0) == (bool(params), True, bool(state)), moment
+            assert seen["gradients away"][1] == 0 if grads else seen["gradients away"][1] > 0
+            assert all(seen["in a step"][place] > 0 for place in (0, 2))
+            assert all(size > 0 for size in seen["with gradients"])
+            assert (seen["evaluating"][0] > 0, seen["evaluating"][2] == 0) == (True, bool(state))
+
+
+SAVINGS = [
+    {},
+    {"model": {"gradient_checkpointing": True}},
+    {"model": {"gradient_checkpointing": True, "recompute": "selective"}},
+    {"wrap_classes": ("Qwen3MLP",)},
+]
+
+
+def run_savings(path, batch):
+    out = []
+    for settings in SAVINGS:
+        engine = build_engine(path, max_token_len_per_gpu=40, **settings)
+        products = count_products(
+            lambda e=engine: e.train_batch(shard(e, batch), policy_like_loss, calculate_entropy=True)
+        )
+        out.append((products, weights_of(engine)))
+        engine.close()
+    with pytest.raises(ValueError, match=r"wrap_classes: Qwen3ForCausalLM has no Block; it has .*Qwen3DecoderLayer"):
+        build_engine(path, wrap_classes=("Block",))
+    return out
+
+
+def count_products(run):
+    """How many matrix products `run` makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func is torch.ops.aten.mm.default
+            return func(*args, **({} if kwargs is None else kwargs))
+
+    with Count() as count:
+        run()
+    return count.number
+
+
+def test_recomputing_and_wrapping_change_no_number(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for results in run_ranks(run_savings, 2, path, make_batch(9, seed=3)):
+        (products, weights), (full, _), (selective, _), _ = results
+        assert products == selective < full
+        for _, others in results[1:]:
+            for name, weight in weights.items():
+                torch.testing.assert_close(others[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def run_compiled(path, batch):
+    out = []
+    for settings in (
+        {},
+        {"model": {"compile_layers": True}},
+        {"model": {"compile_layers": True, "gradient_checkpointing": True}},
+    ):
+        engine = build_engine(path, micro_batch_size_per_gpu=3, **settings)
+        metrics = engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
+        out.append((metrics, weights_of(engine)))
+        engine.close()
+    return out
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for plain, *compiled in run_ranks(run_compiled, 2, path, make_batch(9, seed=3), timeout_s=900):
+        for metrics, weights in compiled:
+            assert metrics == pytest.approx(plain[0], rel=1e-4, abs=1e-6)
+            for name, weight in plain[1].items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_offloads_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match="offload_policy keeps everything on the CPU already"):
+        EngineConfig(offload_policy=True, param_offload=True)

@@ -1,0 +1,138 @@
+"""AdamW, its groups and schedules, and what becomes of gradients that are not finite."""
+
+import logging
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from tidemill_engines.config import OptimizerConfig, ParamGroup
+from tidemill_engines.optimizer import build_adamw, group_params, learning_rate
+from tidemill_testing import run_ranks, tiny_model
+
+
+def test_learning_rate():
+    constant = OptimizerConfig(lr=2.0, lr_warmup_steps=4)
+    assert [learning_rate(constant, step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    linear = OptimizerConfig(lr=2.0, lr_scheduler="linear", lr_warmup_steps=1, total_steps=5, min_lr_ratio=0.5)
+    assert [learning_rate(linear, step) for step in range(7)] == [2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+    cosine = OptimizerConfig(lr=2.0, lr_scheduler="cosine", total_steps=4)
+    assert [learning_rate(cosine, step) for step in (0, 2, 4, 9)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
+    wsd = OptimizerConfig(
+        lr=2.0, lr_scheduler="wsd", lr_warmup_steps=2, total_steps=9, lr_decay_steps=4, min_lr_ratio=0.2
+    )
+    expected = [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0.4]
+    assert [learning_rate(wsd, step) for step in range(11)] == pytest.approx(expected)
+
+
+def test_wsd_needs_a_decay_that_fits():
+    for steps in (None, 0, 9):
+        with pytest.raises(ValueError, match=r"lr_decay_steps between 1 and .* \(8\)"):
+            OptimizerConfig(lr_scheduler="wsd", lr_warmup_steps=2, total_steps=10, lr_decay_steps=steps)
+
+
+def named(*shapes):
+    torch.manual_seed(0)
+    return [(f"{name}", torch.nn.Parameter(torch.randn(shape))) for name, shape in shapes]
+
+
+def test_adamw_with_groups_equals_torch_with_the_same_groups():
+    ours = named(("a.weight", (5, 3)), ("a.bias", (5,)), ("norm.weight", (3,)), ("head.weight", (2, 3)))
+    copies = [torch.nn.Parameter(weight.detach().clone()) for _, weight in ours]
+    config = OptimizerConfig(
+        lr=0.1,
+        weight_decay=0.2,
+        decay_norms_and_biases=False,
+        param_groups=(ParamGroup(pattern="head.*", lr_ratio=3.0), ParamGroup(pattern="norm.*", weight_decay=0.5)),
+    )
+    optimizer = build_adamw(ours, config)
+    groups = [
+        {"params": [copies[0]], "weight_decay": 0.2, "lr": 0.1},
+        {"params": [copies[1]], "weight_decay": 0.0, "lr": 0.1},
+        {"params": [copies[2]], "weight_decay": 0.5, "lr": 0.1},
+        {"params": [copies[3]], "weight_decay": 0.2, "lr": 0.1 * 3.0},
+    ]
+    plain = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, foreach=False)
+    for _ in range(3):
+        for (_, weight), copy in zip(ours, copies, strict=True):
+            weight.grad = torch.randn_like(weight)
+            copy.grad = weight.grad.clone()
+        optimizer.step()
+        plain.step()
+    for (_, weight), copy in zip(ours, copies, strict=True):
+        torch.testing.assert_close(weight, copy, rtol=1e-6, atol=1e-7)
+
+
+def test_groups_join_equal_settings_and_name_patterns_that_fit_nothing():
+    params = named(("a.weight", (2, 2)), ("b.weight", (2, 2)), ("experts.bias", (4, 2)))
+    assert [len(group["params"]) for group in group_params(params, OptimizerConfig())] == [3]
+    exempt = group_params(params, OptimizerConfig(decay_norms_and_biases=False))
+    assert [(len(group["params"]), group["weight_decay"]) for group in exempt] == [(2, 0.01), (1, 0.0)]
+    with pytest.raises(ValueError, match=r"param_groups: lm_head.* fits no trainable parameter.*named like a.weight"):
+        group_params(params, OptimizerConfig(param_groups=(ParamGroup(pattern="lm_head*"),)))
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        build_adamw([("x", torch.nn.Parameter(torch.ones(2), requires_grad=False))], OptimizerConfig())
+
+
+def spoiled(output, micro_batch, normalizer):
+    loss, metrics = policy_like_loss(output, micro_batch, normalizer)
+    return loss * (torch.inf if torch.distributed.get_rank() == 1 else 1.0), metrics
+
+
+def run_nonfinite(path, batch, nonfinite, folder):
+    engine = build_engine(path, optimizer={"lr": 1e-2, "nonfinite": nonfinite})
+    rows, before, out = shard(engine, batch), weights_of(engine), []
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("tidemill_engines.base").addHandler(handler)
+    for _ in range(2):
+        try:
+            out.append(engine.train_batch(rows, spoiled, calculate_entropy=True)["grad_nonfinite"])
+        except RuntimeError as error:
+            out.append(str(error))
+    unchanged = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+    state = all(not (value != 0).any() for state in engine.optimizer.state.values() for value in state.values())
+    engine.save_checkpoint(folder / nonfinite)
+    skipped = engine.skipped_steps
+    engine.load_checkpoint(folder / nonfinite)
+    assert engine.skipped_steps == skipped
+    good = engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
+    engine.close()
+    return out, unchanged and state, skipped, records, good["grad_norm"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batch = make_batch(6, seed=3)
+    skip = run_ranks(run_nonfinite, 2, path, batch, "skip", tmp_path)
+    for rank, (out, unchanged, skipped, records, norm) in enumerate(skip):
+        assert (out, unchanged, skipped) == ([1.0, 1.0], True, 2)
+        assert len(records) == (2 if rank == 0 else 0)
+        assert norm > 0
+    assert "skipped step 1 (2 so far): its gradient is not finite in rank 0: model." in skip[0][3][1]
+    for out, unchanged, skipped, _, norm in run_ranks(run_nonfinite, 2, path, batch, "raise", tmp_path):
+        assert "the gradient of step 0 has the norm" in out[0]
+        assert "not finite in rank 0: model.embed_tokens.weight" in out[0]
+        assert out[0] == out[1]
+        assert (unchanged, skipped, norm) == (True, 0, skip[0][4])
+
+
+def run_frozen(path, batch):
+    engine = build_engine(path, model={"frozen": ("model.embed_tokens.*", "*.mlp.*")}, optimizer={"lr": 1e-2})
+    before = weights_of(engine)
+    engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
+    changed = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, before[name])}
+    state = len(engine.optimizer.state)
+    engine.close()
+    with pytest.raises(ValueError, match=r"ModelConfig.frozen: 'lm_\*x' fits no parameter; they are named like model."):
+        build_engine(path, model={"frozen": ("lm_*x",)})
+    return set(before), changed, state
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path):
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    for names, changed, state in run_ranks(run_frozen, 2, path, make_batch(6, seed=4)):
+        frozen = {name for name in names if ".mlp." in name or "embed_tokens" in name}
+        assert len(frozen) == 7
+        assert changed == names - frozen
+        assert state == len(changed)
