@@ -66,7 +66,7 @@ def free_cpus():
 
 
 @pytest.fixture(scope="module")
-def maker():
+def maker(no_cluster):
     context = ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="found"
     )
