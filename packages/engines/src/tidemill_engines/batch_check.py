@@ -60,7 +60,8 @@ def _check_columns(batch: DataProto, names: list[str]) -> None:
         if not ragged.is_ragged(column):
             raise TypeError(
                 f"column {name} must be ragged ([B, j], jagged layout); got a {tuple(column.shape)} tensor. "
-                "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask)"
+                "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask), or give all the batch "
+                "padded: input_ids [B, T] with attention_mask [B, T], responses [B, R] and all that belongs to them"
             )
         if name != "response_mask" and column.dtype not in _INTEGERS:
             raise TypeError(f"column {name} must hold integer token ids; got {column.dtype}")

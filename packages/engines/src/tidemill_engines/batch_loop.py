@@ -8,7 +8,7 @@ from tidemill_dataproto import DataProto
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.losses import LossFn
 from tidemill_engines.metrics import Metric, reduce_metrics
-from tidemill_engines.micro_batches import BatchPlan, restore_order
+from tidemill_engines.micro_batches import BatchPlan
 
 RunStep = Callable[[DataProto, MicroBatchLoss | None, bool], StepOutput]
 """`(micro_batch, loss_fn, is_last) -> StepOutput`: an engine's forward and, unless it only evaluates, backward."""
@@ -24,7 +24,6 @@ def run_micro_batches(plan: BatchPlan, loss_fn: LossFn | None, run_step: RunStep
 def collect(
     steps: list[StepOutput],
     plan: BatchPlan,
-    batch: DataProto,
     group: dist.ProcessGroup,
     *,
     data_parallel_rank: int,
@@ -45,8 +44,8 @@ def collect(
     entropies = [output.entropy.cpu() for output in outputs if output.entropy is not None]
     return BatchOutput(
         metrics=metrics,
-        log_probs=restore_order([output.log_probs.cpu() for output in outputs], plan.indices, batch["responses"]),
-        entropy=restore_order(entropies, plan.indices, batch["responses"]) if entropies else None,
+        log_probs=plan.restore([output.log_probs.cpu() for output in outputs]),
+        entropy=plan.restore(entropies) if entropies else None,
     )
 
 

@@ -11,6 +11,7 @@ from tidemill_dataproto.balance import count_micro_batches, rearrange_micro_batc
 from tidemill_engines.agreement import describe, gather, raise_first
 from tidemill_engines.batch_check import check_batch
 from tidemill_engines.losses import Normalizer
+from tidemill_engines.padded import is_padded, response_attention_mask, to_padded, to_ragged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +22,20 @@ class BatchPlan:
         micro_batches: as many as on every other rank; surplus ones have no rows.
         indices: for each micro-batch, which rows of the batch it holds, in its order.
         normalizer: over the global batch; None where no loss is wanted.
+        responses: the ragged column of all rows, in their order.
+        response_mask: [B, R], which elements of padded responses are tokens; None if they came ragged.
     """
 
     micro_batches: list[DataProto]
     indices: list[list[int]]
     normalizer: Normalizer | None
+    responses: torch.Tensor
+    response_mask: torch.Tensor | None
+
+    def restore(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Flat outputs per response token of each micro-batch, as a column of the batch: ragged or padded as it."""
+        column = restore_order(parts, self.indices, self.responses)
+        return column if self.response_mask is None else to_padded(column, self.response_mask)
 
 
 def num_micro_batches_needed(batch: DataProto, *, max_token_len: int, micro_batch_size: int | None) -> int:
@@ -114,8 +124,11 @@ def plan_batch(
         ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
             ranks of one part with different rows; on every rank, naming the rank that it was found on.
     """
-    error, fingerprint, count, trained = None, (), 0, (0.0, 0.0)
+    error, fingerprint, count, trained, padding = None, (), 0, (0.0, 0.0), None
     try:
+        if is_padded(batch):
+            padding = response_attention_mask(batch)
+            batch = to_ragged(batch)
         check_batch(batch, vocab_size=vocab_size, max_token_len=limit.total, limit=str(limit), training=with_loss)
         fingerprint = _fingerprint(batch)
         count = num_micro_batches_needed(batch, max_token_len=limit.total, micro_batch_size=micro_batch_size)
@@ -144,7 +157,13 @@ def plan_batch(
     if with_loss:
         tokens, sequences = (sum(column) for column in zip(*(report.trained for report in parts), strict=True))
         normalizer = Normalizer(num_tokens=max(tokens, 1.0), num_sequences=max(sequences, 1.0))
-    return BatchPlan(micro_batches=micro_batches, indices=indices, normalizer=normalizer)
+    return BatchPlan(
+        micro_batches=micro_batches,
+        indices=indices,
+        normalizer=normalizer,
+        responses=batch["responses"],
+        response_mask=padding,
+    )
 
 
 def _one_per_part(reports: list[_Report]) -> list[_Report]:

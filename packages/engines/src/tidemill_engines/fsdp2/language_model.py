@@ -71,7 +71,6 @@ class FSDP2LanguageModel(FSDP2Engine):
         return collect(
             steps,
             plan,
-            batch,
             self.groups.control,
             data_parallel_rank=self.get_data_parallel_rank(),
             with_outputs=forward_only,
