@@ -96,7 +96,7 @@ def test_reorder_then_its_inverse_is_the_identity(batch: DataProto, random: Any)
 def test_repeat(batch: DataProto, times: int, data: st.DataObject) -> None:
     rows = rows_of(batch)
     check(batch.repeat(times), [row for row in rows for _ in range(times)], batch)
-    check(batch.repeat(times, interleave=False), rows * times, batch)
+    check(batch.repeat(np.int64(times), interleave=False), rows * times, batch)
     counts = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
     expected = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
     for form in (counts, torch.tensor(counts, dtype=torch.int64), np.array(counts, dtype=np.int64)):

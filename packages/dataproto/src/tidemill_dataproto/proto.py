@@ -179,7 +179,7 @@ class DataProto(BatchState):
         One number for each row repeats each its own number of times, next to each other.
         """
         rows = np.arange(len(self))
-        if not isinstance(repeat_times, int):
+        if not isinstance(repeat_times, int | np.integer):
             if not interleave:
                 raise ValueError("expected one number of times with interleave=False, got one for each row")
             return self._take(rows.repeat(as_counts(repeat_times, len(self), "repeat_times")))
