@@ -96,12 +96,24 @@ def unpicklable(rank: int) -> None:
     all_gather(batch)
 
 
+def odd_workload(rank: int) -> None:
+    import torch.distributed as dist
+
+    def work(rows: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise OverflowError("too long")
+        return rows
+
+    prepare_dynamic_batch(shard(rank), 8, dist.group.WORLD, length_key="ids", workload=work)
+
+
 CASES = [
     (other_columns, "'x' is missing from part 1"),
     (other_facts, r"in part 0, but 2 in part 1"),
     (inconsistent, "rank 1 of 4: ValueError: expected the same number of rows"),
     (above_the_cap, "rank 1 of 4: ValueError: row 0 has 9 tokens, more than max_token_len=8"),
     (unknown_key, "rank 1 of 4: KeyError: .*no column 'none'"),
+    (odd_workload, "rank 1 of 4: OverflowError: too long"),
     (unpicklable, "rank 1 of 4: TypeError: .*cannot be pickled"),
 ]
 

@@ -124,7 +124,7 @@ def prepare_dynamic_batch(
         units = _units_of(data, max_token_len, length_key, group_key, workload)
         parts = _pack(units, max_token_len, min_num_micro_batch)
         count = _multiple(len(parts), num_batches_divided_by)
-    except (ValueError, TypeError, KeyError) as caught:
+    except Exception as caught:  # any, because `workload` is the caller's, and the other ranks would wait for this one
         if dp_group is None:
             raise
         error = caught
