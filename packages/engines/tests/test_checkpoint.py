@@ -64,40 +64,64 @@ def test_resume_is_bitwise_with_dropout_and_reloads_on_another_world_size(tmp_pa
     assert all(torch.equal(weights[name], weight) for name, weight in resumed[1].items())
 
 
+def damage(folder: Path) -> None:
+    """Copies of the checkpoint `folder/good`, each damaged in another way."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder / "good", folder / name))
+
+    (copy("partial") / "engine.json").unlink()
+    next(copy("lacks").glob("__1_*.distcp")).unlink()
+    cut = next(copy("cut").glob("__1_*.distcp"))
+    cut.write_bytes(cut.read_bytes()[:100])
+    flipped = next(copy("flipped").glob("__0_*.distcp"))
+    contents = bytearray(flipped.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    flipped.write_bytes(contents)
+    manifest = copy("newer") / "engine.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
+    (copy("garbled") / "engine.json").write_text("{")
+
+
+REFUSED = {
+    "partial": (FileNotFoundError, r"partial is not a whole checkpoint: it has no engine.json; .*whole.* is .*good"),
+    "lacks": (FileNotFoundError, r"lacks is not a whole checkpoint: it lacks __1_.*; the newest whole .*good"),
+    "cut": (ValueError, r"cut/__1_.* is damaged: it has 100 bytes, \d+ were written; the newest whole .*good"),
+    "flipped": (ValueError, r"flipped/__0_.* is damaged: its contents have changed; the newest whole .*good"),
+    "newer": (ValueError, "format 99; this version reads 2"),
+    "garbled": (ValueError, r"garbled/engine.json is damaged: .*; the newest whole .*good"),
+    "nowhere": (FileNotFoundError, "nowhere is not a whole checkpoint"),
+}
+
+
 def run_damaged(path, other, folder):
     engine = build_engine(path)
     train(engine, [0])
-    good = folder / "good"
-    engine.save_checkpoint(good)
-    torch.distributed.barrier()
-    before = weights_of(engine)
+    engine.save_checkpoint(folder / "good")
+    before, step = weights_of(engine), engine.step
     if engine.get_data_parallel_rank() == 0:
-        shutil.copytree(good, folder / "partial")
-        (folder / "partial" / "engine.json").unlink()
-        shutil.copytree(good, folder / "cut")
-        data = next((folder / "cut").glob("__1_*.distcp"))
-        data.write_bytes(data.read_bytes()[:100])
-        shutil.copytree(good, folder / "newer")
-        fields = json.loads((good / "engine.json").read_text())
-        (folder / "newer" / "engine.json").write_text(json.dumps(fields | {"format_version": 99}))
+        damage(folder)
     torch.distributed.barrier()
-    with pytest.raises(FileNotFoundError, match=r"partial is not a whole checkpoint: it has no engine.json"):
-        engine.load_checkpoint(folder / "partial")
-    with pytest.raises(ValueError, match="format 99; this version reads 1"):
-        engine.load_checkpoint(folder / "newer")
+    train(engine, [1])
+    after = weights_of(engine)
+    for name, (kind, message) in REFUSED.items():
+        with pytest.raises(kind, match=message):
+            engine.load_checkpoint(folder / name)
     unlike = build_engine(other)
     with pytest.raises(ValueError, match=r"could not load the checkpoint .*good"):
-        unlike.load_checkpoint(good)
+        unlike.load_checkpoint(folder / "good")
     unlike.close()
-    assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
-    with pytest.raises(ValueError, match=r"could not load the checkpoint .*cut"):
-        engine.load_checkpoint(folder / "cut")
     inference = build_engine(path, optimizer=False)
     inference.save_checkpoint(folder / "weights")
     inference.close()
     with pytest.raises(ValueError, match="saved by an engine without an optimizer"):
         engine.load_checkpoint(folder / "weights")
-    engine.load_checkpoint(good)
+    with pytest.raises(OSError, match=r"good exists already"):
+        engine.save_checkpoint(folder / "good")
+    assert all(torch.equal(after[name], weight) for name, weight in weights_of(engine).items())
+    engine.load_checkpoint(folder / "good")
+    assert engine.step == step
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
     engine.close()
     return True
 
@@ -105,7 +129,101 @@ def run_damaged(path, other, folder):
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     other = tiny_model(tmp_path / "other", "qwen3", vocab_size=VOCAB, hidden_size=32)
-    assert run_ranks(run_damaged, 2, path, other, tmp_path) == [True, True]
+    assert run_ranks(run_damaged, 2, path, other, tmp_path / "saved") == [True, True]
+
+
+def save_and_finish(engine, folder):
+    engine.save_checkpoint(folder)
+    engine.finish_checkpoint()
+
+
+def run_in_background(path, folder, background):
+    from tidemill_engines import CheckpointConfig, EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="fsdp2",
+        model=ModelConfig(path=str(path)),
+        engine=EngineConfig(device="cpu"),
+        optimizer=OptimizerConfig(**SCHEDULE),
+        checkpoint=CheckpointConfig(asynchronous=background, keep_last=2),
+    )
+    engine.initialize()
+    for seed in range(4):
+        train(engine, [seed])
+        engine.save_checkpoint(folder / f"step_{seed}")
+        # What is saved is the state of now, whatever the next step does while it is being written.
+    train(engine, [9])
+    engine.finish_checkpoint()
+    torch.distributed.barrier()
+    seen = sorted(file.name for file in folder.iterdir())
+    engine.load_checkpoint(folder / "step_3")
+    weights = weights_of(engine)
+    with pytest.raises(OSError, match="step_3 exists already"):
+        save_and_finish(engine, folder / "step_3")
+    engine.save_checkpoint(folder / "at_the_end")
+    engine.close()
+    return seen, weights
+
+
+def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False)
+    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True)
+    for (seen, weights), (seen_behind, weights_behind) in zip(at_once, behind, strict=True):
+        assert seen == seen_behind == ["step_2", "step_3"]
+        assert all(torch.equal(weights_behind[name], weight) for name, weight in weights.items())
+    assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
+
+
+LAYOUTS = [{}, {"fsdp_size": 1}, {"fsdp_size": 2, "reshard_after_forward": False}, {"param_offload": True}]
+
+
+def run_save_layouts(path, folder):
+    for number, layout in enumerate(LAYOUTS):
+        engine = build_engine(path, optimizer=SCHEDULE, **layout)
+        train(engine, [0, 1])
+        engine.save_checkpoint(folder / str(number))
+        weights = weights_of(engine)
+        engine.close()
+    return weights
+
+
+def run_load_layouts(path, folder):
+    """Loads every layout's checkpoint into another layout, trains on, and returns what came of it."""
+    out = []
+    for number in range(len(LAYOUTS)):
+        engine = build_engine(path, optimizer=SCHEDULE, **({} if number % 2 else {"fsdp_size": 1}))
+        engine.load_checkpoint(folder / str(number))
+        loaded = weights_of(engine)
+        history = train(engine, [2, 3])
+        out.append((loaded, history, weights_of(engine), engine.step))
+        engine.close()
+    return out
+
+
+def run_straight(path):
+    engine = build_engine(path, optimizer=SCHEDULE)
+    train(engine, [0, 1])
+    history = train(engine, [2, 3])
+    weights = weights_of(engine)
+    engine.close()
+    return history, weights
+
+
+def test_four_ranks_reload_on_two_and_go_on_as_if_nothing_had_been(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
+    saved = run_ranks(run_save_layouts, 4, path, tmp_path / "saved")
+    history, weights = run_ranks(run_straight, 2, path)[0]
+    for of_rank in run_ranks(run_load_layouts, 2, path, tmp_path / "saved"):
+        for _, resumed, after, step in of_rank:
+            assert step == 4
+            for actual, expected in zip(resumed, history, strict=True):
+                assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            for name, weight in weights.items():
+                torch.testing.assert_close(after[name], weight, rtol=1e-3, atol=1e-5)
+        last = of_rank[-1][0]  # bit for bit what four ranks held
+        assert all(torch.equal(last[name], weight) for name, weight in saved[0].items())
 
 
 def run_full_disk(path, folder, full_rank):
@@ -138,4 +256,4 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
             assert "MiB are free there" in checkpoint
             assert ("File too large" in hf) is writes_hf
             assert loss > 0
-        assert not Path(tmp_path / f"save_checkpoint-{full_rank}" / "engine.json").exists()
+        assert not list(tmp_path.glob(f"*save_checkpoint-{full_rank}*"))

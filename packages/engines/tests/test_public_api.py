@@ -2,13 +2,22 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import tidemill_engines
-from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+from tidemill_engines import (
+    BaseEngine,
+    CheckpointConfig,
+    EngineConfig,
+    EngineRegistry,
+    ModelConfig,
+    OptimizerConfig,
+)
+from tidemill_engines.config import LoraConfig, ParamGroup
 from tidemill_testing import run_ranks
 
 
 def test_all_is_pinned():
     assert tidemill_engines.__all__ == [
         "BaseEngine",
+        "CheckpointConfig",
         "EngineConfig",
         "EngineRegistry",
         "LossFn",
@@ -37,36 +46,66 @@ def test_importing_registers_no_attention_and_loads_no_backend():
     assert run_ranks(run_import, 1) == [([], False)]
 
 
+def new_engine(**names):
+    return EngineRegistry.new(model=ModelConfig(path="x"), engine=EngineConfig(device="cpu"), **names)
+
+
 def test_the_registry_names_what_it_knows_and_refuses_duplicates():
-    assert ("language_model", "fsdp2") in EngineRegistry.names()
-    with pytest.raises(ValueError, match=r"model_type='language_model', backend='nothing'.*'language_model', 'fsdp2'"):
-        EngineRegistry.new(
-            model_type="language_model", backend="nothing", model=ModelConfig(path="x"), engine=EngineConfig()
-        )
-    with pytest.raises(ValueError, match="registered already"):
-        EngineRegistry.register("language_model", "fsdp2")(lambda: BaseEngine)
+    assert ("language_model", "fsdp2", "cuda") in EngineRegistry.names()
+    with pytest.raises(
+        ValueError,
+        match=r"model_type='language_model', backend='nothing', device='cpu'.*'language_model', 'fsdp2', 'cpu'",
+    ):
+        new_engine(model_type="language_model", backend="nothing")
+    before = EngineRegistry.names()
+    with pytest.raises(ValueError, match=r"device='cpu' is registered already .*_fsdp2_language_model"):
+        EngineRegistry.register("language_model", "fsdp2", devices=("tpu", "cpu"))(lambda: BaseEngine)
+    assert EngineRegistry.names() == before
 
 
 def test_the_registry_returns_what_it_decorates_and_calls_it_late(monkeypatch):
     from tidemill_engines import registry
 
-    monkeypatch.setattr(registry, "_factories", {})
+    monkeypatch.setattr(registry, "_entries", {})
     calls = []
 
     def factory():
         calls.append(1)
         return lambda **configs: configs
 
-    assert EngineRegistry.register("toy", "here")(factory) is factory
+    assert EngineRegistry.register("toy", "here", devices=("cpu",))(factory) is factory
     assert not calls
-    model, engine = ModelConfig(path="x"), EngineConfig()
-    made = EngineRegistry.new(model_type="toy", backend="here", model=model, engine=engine)
-    assert made == {"model": model, "engine": engine, "optimizer": None}
+    assert new_engine(model_type="toy", backend="here") == {
+        "model": ModelConfig(path="x"),
+        "engine": EngineConfig(device="cpu"),
+        "optimizer": None,
+        "checkpoint": CheckpointConfig(),
+    }
+    with pytest.raises(ValueError, match="device='cuda'"):
+        EngineRegistry.new(
+            model_type="toy", backend="here", model=ModelConfig(path="x"), engine=EngineConfig(device="cuda")
+        )
+
+
+def test_the_registry_says_what_to_install(monkeypatch):
+    from tidemill_engines import registry
+
+    monkeypatch.setattr(registry, "_entries", {})
+
+    def factory():
+        import a_package_that_is_not_there  # noqa: F401
+
+    EngineRegistry.register("toy", "here", extra="toy-engines[here]")(factory)
+    with pytest.raises(ImportError, match=r"needs a_package_that_is_not_there; .*pip install 'toy-engines\[here\]'"):
+        new_engine(model_type="toy", backend="here")
+    EngineRegistry.register("toy", "there")(factory)
+    with pytest.raises(ModuleNotFoundError):
+        new_engine(model_type="toy", backend="there")
 
 
 def test_base_engine_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
-        BaseEngine(model=ModelConfig(path="x"), engine=EngineConfig(), optimizer=None)
+        BaseEngine(model=ModelConfig(path="x"), engine=EngineConfig(), optimizer=None, checkpoint=CheckpointConfig())
 
 
 @pytest.mark.parametrize(
@@ -82,9 +121,18 @@ def test_base_engine_is_abstract():
         (lambda: EngineConfig(timeout_s=0), "timeout_s must be above 0"),
         (lambda: OptimizerConfig(lr=-1.0), "lr must be at least 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.5)), "betas must be between 0.0 and 1.0; got 1.5"),
-        (lambda: OptimizerConfig(lr_scheduler="step"), "lr_scheduler must be one of constant, linear, cosine"),
+        (lambda: OptimizerConfig(lr_scheduler="step"), "lr_scheduler must be one of constant, linear, cosine, wsd"),
         (lambda: OptimizerConfig(lr_scheduler="cosine"), "'cosine' needs total_steps"),
         (lambda: OptimizerConfig(lr_scheduler="linear", total_steps=5, lr_warmup_steps=5), "above lr_warmup_steps"),
+        (lambda: OptimizerConfig(nonfinite="ignore"), "nonfinite must be one of skip, raise"),
+        (lambda: ParamGroup(pattern="x", lr_ratio=-1.0), "lr_ratio must be at least 0"),
+        (lambda: ParamGroup(pattern="x", weight_decay=-1.0), "weight_decay must be at least 0"),
+        (lambda: LoraConfig(rank=0), "rank must be at least 1"),
+        (lambda: LoraConfig(target_modules=()), "must name at least one module"),
+        (lambda: ModelConfig(path="x", recompute="some"), "recompute must be one of full, selective"),
+        (lambda: ModelConfig(path="x", lora=LoraConfig(), frozen=("a",)), "freezes all of the model already"),
+        (lambda: EngineConfig(peak_tflops=0.0), "peak_tflops must be above 0"),
+        (lambda: CheckpointConfig(keep_last=0), "keep_last must be at least 1"),
         (lambda: OptimizerConfig(min_lr_ratio=2.0), "min_lr_ratio must be between 0.0 and 1.0"),
     ],
 )

@@ -1,13 +1,14 @@
 """Training engines for language models behind one abstraction, with a modular forward_step."""
 
 from tidemill_engines.base import BaseEngine
-from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, sft_loss
 from tidemill_engines.metrics import Metric
 from tidemill_engines.registry import EngineRegistry
 
 __all__ = [
     "BaseEngine",
+    "CheckpointConfig",
     "EngineConfig",
     "EngineRegistry",
     "LossFn",

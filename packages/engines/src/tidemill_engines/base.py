@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
-from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.losses import LossFn, ModelOutput
 from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
@@ -60,10 +60,18 @@ class BaseEngine(ABC):
         skipped_steps: optimizer steps that were left out because the gradient was not finite.
     """
 
-    def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig | None,
+        checkpoint: CheckpointConfig,
+    ) -> None:
         self.model_config = model
         self.engine_config = engine
         self.optimizer_config = optimizer
+        self.checkpoint_config = checkpoint
         self.step = 0
         self.skipped_steps = 0
 
@@ -239,17 +247,29 @@ class BaseEngine(ABC):
     def save_checkpoint(self, path: str | Path) -> None:
         """Writes weights, optimizer, schedule and random state to a fresh folder `path`, sharded. Collective.
 
+        The folder appears under its name when it is whole, at once or in the background (`CheckpointConfig`).
+
         Raises:
-            OSError: a write failed; raised on every rank. What was written is not a whole checkpoint.
+            OSError: `path` exists or a write failed; raised on every rank. Nothing of it is left.
+        """
+
+    @abstractmethod
+    def finish_checkpoint(self) -> None:
+        """Waits until a checkpoint that is saved in the background is whole; else does nothing.
+
+        Raises:
+            OSError: it could not be saved; raised on every rank.
         """
 
     @abstractmethod
     def load_checkpoint(self, path: str | Path) -> None:
-        """Continues exactly where `save_checkpoint` was called. Collective.
+        """Continues exactly where `save_checkpoint` was called, on any number of ranks in any layout. Collective.
+
+        On as many ranks as saved it, the random states are restored too.
 
         Raises:
             FileNotFoundError: `path` holds no whole checkpoint.
-            ValueError: it is of another format version or another model.
+            ValueError: it is damaged, of another format version or another model. Nothing was changed.
         """
 
     @abstractmethod

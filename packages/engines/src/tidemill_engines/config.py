@@ -237,3 +237,25 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.peak_tflops must be above 0; got {self.peak_tflops!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"EngineConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """How an engine saves its checkpoints.
+
+    Attributes:
+        asynchronous: copy to the CPU, write in the background and go on training. The checkpoint appears under its name
+            when it is whole; `finish_checkpoint`, the next save and `close` wait for it and raise what went wrong.
+        keep_last: whole checkpoints that stay in the folder in which one is saved; those of the earliest steps are
+            removed when a new one is whole. None keeps all.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
+    """
+
+    asynchronous: bool = False
+    keep_last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None:
+            _check_range(self, "keep_last", self.keep_last, low=1)

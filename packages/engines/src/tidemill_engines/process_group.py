@@ -20,6 +20,7 @@ class ProcessGroups:
 
     Attributes:
         control: gloo over all ranks, for plain data and error agreement.
+        checkpoint: likewise, for checkpoints, which may be saved by another thread meanwhile.
         mesh: of the device, [shard] or [replicate, shard].
         num_replicas: how many ranks hold the same shard of the model.
         data_parallel: gloo over the ranks that work on different rows, each with this rank's part of its rows.
@@ -29,6 +30,7 @@ class ProcessGroups:
     """
 
     control: dist.ProcessGroup
+    checkpoint: dist.ProcessGroup
     mesh: DeviceMesh
     num_replicas: int
     data_parallel: dist.ProcessGroup
@@ -104,6 +106,7 @@ def make_groups(
             f"got {sequence_parallel_size}"
         )
     control = _checked(dist.new_group(backend="gloo", timeout=timeout))
+    checkpoint = _checked(dist.new_group(backend="gloo", timeout=timeout))
     backend = "gloo" if device.type == "cpu" else "nccl"
     ranks = torch.arange(world_size).view(-1, shard_size)
 
@@ -112,7 +115,7 @@ def make_groups(
         return _checked(group)
 
     shard = subgroup(ranks.tolist())
-    data_parallel, sequence_parallel, own = control, None, [control, shard]
+    data_parallel, sequence_parallel, own = control, None, [control, checkpoint, shard]
     if sequence_parallel_size > 1:
         by_rows = torch.arange(world_size).view(-1, sequence_parallel_size)
         sequence_parallel = subgroup(by_rows.tolist())
@@ -130,6 +133,7 @@ def make_groups(
         own.append(replicate)
     return ProcessGroups(
         control=control,
+        checkpoint=checkpoint,
         mesh=mesh,
         num_replicas=world_size // shard_size,
         data_parallel=data_parallel,

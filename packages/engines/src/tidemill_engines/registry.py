@@ -1,9 +1,10 @@
-"""Which engine serves which model type and backend."""
+"""Which engine serves which model type, backend and device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from tidemill_engines.base import BaseEngine
@@ -11,36 +12,51 @@ if TYPE_CHECKING:
 EngineFactory = Callable[[], "type[BaseEngine]"]
 """Imports and returns an engine class; called only when that engine is asked for."""
 
-_factories: dict[tuple[str, str], EngineFactory] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    factory: EngineFactory
+    extra: str | None
+
+
+_entries: dict[tuple[str, str, str], _Entry] = {}
 
 
 class EngineRegistry:
-    """The engines by (model_type, backend)."""
+    """The engines by (model_type, backend, device)."""
 
     @staticmethod
-    def register(model_type: str, backend: str) -> Callable[[EngineFactory], EngineFactory]:
+    def register(
+        model_type: str, backend: str, *, devices: Sequence[str] = ("cpu", "cuda"), extra: str | None = None
+    ) -> Callable[[EngineFactory], EngineFactory]:
         """Registers the decorated factory and returns it unchanged.
 
+        Args:
+            devices: types of devices that the engine runs on.
+            extra: what to install if the factory's imports fail, such as "tidemill-engines[megatron]".
+
         Raises:
-            ValueError: there is one already for this model type and backend.
+            ValueError: there is one already for this model type and backend on one of the devices.
         """
 
         def decorate(factory: EngineFactory) -> EngineFactory:
-            known = _factories.get((model_type, backend))
-            if known is not None:
-                raise ValueError(
-                    f"an engine for model_type={model_type!r}, backend={backend!r} is registered already "
-                    f"({known.__module__}.{known.__qualname__}); choose another name"
-                )
-            _factories[model_type, backend] = factory
+            for device in devices:
+                known = _entries.get((model_type, backend, device))
+                if known is not None:
+                    raise ValueError(
+                        f"an engine for model_type={model_type!r}, backend={backend!r}, device={device!r} is "
+                        f"registered already ({known.factory.__module__}.{known.factory.__qualname__}); "
+                        "choose another name"
+                    )
+            _entries.update({(model_type, backend, device): _Entry(factory, extra) for device in devices})
             return factory
 
         return decorate
 
     @staticmethod
-    def names() -> list[tuple[str, str]]:
-        """The known pairs of model type and backend, sorted."""
-        return sorted(_factories)
+    def names() -> list[tuple[str, str, str]]:
+        """The known (model_type, backend, device), sorted."""
+        return sorted(_entries)
 
     @staticmethod
     def new(
@@ -50,22 +66,46 @@ class EngineRegistry:
         model: ModelConfig,
         engine: EngineConfig,
         optimizer: OptimizerConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
     ) -> "BaseEngine":
         """Creates an engine; nothing is loaded before its `initialize()`.
 
         Args:
             optimizer: None makes an engine for inference only, such as a reference policy.
+            checkpoint: how checkpoints are saved; None takes the defaults.
 
         Raises:
-            ValueError: no engine is registered for this model type and backend; the message lists those there are.
+            ValueError: no engine is registered for this model type, backend and `engine.device`; the message lists
+                those there are.
+            ImportError: the engine needs a package that is not installed; the message says what to install.
         """
-        factory = _factories.get((model_type, backend))
-        if factory is None:
-            known = ", ".join(f"({name!r}, {other!r})" for name, other in EngineRegistry.names())
+        device = engine.device
+        if device == "auto":
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        entry = _entries.get((model_type, backend, device))
+        if entry is None:
+            known = ", ".join(f"({', '.join(map(repr, names))})" for names in EngineRegistry.names())
             raise ValueError(
-                f"no engine for model_type={model_type!r}, backend={backend!r}; known (model_type, backend): {known}"
+                f"no engine for model_type={model_type!r}, backend={backend!r}, device={device!r}; known (model_type, "
+                f"backend, device): {known}. Engines of other packages are known once those are imported"
             )
-        return factory()(model=model, engine=engine, optimizer=optimizer)
+        try:
+            engine_class = entry.factory()
+        except ModuleNotFoundError as error:
+            if entry.extra is None:
+                raise
+            raise ImportError(
+                f"the engine for model_type={model_type!r}, backend={backend!r} needs {error.name}; install it with "
+                f"`pip install '{entry.extra}'`"
+            ) from error
+        return engine_class(
+            model=model,
+            engine=engine,
+            optimizer=optimizer,
+            checkpoint=CheckpointConfig() if checkpoint is None else checkpoint,
+        )
 
 
 @EngineRegistry.register("language_model", "fsdp2")

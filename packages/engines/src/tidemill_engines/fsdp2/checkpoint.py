@@ -1,8 +1,6 @@
-"""Sharded checkpoints through torch.distributed.checkpoint."""
+"""The tensors of a checkpoint through torch.distributed.checkpoint: sharded, and loadable in any layout."""
 
-import json
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -11,28 +9,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from tidemill_engines.agreement import together
-
-_FORMAT_VERSION = 1
-_PROGRESS_FILE = "engine.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """What a checkpoint knows besides tensors.
-
-    Attributes:
-        step: calls of train_batch, which the schedule follows.
-        skipped_steps: of them, those whose gradient was not finite.
-        world_size: ranks that saved; random states are restored by as many ranks only.
-        has_optimizer: whether optimizer state was saved.
-    """
-
-    step: int
-    skipped_steps: int
-    world_size: int
-    has_optimizer: bool
-    format_version: int = _FORMAT_VERSION
+from tidemill_engines.checkpoint_folder import Progress, save_folder
+from tidemill_engines.fsdp2.offload import like, local_part
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -49,53 +27,44 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def save(path: Path, tensors: dict[str, torch.Tensor], progress: Progress, group: dist.ProcessGroup) -> None:
-    """Writes the tensors (DTensors sharded) and, last, the file that says that the checkpoint is whole. Collective.
+def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU of this rank's parts, so that saving them need not stop the training that goes on."""
+    return {name: like(tensor, local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()}
+
+
+def save(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    progress: Progress,
+    group: dist.ProcessGroup,
+    *,
+    keep_last: int | None,
+) -> None:
+    """Writes the tensors (DTensors sharded) to the new folder `path`, all or nothing. Collective over `group` (gloo).
 
     Raises:
         OSError: a rank could not write; raised on every rank.
     """
-    with together(group):
-        path.mkdir(parents=True, exist_ok=True)
-    try:
-        state_dict_saver.save(tensors, storage_writer=FileSystemWriter(path), process_group=group)
-    except CheckpointException as error:  # not an Exception for Python, so it would pass every handler of the caller
-        free_mib = shutil.disk_usage(path).free >> 20  # torch.save reports a full disk as an odd position in the file
-        raise OSError(
-            f"could not save the checkpoint {path} ({free_mib} MiB are free there): {_reasons(error)}"
-        ) from error
-    with together(group):
-        if dist.get_rank(group) == 0:
-            (path / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)) + "\n")
 
+    def write(folder: Path) -> list[str]:
+        try:
+            state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
+        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+            free_mib = shutil.disk_usage(folder).free >> 20  # torch.save reports a full disk as an odd file position
+            raise OSError(
+                f"could not save the checkpoint {path} ({free_mib} MiB are free there): {_reasons(error)}"
+            ) from error
+        rank = dist.get_rank(group)
+        return [*(file.name for file in folder.glob(f"__{rank}_*")), *([".metadata"] if rank == 0 else [])]
 
-def read_progress(path: Path, group: dist.ProcessGroup) -> Progress:
-    """Reads what `save` wrote last. Collective.
-
-    Raises:
-        FileNotFoundError: it is not there, so the checkpoint is not whole.
-        ValueError: it is of another format version.
-    """
-    progress = None
-    with together(group):
-        file = path / _PROGRESS_FILE
-        if not file.is_file():
-            raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {_PROGRESS_FILE}")
-        fields = json.loads(file.read_text())
-        if fields.get("format_version") != _FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has checkpoint format {fields.get('format_version')!r}; this version reads {_FORMAT_VERSION}"
-            )
-        progress = Progress(**fields)
-    assert progress is not None
-    return progress
+    save_folder(path, write, progress, group, keep_last=keep_last)
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     """Reads into `tensors` in place; nothing is changed if names or shapes do not match. Collective.
 
     Raises:
-        ValueError: the checkpoint is damaged or of another model; raised on every rank.
+        ValueError: the checkpoint is of another model; raised on every rank.
     """
     try:
         state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=group)

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
-from tidemill_engines.config import Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.checkpoint_folder import Progress, read_progress
+from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
 from tidemill_engines.fsdp2.offload import Parked, like, local_part
+from tidemill_engines.fsdp2.saving import Saver
 from tidemill_engines.fsdp2.weights import (
     checkpoint_tensors,
     load_weights,
@@ -43,14 +45,22 @@ class FSDP2Engine(BaseEngine):
     `train_batch` and `infer_batch` the weights are always sharded.
     """
 
-    def __init__(self, *, model: ModelConfig, engine: EngineConfig, optimizer: OptimizerConfig | None) -> None:
-        super().__init__(model=model, engine=engine, optimizer=optimizer)
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig | None,
+        checkpoint: CheckpointConfig,
+    ) -> None:
+        super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)
         self.device = torch.device("meta")
         self._optimizer: torch.optim.AdamW | None = None
         self._model: PreTrainedModel | None = None
         self._groups: ProcessGroups | None = None
         self._layout: Layout = {}
         self._parked: dict[str, Parked] = {}
+        self._saver = Saver()
 
     def initialize(self) -> None:
         if self._groups is not None:
@@ -124,11 +134,15 @@ class FSDP2Engine(BaseEngine):
         self._model = model
 
     def close(self) -> None:
-        groups, self._groups = self._groups, None
-        self._optimizer = None
-        self._model = None
-        if groups is not None:
-            close_groups(groups)
+        try:
+            self._saver.close()
+        finally:
+            groups, self._groups = self._groups, None
+            self._optimizer = None
+            self._model = None
+            self._parked = {}
+            if groups is not None:
+                close_groups(groups)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -219,18 +233,29 @@ class FSDP2Engine(BaseEngine):
         return weight if weight.device == self.device else like(weight, local_part(weight).to(self.device))
 
     def save_checkpoint(self, path: str | Path) -> None:
-        progress = checkpoint.Progress(
+        self._saver.finish()
+        progress = Progress(
             step=self.step,
             skipped_steps=self.skipped_steps,
             world_size=dist.get_world_size(),
             has_optimizer=self._optimizer is not None,
         )
+        settings, group = self.checkpoint_config, self.groups.checkpoint
         with self._at_hand("params", "optimizer"):
             tensors = self._state_tensors() | self._rng_tensors()
-            checkpoint.save(Path(path), tensors, progress, self.groups.control)
+            if settings.asynchronous:
+                tensors = checkpoint.snapshot(tensors)
+            self._saver.run(
+                lambda: checkpoint.save(Path(path), tensors, progress, group, keep_last=settings.keep_last),
+                asynchronous=settings.asynchronous,
+            )
+
+    def finish_checkpoint(self) -> None:
+        self._saver.finish()
 
     def load_checkpoint(self, path: str | Path) -> None:
-        progress = checkpoint.read_progress(Path(path), self.groups.control)
+        self._saver.finish()
+        progress = read_progress(Path(path), self.groups.control)
         if self._optimizer is not None and not progress.has_optimizer:
             raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}

@@ -1,0 +1,149 @@
+"""Checkpoints as folders: each appears whole or not at all, says what is in it, and is checked before it is read."""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tidemill_engines.agreement import gather, together
+
+MANIFEST = "engine.json"
+FORMAT_VERSION = 2
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What a checkpoint knows besides tensors.
+
+    Attributes:
+        step: calls of train_batch, which the schedule follows.
+        skipped_steps: of them, those whose gradient was not finite.
+        world_size: ranks that saved; random states are restored by as many ranks only.
+        has_optimizer: whether optimizer state was saved.
+    """
+
+    step: int
+    skipped_steps: int
+    world_size: int
+    has_optimizer: bool
+
+
+def save_folder(
+    path: Path,
+    write: Callable[[Path], Iterable[str]],
+    progress: Progress,
+    group: dist.ProcessGroup,
+    *,
+    keep_last: int | None = None,
+) -> None:
+    """Has all ranks write into a hidden folder beside `path`, and renames it once it is whole. Collective.
+
+    Args:
+        write: given that folder; returns the names of the files there that this rank wrote.
+        keep_last: how many whole checkpoints stay in the folder around `path`; those of the earliest steps go.
+
+    Raises:
+        OSError: `path` exists, or a rank could not write; on every rank. Nothing of it is left.
+    """
+    partial = path.parent / f".{path.name}.partial"
+    is_first = dist.get_rank(group) == 0
+    with together(group):
+        if path.exists():
+            raise FileExistsError(f"{path} exists already; save to a new folder or remove it first")
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    try:
+        with together(group):  # all ranks have left the folder before the first of them removes it
+            written = write(partial)
+            own = {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in written}
+        files = {name: entry for of_rank in gather(own, group) for name, entry in of_rank.items()}
+        with together(group):
+            if is_first:
+                manifest = {"format_version": FORMAT_VERSION, "progress": asdict(progress), "files": files}
+                (partial / MANIFEST).write_text(json.dumps(manifest) + "\n")
+                partial.rename(path)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    with together(group):
+        if is_first and keep_last is not None:
+            for old in whole_checkpoints(path.parent)[:-keep_last]:
+                (old / MANIFEST).unlink()  # first, so that half a checkpoint is never taken for a whole one
+                shutil.rmtree(old)
+
+
+def read_progress(path: Path, group: dist.ProcessGroup) -> Progress:
+    """Reads what a checkpoint says of itself and that its files are as they were written. Collective.
+
+    Raises:
+        FileNotFoundError: it is not whole: `path` or a file of it is missing.
+        ValueError: a file was cut off or changed, or the format is of another version. Both name the newest whole
+            checkpoint beside it, if there is one.
+    """
+    progress = None
+    with together(group):
+        try:
+            manifest = _read_whole(path)
+            for name in sorted(manifest["files"])[dist.get_rank(group) :: dist.get_world_size(group)]:
+                if _checksum(path / name) != manifest["files"][name][1]:
+                    raise ValueError(f"{path / name} is damaged: its contents have changed")
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"{error}; {_advice(path)}") from error
+        progress = Progress(**manifest["progress"])
+    assert progress is not None
+    return progress
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder whose files are all there and as long as they were, by ascending step."""
+    found = []
+    for manifest_file in folder.glob(f"[!.]*/{MANIFEST}"):
+        path = manifest_file.parent
+        try:
+            manifest = _read_whole(path)
+        except (FileNotFoundError, ValueError):  # not whole, which is what is asked here
+            continue
+        found.append((manifest["progress"]["step"], path.stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that has all of its files, each as long as it was."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text())
+        version = manifest["format_version"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path} has checkpoint format {version!r}; this version reads {FORMAT_VERSION}")
+    for name, (size, _) in manifest["files"].items():
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path} is not a whole checkpoint: it lacks {name}")
+        actual = (path / name).stat().st_size
+        if actual != size:
+            raise ValueError(f"{path / name} is damaged: it has {actual} bytes, {size} were written")
+    return manifest
+
+
+def _advice(path: Path) -> str:
+    others = [other for other in whole_checkpoints(path.parent) if other != path]
+    return f"the newest whole checkpoint is {others[-1]}" if others else "there is no whole one beside it"
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value
