@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.send.bucket import Bucket, TensorEntry
+from tidemill_weight_update.send.shards import shard_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,13 +44,6 @@ class _Sharded:
         shape = list(self.entry.shape)
         shape[self.dim] = shard_range(shape[self.dim], rank, num_ranks)[1]
         return tuple(shape)
-
-
-def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Start and length of shard `rank` of a dimension of `size`, cut as `torch.chunk` and DTensor's Shard cut it."""
-    chunk = -(-size // num_ranks)
-    start = min(rank * chunk, size)
-    return start, min(chunk, size - start)
 
 
 def gather(bucket: Bucket, owner: int) -> list[Piece]:

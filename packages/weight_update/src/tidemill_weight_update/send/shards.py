@@ -164,14 +164,14 @@ def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) ->
             raise TypeError(f"tensor {name!r} has a placement that is not supported: {placement}")
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     for axis, dim in plain + strided:
-        offset, shape[dim] = _chunk(shape[dim], coordinate[axis], mesh.size(axis))
+        offset, shape[dim] = shard_range(shape[dim], coordinate[axis], mesh.size(axis))
         start[dim] += offset
     box = Box(start=tuple(start), shape=tuple(shape))
     return _held(name, tensor.to_local(), tuple(tensor.shape), box, dtype, (replica, num_replicas))
 
 
-def _chunk(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Start and length of part `rank` of a dimension, cut as `torch.chunk` and DTensor's Shard cut it."""
+def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Start and length of shard `rank` of a dimension of `size`, cut as `torch.chunk` and DTensor's Shard cut it."""
     chunk = -(-size // num_ranks)
     start = min(rank * chunk, size)
     return start, min(chunk, size - start)
