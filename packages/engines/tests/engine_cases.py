@@ -1,5 +1,6 @@
 """Batches, engines, and an independent reference: plain transformers and plain PyTorch, one unpadded row at a time."""
 
+import tempfile
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -34,17 +35,53 @@ def make_batch(num_rows: int, *, seed: int = 0, temperature: float = 1.0, longes
     )
 
 
+def pad_batch(batch: DataProto, *, prompt_width: int = 12, response_width: int = 11) -> DataProto:
+    """The batch as rollouts often come: prompts padded on the left, responses on the right, garbage in the padding."""
+    prompts, _ = ragged.split_rows(
+        batch["input_ids"], ragged.lengths(batch["input_ids"]) - ragged.lengths(batch["responses"])
+    )
+
+    def left(column: torch.Tensor, filler: float) -> torch.Tensor:
+        return ragged.to_padded(column, filler, side="left", max_len=prompt_width)
+
+    def right(column: torch.Tensor, filler: float) -> torch.Tensor:
+        return ragged.to_padded(column, filler, max_len=response_width)
+
+    def ones(column: torch.Tensor) -> torch.Tensor:
+        return ragged.like(torch.ones(len(ragged.values(column)), dtype=torch.int64), column)
+
+    responses = right(batch["responses"], VOCAB + 5)
+    columns = {
+        "input_ids": torch.cat([left(prompts, VOCAB + 7), responses], 1),
+        "attention_mask": torch.cat([left(ones(prompts), 0), right(ones(batch["responses"]), 0)], 1),
+        "responses": responses,
+        "response_mask": right(batch["response_mask"], True),
+        "advantages": right(batch["advantages"], torch.nan),
+        "per_row": torch.arange(float(len(batch))),
+    }
+    return DataProto.from_dict(columns, meta_info=batch.meta_info)
+
+
 def policy_like_loss(
     output: Any, micro_batch: DataProto, normalizer: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Every kind of term at once: per token, per sequence (mean within rows), and entropy."""
+    """Every kind of term and metric at once: per token, per sequence (mean within rows), entropy, a mean, a maximum."""
+    from tidemill_engines import Metric
+
     mask = ragged.values(micro_batch["response_mask"]).to(output.log_probs.dtype)
     pg = -(output.log_probs * ragged.values(micro_batch["advantages"]) * mask).sum() / normalizer.num_tokens
     column = micro_batch["responses"]
     counts = ragged.segment_sum(mask, column).clamp(min=1)
     nll = -(ragged.segment_sum(output.log_probs * mask, column) / counts).sum() / normalizer.num_sequences
     entropy = (output.entropy * mask).sum() / normalizer.num_tokens
-    return pg + 0.3 * nll - 0.05 * entropy, {"pg": pg, "nll": nll, "entropy": entropy}
+    metrics = {
+        "pg": pg,
+        "nll": nll,
+        "entropy": entropy,
+        "log_prob": Metric.mean(output.log_probs, mask),
+        "entropy_max": Metric.max(output.entropy, mask),
+    }
+    return pg + 0.3 * nll - 0.05 * entropy, metrics
 
 
 def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -52,41 +89,87 @@ def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, to
     out = []
     for ids, response in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), strict=True):
         logits = model(input_ids=ids[None]).logits[0] / batch.meta_info.get("temperature", 1.0)
-        log_p = torch.log_softmax(logits.float(), -1)[len(ids) - len(response) - 1 : -1][: len(response)]
+        log_p = torch.log_softmax(logits, -1)[len(ids) - len(response) - 1 : -1][: len(response)]
         out.append((log_p.gather(-1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
     return out
 
 
-def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
     """`policy_like_loss` over the whole batch, written row by row."""
-    masks = [mask.float() for mask in batch["response_mask"].unbind()]
+    masks = [mask.to(model.dtype) for mask in batch["response_mask"].unbind()]
     num_tokens = max(1.0, sum(mask.sum().item() for mask in masks))
     num_sequences = max(1, sum(bool(mask.any()) for mask in masks))
-    total = {"pg": torch.zeros(()), "nll": torch.zeros(()), "entropy": torch.zeros(())}
+    pg = nll = entropy = torch.zeros((), dtype=model.dtype)
+    seen: list[tuple[float, float]] = []
     rows = zip(plain_log_probs(model, batch), masks, batch["advantages"].unbind(), strict=True)
-    for (log_probs, entropy), mask, advantages in rows:
-        total["pg"] = total["pg"] - (log_probs * advantages * mask).sum() / num_tokens
-        total["entropy"] = total["entropy"] + (entropy * mask).sum() / num_tokens
+    for (log_probs, entropies), mask, advantages in rows:
+        pg = pg - (log_probs * advantages * mask).sum() / num_tokens
+        entropy = entropy + (entropies * mask).sum() / num_tokens
         if mask.any():
-            total["nll"] = total["nll"] - (log_probs * mask).sum() / mask.sum() / num_sequences
-    return total["pg"] + 0.3 * total["nll"] - 0.05 * total["entropy"], total
+            nll = nll - (log_probs * mask).sum() / mask.sum() / num_sequences
+        seen += [
+            pair for pair, m in zip(zip(log_probs.tolist(), entropies.tolist(), strict=True), mask, strict=True) if m
+        ]
+    metrics = {
+        "pg": pg.item(),
+        "nll": nll.item(),
+        "entropy": entropy.item(),
+        "log_prob": sum(log_prob for log_prob, _ in seen) / max(1, len(seen)),
+        "entropy_max": max((entropy for _, entropy in seen), default=0.0),
+    }
+    return pg + 0.3 * nll - 0.05 * entropy, metrics
 
 
-def plain_model(path: Path) -> Any:
+def other_tiny_model(path: Path, family: str) -> Path:
+    """As `tidemill_testing.tiny_model`, of families with something special: experts, or windows and biases."""
+    import transformers
+
+    config_cls, model_cls, fields = {
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+        ),
+        "starcoder2": (  # nothing in it is computed in float32 if the weights are in float64
+            transformers.Starcoder2Config,
+            transformers.Starcoder2ForCausalLM,
+            {"sliding_window": 4, "attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+        ),
+    }[family]
+    config = config_cls(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        **fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model_cls(config).save_pretrained(path)
+    return path
+
+
+def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    attention = "eager" if dtype == torch.float32 else "sdpa"  # eager has its softmax in float32 always
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
 
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
 def plain_training(
-    path: Path, batches: list[DataProto], learning_rates: Sequence[float] = ()
+    path: Path, batches: list[DataProto], learning_rates: Sequence[float] = (), *, dtype: torch.dtype = torch.float32
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Trains on the batches; returns the metrics of each step and the weights by checkpoint name."""
-    model = plain_model(path).train()
+    model = plain_model(path, dtype).train()
     settings = {name: value for name, value in OPTIMIZER.items() if name != "clip_grad"}
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
     history = []
@@ -96,21 +179,38 @@ def plain_training(
         loss, metrics = plain_policy_like_loss(model, batch)
         if loss.requires_grad:
             loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
+        for grad in grads:  # torch's clip_grad_norm_ adds 1e-6 to the norm
+            grad.mul_((OPTIMIZER["clip_grad"] / norm).clamp(max=1.0))
         optimizer.step()
-        history.append({"loss": loss.item(), "grad_norm": norm.item()} | {k: v.item() for k, v in metrics.items()})
-    return history, {name: weight.detach() for name, weight in model.named_parameters()}
+        history.append({"loss": loss.item(), "grad_norm": norm.item()} | metrics)
+    return history, checkpoint_weights(model)
+
+
+def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as `save_pretrained` writes them: by the names of the checkpoint, of tied ones the first."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def build_engine(
-    path: Path, *, optimizer: bool | dict[str, Any] = True, model: dict[str, Any] | None = None, **engine: Any
+    path: Path,
+    *,
+    backend: str = "fsdp2",
+    optimizer: bool | dict[str, Any] = True,
+    model: dict[str, Any] | None = None,
+    **engine: Any,
 ):
     from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
 
     settings = OPTIMIZER if optimizer is True else optimizer
     new = EngineRegistry.new(
         model_type="language_model",
-        backend="fsdp2",
+        backend=backend,
         model=ModelConfig(path=str(path), **({} if model is None else model)),
         engine=EngineConfig(device="cpu", **engine),
         optimizer=OptimizerConfig(**settings) if settings else None,
@@ -141,6 +241,20 @@ def engine_training(path: Path, batches: list[DataProto], **settings: Any):
     weights = weights_of(engine)
     engine.close()
     return history, weights
+
+
+def check_training(results: Any, expected: Any, case: Any, tolerance: float = 1e-5) -> None:
+    """That every rank of `engine_training` reports the metrics and has the weights of `plain_training`."""
+    history, weights = expected
+    for rank, (actual_history, actual_weights) in enumerate(results):
+        for step, (actual, plain) in enumerate(zip(actual_history, history, strict=True)):
+            for name, value in plain.items():
+                error = abs(actual[name] - value)
+                assert error <= tolerance * max(abs(value), 0.1), (case, rank, step, name, actual[name], value)
+            assert actual["grad_nonfinite"] == 0
+        assert actual_weights.keys() == weights.keys(), case
+        for name, weight in weights.items():
+            assert relative_error(actual_weights[name], weight) < tolerance, (case, rank, name)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

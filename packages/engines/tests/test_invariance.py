@@ -1,4 +1,14 @@
-"""The same global batch gives the same step, however it is split over ranks and micro-batches, as a plain loop."""
+"""The same global batch gives the same step as a plain loop, however the engine is laid out and the batch is split.
+
+Layouts are combinations of `FACTORS`. By default they are chosen such that every two values of two factors occur
+together at least once; all of them run as `slow`. What a layout means for a backend is in `SETTINGS`: another engine
+adds a function there and its name to `BACKENDS`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -6,99 +16,184 @@ from engine_cases import (
     OPTIMIZER,
     VOCAB,
     build_engine,
+    check_training,
     engine_training,
     make_batch,
+    other_tiny_model,
+    pad_batch,
     plain_training,
     policy_like_loss,
-    relative_error,
     shard,
     weights_of,
 )
 from tidemill_engines import OptimizerConfig
 from tidemill_testing import run_ranks, tiny_model
 
-LAYOUTS = {
-    1: [
-        {},
-        {"micro_batch_size_per_gpu": 1},
-        {"max_token_len_per_gpu": 40},
-        {"model": {"gradient_checkpointing": True}},
-        {"model": {"attn_implementation": "sdpa"}},
-    ],
-    2: [
-        {},
-        {"micro_batch_size_per_gpu": 1},
-        {"max_token_len_per_gpu": 30},
-        {"max_token_len_per_gpu": 30, "reshard_after_forward": False},
-        {"micro_batch_size_per_gpu": 3, "fsdp_size": 1},
-        {"max_token_len_per_gpu": 30, "model": {"gradient_checkpointing": True}},
-    ],
-    4: [{"max_token_len_per_gpu": 30, "fsdp_size": 2}],
+Layout = dict[str, Any]
+
+FACTORS: dict[str, list[Any]] = {
+    "dp": [1, 2, 4],
+    "sp": [1, 2],
+    "sharding": ["ZeRO-3", "ZeRO-2", "HSDP"],
+    "micro": [1, 3, "dynamic"],
+    "form": ["ragged", "padded"],
+    "rows": ["in order", "mixed"],
+    "recompute": [False, True],
+    "family": ["qwen3 tied", "qwen2 tied", "qwen2", "llama tied", "llama", "qwen3_moe"],
 }
 
 
+def is_possible(layout: Layout) -> bool:
+    return layout["sharding"] != "HSDP" or layout["dp"] * layout["sp"] > 1  # needs two ranks to replicate anything
+
+
+def fsdp2_settings(layout: Layout) -> dict[str, Any]:
+    world_size = layout["dp"] * layout["sp"]
+    by_tokens = layout["micro"] == "dynamic"
+    return {
+        "ulysses_sequence_parallel_size": layout["sp"],
+        "fsdp_size": world_size // 2 if layout["sharding"] == "HSDP" else -1,
+        "reshard_after_forward": layout["sharding"] != "ZeRO-2",
+        "micro_batch_size_per_gpu": None if by_tokens else layout["micro"],
+        "max_token_len_per_gpu": 30 if by_tokens else 1000,
+        "model": {"gradient_checkpointing": layout["recompute"]},
+    }
+
+
+SETTINGS: dict[str, Callable[[Layout], dict[str, Any]]] = {"fsdp2": fsdp2_settings}
+BACKENDS = sorted(SETTINGS)
+
+
+def all_layouts() -> list[Layout]:
+    layouts = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
+    return [layout for layout in layouts if is_possible(layout)]
+
+
+def pairwise_layouts() -> list[Layout]:
+    """Few layouts with all pairs of values that are possible, found greedily."""
+
+    def pairs(layout: Layout) -> set[Any]:
+        return set(combinations(layout.items(), 2))
+
+    candidates = [(layout, pairs(layout)) for layout in all_layouts()]
+    missing = set().union(*(has for _, has in candidates))
+    chosen = []
+    while missing:
+        layout, has = max(candidates, key=lambda candidate: len(candidate[1] & missing))
+        chosen.append(layout)
+        missing -= has
+    return chosen
+
+
 def make_batches():
-    return [make_batch(13, seed=1, temperature=0.8), make_batch(6, seed=2), make_batch(1, seed=3)]
+    return [make_batch(13, seed=1, temperature=0.8), make_batch(1, seed=3)]
 
 
-def check(results, expected, case):
-    history, weights = expected
-    for rank, (actual_history, actual_weights) in enumerate(results):
-        for step, (actual, plain) in enumerate(zip(actual_history, history, strict=True)):
-            for name, value in plain.items():
-                assert actual[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, rank, step, name)
-            assert actual["grad_nonfinite"] == 0
-        assert list(actual_weights) == list(weights), case
-        for name, weight in weights.items():
-            assert relative_error(actual_weights[name], weight) < 1e-5, (case, rank, name)
+def laid_out(batch, layout):
+    if layout["rows"] == "mixed":
+        batch = batch.reorder(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
+    return pad_batch(batch) if layout["form"] == "padded" else batch
 
 
-def run_layouts(path, batches, layouts):
-    return [engine_training(path, batches, **layout) for layout in layouts]
-
-
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_step_does_not_depend_on_the_layout(tmp_path, world_size):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
-    batches = make_batches()
-    expected = plain_training(path, batches)
-    results = run_ranks(run_layouts, world_size, path, batches, LAYOUTS[world_size])
-    for number, case in enumerate(LAYOUTS[world_size]):
-        check([of_rank[number] for of_rank in results], expected, case)
-
-
-def run_families(paths, batches):
-    return [engine_training(path, batches, max_token_len_per_gpu=40) for path in paths]
-
-
-def test_families_tied_and_untied(tmp_path):
-    cases = [
-        ("qwen2", True),
-        ("qwen2", False),
-        ("qwen3", False),
-        ("llama", True),
-        ("llama", False),
-    ]  # qwen3 tied: above
-    paths = [
-        tiny_model(tmp_path / f"{family}-{tied}", family, vocab_size=VOCAB, tie_word_embeddings=tied)
-        for family, tied in cases
+def run_layouts(backend, paths, batches, layouts):
+    return [
+        engine_training(
+            paths[layout["family"]],
+            [laid_out(batch, layout) for batch in batches],
+            backend=backend,
+            **SETTINGS[backend](layout),
+        )
+        for layout in layouts
     ]
-    batches = make_batches()[:2]
-    results = run_ranks(run_families, 2, paths, batches)
-    for number, (case, path) in enumerate(zip(cases, paths, strict=True)):
-        check([of_rank[number] for of_rank in results], plain_training(path, batches), case)
 
 
-def test_order_of_rows_does_not_matter(tmp_path):
-    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
-    batch = make_batch(11, seed=4)
-    mixed = batch.reorder(torch.randperm(11, generator=torch.Generator().manual_seed(0)))
-    expected = plain_training(path, [batch])
-    results = run_ranks(run_layouts, 2, path, [mixed], [{"max_token_len_per_gpu": 25}])
-    check([of_rank[0] for of_rank in results], expected, "mixed")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folder of each family's model, and what training it plainly gives."""
+    folder, paths = tmp_path_factory.mktemp("models"), {}
+    for family in FACTORS["family"]:
+        name, *tied = family.split()
+        if name == "qwen3_moe":
+            paths[family] = other_tiny_model(folder / family, name)
+        else:
+            paths[family] = tiny_model(folder / family, name, vocab_size=VOCAB, tie_word_embeddings=bool(tied))
+    return paths, {family: plain_training(path, make_batches()) for family, path in paths.items()}
+
+
+def check_layouts(backend, models, layouts):
+    paths, expected = models
+    by_world_size = defaultdict(list)
+    for layout in layouts:
+        by_world_size[layout["dp"] * layout["sp"]].append(layout)
+    for world_size, group in by_world_size.items():
+        results = run_ranks(run_layouts, world_size, backend, paths, make_batches(), group, timeout_s=1200.0)
+        for number, layout in enumerate(group):
+            check_training([of_rank[number] for of_rank in results], expected[layout["family"]], layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_does_not_depend_on_the_layout(models, backend):
+    layouts = pairwise_layouts()
+    assert len(layouts) < 30
+    check_layouts(backend, models, layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FACTORS["family"])
+@pytest.mark.parametrize("sp", FACTORS["sp"])
+@pytest.mark.parametrize("dp", FACTORS["dp"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_does_not_depend_on_any_layout(models, backend, dp, sp, family):
+    wanted = {"dp": dp, "sp": sp, "family": family, "recompute": False}
+    check_layouts(backend, models, [layout for layout in all_layouts() if wanted.items() <= layout.items()])
+
+
+EXACT = [  # in float64, on the family whose layers are in float64 then, with windows of 4 tokens
+    {},
+    {"max_token_len_per_gpu": 30},
+    {"ulysses_sequence_parallel_size": 2, "reshard_after_forward": False, "max_token_len_per_gpu": 30},
+    {"micro_batch_size_per_gpu": 1, "fsdp_size": 1},
+]
+
+
+def run_exact(path, batches):
+    out = []
+    for settings in EXACT:
+        engine = {"param_dtype": "float64", "reduce_dtype": "float64", **settings}
+        out.append(engine_training(path, batches, model={"dtype": "float64"}, **engine))
+    return out
+
+
+def test_sliding_windows_and_double_precision(tmp_path):
+    path = other_tiny_model(tmp_path / "model", "starcoder2")
+    batches = [batch_in_double(batch) for batch in make_batches()]
+    expected = plain_training(path, batches, dtype=torch.float64)
+    results = run_ranks(run_exact, 2, path, batches)
+    for number, case in enumerate(EXACT):
+        check_training([of_rank[number] for of_rank in results], expected, case, tolerance=1e-9)
+
+
+def batch_in_double(batch):
+    out = batch.clone()
+    out.batch["advantages"] = batch["advantages"].double()
+    return out
+
+
+def run_other_attention(path, batches):
+    return engine_training(path, batches, model={"attn_implementation": "sdpa"}, max_token_len_per_gpu=30)
+
+
+def test_attention_of_transformers(models):
+    paths, expected = models
+    results = run_ranks(run_other_attention, 1, paths["qwen3 tied"], make_batches())
+    check_training(results, expected["qwen3 tied"], "sdpa")
 
 
 SCHEDULE = {"lr": 0.008, "lr_scheduler": "linear", "lr_warmup_steps": 2, "total_steps": 4}
+
+
+def run_schedule(path, batches):
+    return engine_training(path, batches, optimizer=OPTIMIZER | SCHEDULE)
 
 
 def run_reset(path, batches):
@@ -119,13 +214,13 @@ def run_reset(path, batches):
 
 def test_schedule_reaches_the_weights_and_a_reset_optimizer_starts_anew(tmp_path):
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
-    batches = [*make_batches(), make_batch(5, seed=6)]
+    batches = [*make_batches(), make_batch(6, seed=2), make_batch(5, seed=6)]
     rates = [0.004, 0.008, 0.008, 0.004]
-    straight = run_ranks(run_layouts, 2, path, batches, [{"optimizer": OPTIMIZER | SCHEDULE}])
-    check([of_rank[0] for of_rank in straight], plain_training(path, batches, rates), "schedule")
-    assert [metrics["lr"] for metrics in straight[0][0][0]] == rates
+    straight = run_ranks(run_schedule, 2, path, batches)
+    check_training(straight, plain_training(path, batches, rates), "schedule")
+    assert [metrics["lr"] for metrics in straight[0][0]] == rates
     after_reset = run_ranks(run_reset, 2, path, batches)
-    check(after_reset, plain_training(tmp_path / "between", batches, rates), "reset")
+    check_training(after_reset, plain_training(tmp_path / "between", batches, rates), "reset")
 
 
 def run_masked(path, batch):
@@ -141,17 +236,10 @@ def run_masked(path, batch):
 def test_masked_and_empty_batches_give_no_gradient_and_no_nan(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(5, seed=5)
+    zeros = ("loss", "pg", "nll", "entropy", "log_prob", "entropy_max", "grad_norm", "grad_nonfinite")
     for (masked, empty, one), before in run_ranks(run_masked, 2, path, batch):
         for (metrics,), weights in (masked, empty):
-            assert metrics == {
-                "loss": 0,
-                "pg": 0,
-                "nll": 0,
-                "entropy": 0,
-                "grad_norm": 0,
-                "grad_nonfinite": 0,
-                "lr": 1e-2,
-            }
+            assert metrics == dict.fromkeys(zeros, 0) | {"lr": 1e-2}
             assert all(torch.equal(weights[name], before[name]) for name in before)
         assert one[0][0]["grad_norm"] > 0
         assert not torch.equal(one[1]["model.norm.weight"], before["model.norm.weight"])

@@ -2,43 +2,16 @@
 
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss
-from tidemill_dataproto import DataProto, ragged
+from engine_cases import VOCAB, build_engine, make_batch, pad_batch, policy_like_loss
+from tidemill_dataproto import ragged
 from tidemill_engines.padded import is_padded, to_padded, to_ragged
 from tidemill_testing import tiny_model
-
-
-def pad(batch, *, prompt_width=12, response_width=11):
-    """As rollouts of verl's users come: prompts padded on the left, responses on the right, garbage in between."""
-    prompts, _ = ragged.split_rows(
-        batch["input_ids"], ragged.lengths(batch["input_ids"]) - ragged.lengths(batch["responses"])
-    )
-    left, right = {"side": "left", "max_len": prompt_width}, {"max_len": response_width}
-    attention = torch.cat(
-        [
-            ragged.to_padded(ragged.like(torch.ones(len(ragged.values(prompts))), prompts), 0.0, **left),
-            ragged.to_padded(
-                ragged.like(torch.ones(len(ragged.values(batch["responses"]))), batch["responses"]), 0.0, **right
-            ),
-        ],
-        1,
-    ).long()
-    responses = ragged.to_padded(batch["responses"], VOCAB + 5, **right)
-    columns = {
-        "input_ids": torch.cat([ragged.to_padded(prompts, VOCAB + 7, **left), responses], 1),
-        "attention_mask": attention,
-        "responses": responses,
-        "response_mask": ragged.to_padded(batch["response_mask"], True, **right),
-        "advantages": ragged.to_padded(batch["advantages"], torch.nan, **right),
-        "per_row": torch.arange(float(len(batch))),
-    }
-    return DataProto.from_dict(columns, meta_info=batch.meta_info)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
 def test_a_padded_batch_is_the_ragged_one(num_rows):
     batch = make_batch(num_rows, seed=1, temperature=0.9)
-    padded = pad(batch)
+    padded = pad_batch(batch)
     assert is_padded(padded)
     assert not is_padded(batch)
     actual = to_ragged(padded)
@@ -57,7 +30,7 @@ def test_the_engine_computes_the_same_numbers_from_it(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(9, seed=2, temperature=0.9)
-    padded = pad(batch)
+    padded = pad_batch(batch)
     engine = build_engine(path, max_token_len_per_gpu=40)
     expected = engine.infer_batch(batch, entropy=True)
     actual = engine.infer_batch(padded, entropy=True)
