@@ -57,14 +57,8 @@ def clusters(request: pytest.FixtureRequest) -> Clusters:
 
 
 @pytest.fixture(scope="module")
-def no_cluster(clusters: Clusters) -> None:
-    """For modules that start Ray themselves."""
-    clusters.end()
-
-
-@pytest.fixture(scope="module")
 def cluster(clusters: Clusters) -> None:
-    """A local Ray cluster; groups of several sizes fit into it one after another."""
+    """A local Ray cluster of 3 CPUs; groups of several sizes fit into it one after another."""
     clusters.get("local", _start_local)
 
 
@@ -80,7 +74,7 @@ def two_nodes(clusters: Clusters) -> tuple[Any, str, str]:
 def _start_local() -> tuple[None, Callable[[], None]]:
     import ray
 
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="tests")
     return None, ray.shutdown
 
 

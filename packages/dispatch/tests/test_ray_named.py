@@ -40,7 +40,7 @@ class Counter(Worker):
     def counts(self):
         return self.count
 
-ray.init(address=sys.argv[1], namespace="found", log_to_driver=False, logging_level="ERROR")
+ray.init(address=sys.argv[1], namespace="tests", log_to_driver=False, logging_level="ERROR")
 init = RayClassWithInitArgs(Counter, 10)
 for name, classes, lifetime in [
     ("lasting", init, "detached"), ("passing", init, "named"),
@@ -66,11 +66,8 @@ def free_cpus():
 
 
 @pytest.fixture(scope="module")
-def maker(no_cluster):
-    context = ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="found"
-    )
-    command = [sys.executable, "-c", MAKER, context.address_info["gcs_address"]]
+def maker(cluster):
+    command = [sys.executable, "-c", MAKER, ray.get_runtime_context().gcs_address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -79,7 +76,6 @@ def maker(no_cluster):
     finally:
         process.kill()
         process.wait()
-        ray.shutdown()
 
 
 def test_groups_of_another_driver_are_found_called_and_ended(maker):
@@ -91,7 +87,7 @@ def test_groups_of_another_driver_are_found_called_and_ended(maker):
     assert maker.communicate("\n")[0] == ""
     assert maker.returncode == 0
     assert wait_for(lambda: [n for n in ray.util.list_named_actors() if n.startswith("passing")] == [])
-    with pytest.raises(ValueError, match=r"no group 'passing' in Ray namespace 'found'; it has \['lasting', 'roles'\]"):
+    with pytest.raises(ValueError, match=r"no group 'passing' in Ray namespace 'tests'; it has \['lasting', 'roles'\]"):
         RayWorkerGroup.from_detached("passing")
 
     again = RayWorkerGroup.from_detached("lasting")  # its maker is gone
@@ -102,11 +98,11 @@ def test_groups_of_another_driver_are_found_called_and_ended(maker):
     roles = RayWorkerGroup.from_detached("roles").spawn()
     assert (roles["a"].counts(), roles["b"].counts()) == ([10, 10], [20, 20])
 
-    assert free_cpus() == 1.0
-    again.shutdown()
-    assert wait_for(lambda: free_cpus() == 1.5)
-    roles["a"].shutdown()
     assert wait_for(lambda: free_cpus() == 2.0)
+    again.shutdown()
+    assert wait_for(lambda: free_cpus() == 2.5)
+    roles["a"].shutdown()
+    assert wait_for(lambda: free_cpus() == 3.0)
     assert ray.util.list_named_actors() == []
 
 
