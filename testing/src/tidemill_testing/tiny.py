@@ -17,12 +17,18 @@ _DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 
 
 def tiny_model(
     path: Path, family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """Writes a random model of `family` ("qwen2", "qwen3" or "llama") to `path` and returns `path`.
+    """Writes a random model of `family` ("qwen2", "qwen3", "qwen3_moe" or "llama") to `path` and returns `path`.
 
     `overrides` are fields of the family's Hugging Face config. Weights are drawn with a standard deviation of 0.1, so
     that logits differ visibly between tokens.
@@ -32,9 +38,11 @@ def tiny_model(
     config_cls, model_cls = {
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }[family]
-    fields = _DEFAULTS | ({} if family == "qwen2" else {"head_dim": 16}) | overrides
+    fields = _DEFAULTS | ({} if family == "qwen2" else {"head_dim": 16}) | (_EXPERTS if "moe" in family else {})
+    fields |= overrides
     config = config_cls(**fields, initializer_range=0.1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,0 +1,1 @@
+"""The Megatron engine's parts; the extra `megatron` brings megatron-core."""

@@ -1,0 +1,77 @@
+"""How the Megatron engine divides a model among ranks."""
+
+from dataclasses import dataclass
+
+from tidemill_engines.megatron.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Sizes of the parallel groups, by Megatron's names. What remains of the world size is data parallelism.
+
+    Attributes:
+        virtual_pipeline_model_parallel_size: model chunks of each pipeline stage (interleaved schedule); None: one.
+        expert_tensor_parallel_size: of the experts' matrices; None: as `tensor_model_parallel_size`.
+        sequence_parallel: norms and dropout work on a part of the tokens on each tensor-parallel rank.
+
+    Raises:
+        ValueError: a size below 1, or sequence or virtual pipeline parallelism without the parallelism that it is of.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        ):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"ParallelConfig.{name} must be at least 1; got {size}")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("ParallelConfig.sequence_parallel needs tensor_model_parallel_size above 1")
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "ParallelConfig.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """The tensor-parallel size of the experts."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def check(self, architecture: Architecture, world_size: int) -> None:
+        """Checks that a model and a number of ranks can be divided so; nothing is communicated.
+
+        Raises:
+            ValueError: they cannot; it says what has to divide what.
+        """
+        a = architecture
+        tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
+        chunks = pp * (self.virtual_pipeline_model_parallel_size or 1)
+        ep, etp = self.expert_model_parallel_size, self.expert_tp
+        if ep > 1 and not a.num_experts:
+            raise ValueError(f"expert_model_parallel_size is {ep}, but a {a.model_type} model has no experts")
+        for divisor, number, what, of in (
+            (tp * pp * cp, world_size, "tp x pp x cp", "ranks"),
+            (tp, a.num_attention_heads, "tensor_model_parallel_size", "attention heads"),
+            (tp, a.num_key_value_heads, "tensor_model_parallel_size", "key and value heads"),
+            (1 if a.num_experts else tp, a.intermediate_size, "tensor_model_parallel_size", "intermediate_size"),
+            (chunks, a.num_hidden_layers, "pp x vpp", "layers"),
+            (etp * ep * pp, world_size, "etp x ep x pp", "ranks"),
+            (ep if a.num_experts else 1, a.num_experts, "expert_model_parallel_size", "experts"),
+            (
+                etp if a.num_experts else 1,
+                a.moe_intermediate_size,
+                "expert_tensor_parallel_size",
+                "moe_intermediate_size",
+            ),
+        ):
+            if number % divisor:
+                raise ValueError(f"{what} = {divisor} does not divide the {number} {of}")

@@ -1,0 +1,197 @@
+"""Where the tensors of a Hugging Face checkpoint lie in the parameters that a Megatron rank holds."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidemill_engines.megatron.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which of `size` equal parts of a tensor a rank holds."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, length: int, what: str) -> tuple[int, int]:
+        """Start and length of this part of `length` things.
+
+        Raises:
+            ValueError: they cannot be divided evenly.
+        """
+        if length % self.size:
+            raise ValueError(f"{length} {what} cannot be divided among {self.size} ranks")
+        return self.rank * (length // self.size), length // self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """What one rank holds: its tensor-parallel part, that of the experts' tensors, and its part of the experts."""
+
+    tp: Part = Part()
+    etp: Part = Part()
+    ep: Part = Part()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A part of a Hugging Face tensor that lies in a parameter, in consecutive rows of it.
+
+    Attributes:
+        name, global_shape: of the tensor.
+        start, shape: of the part, in the tensor.
+        row: of the parameter, where the part begins.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape, strict=True))
+
+
+Rule = Callable[[Architecture, Placement, str, "re.Match[str]"], list[Block]]
+
+
+def blocks_of(parameter: str, architecture: Architecture, placement: Placement) -> list[Block]:
+    """The tensors of the checkpoint that a rank's parameter is made of; rows that none of them covers are padding.
+
+    Args:
+        parameter: as Megatron names it, with the number of the layer in the whole model
+            (`decoder.layers.7.mlp.linear_fc1.weight`) and that of the expert among those of the rank.
+
+    Raises:
+        ValueError: no rule covers the parameter, or its sizes cannot be divided among the ranks.
+    """
+    for pattern, rule in _RULES:
+        match = re.fullmatch(pattern, parameter)
+        if match:
+            layer = match.groupdict().get("layer")
+            prefix = "model." if layer is None else f"model.layers.{layer}."
+            return rule(architecture, placement, prefix, match)
+    raise ValueError(f"no rule for Megatron's parameter {parameter!r}; its weights can be neither read nor exported")
+
+
+def _whole(name: str, *shape: int) -> list[Block]:
+    return [Block(name=name, global_shape=shape, start=(0,) * len(shape), shape=shape, row=0)]
+
+
+def _rows(name: str, shape: tuple[int, ...], start: int, length: int, row: int) -> Block:
+    rest = shape[1:]
+    return Block(name=name, global_shape=shape, start=(start, *(0,) * len(rest)), shape=(length, *rest), row=row)
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """The rows of Megatron's embedding: as many for each tensor-parallel rank."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def _vocabulary(name: str) -> Rule:
+    def rule(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+        start, length = p.tp.of(padded_vocab_size(a.vocab_size, p.tp.size), "rows")
+        length = min(start + length, a.vocab_size) - start
+        return [_rows(name, (a.vocab_size, a.hidden_size), start, length, 0)] if length > 0 else []
+
+    return rule
+
+
+def _norm(name: str, size: Callable[[Architecture], int]) -> Rule:
+    return lambda a, p, prefix, match: _whole(prefix + name, size(a))
+
+
+def _router(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _whole(prefix + "mlp.gate.weight", a.num_experts, a.hidden_size)
+
+
+def _qkv(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    """Group after group: the q heads that share a kv head, then that k and v head."""
+    per_group = a.num_attention_heads // a.num_key_value_heads * a.head_dim
+    first, count = p.tp.of(a.num_key_value_heads, "key and value heads")
+    rest = (a.hidden_size,) if match["kind"] == "weight" else ()
+    blocks = []
+    for index in range(count):
+        row = index * (per_group + 2 * a.head_dim)
+        for part, rows in (("q", per_group), ("k", a.head_dim), ("v", a.head_dim)):
+            shape = (rows * a.num_key_value_heads, *rest)
+            name = f"{prefix}self_attn.{part}_proj.{match['kind']}"
+            blocks.append(_rows(name, shape, (first + index) * rows, rows, row))
+            row += rows
+    return blocks
+
+
+def _columns(name: str, width: int, height: int, part: Part) -> list[Block]:
+    """A matrix [height, width] that is cut along its columns."""
+    start, length = part.of(width, f"columns of {name}")
+    return [Block(name=name, global_shape=(height, width), start=(0, start), shape=(height, length), row=0)]
+
+
+def _gate_and_up(module: str, height: int, width: int, part: Part) -> list[Block]:
+    start, length = part.of(height, f"rows of {module}.gate_proj")
+    return [
+        _rows(f"{module}.{name}.weight", (height, width), start, length, index * length)
+        for index, name in enumerate(("gate_proj", "up_proj"))
+    ]
+
+
+def _attention_output(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _columns(f"{prefix}self_attn.o_proj.weight", a.num_attention_heads * a.head_dim, a.hidden_size, p.tp)
+
+
+def _mlp_in(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _gate_and_up(f"{prefix}mlp", a.intermediate_size, a.hidden_size, p.tp)
+
+
+def _mlp_out(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _columns(f"{prefix}mlp.down_proj.weight", a.intermediate_size, a.hidden_size, p.tp)
+
+
+def _expert(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    first, count = p.ep.of(a.num_experts, "experts")
+    local = int(match["expert"])
+    if local >= count:
+        raise ValueError(f"{match[0]!r}: a rank has {count} of {a.num_experts} experts")
+    module = f"{prefix}mlp.experts.{first + local}"
+    if match["fc"] == "1":
+        return _gate_and_up(module, a.moe_intermediate_size, a.hidden_size, p.etp)
+    return _columns(f"{module}.down_proj.weight", a.moe_intermediate_size, a.hidden_size, p.etp)
+
+
+def _hidden(a: Architecture) -> int:
+    return a.hidden_size
+
+
+def _head(a: Architecture) -> int:
+    return a.head_dim
+
+
+_INPUT_NORM = _norm("input_layernorm.weight", _hidden)
+_MLP_NORM = _norm("post_attention_layernorm.weight", _hidden)
+_L = r"decoder\.layers\.(?P<layer>\d+)\."
+# With and without Transformer Engine, which puts norms into the linear layer behind them.
+_RULES: tuple[tuple[str, Rule], ...] = (
+    (r"embedding\.word_embeddings\.weight", _vocabulary("model.embed_tokens.weight")),
+    (r"output_layer\.weight", _vocabulary("lm_head.weight")),
+    (r"decoder\.final_layernorm\.weight", _norm("norm.weight", _hidden)),
+    (
+        _L + r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight",
+        _norm("input_layernorm.weight", _hidden),
+    ),
+    (
+        _L + r"(pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)weight",
+        _norm("post_attention_layernorm.weight", _hidden),
+    ),
+    (_L + r"self_attention\.q_layernorm\.weight", _norm("self_attn.q_norm.weight", _head)),
+    (_L + r"self_attention\.k_layernorm\.weight", _norm("self_attn.k_norm.weight", _head)),
+    (_L + r"self_attention\.linear_qkv\.(?P<kind>weight|bias)", _qkv),
+    (_L + r"self_attention\.linear_proj\.weight", _attention_output),
+    (_L + r"mlp\.linear_fc1\.weight", _mlp_in),
+    (_L + r"mlp\.linear_fc2\.weight", _mlp_out),
+    (_L + r"mlp\.router\.weight", _router),
+    (_L + r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.linear_fc(?P<fc>[12])\.weight", _expert),
+    (_L + r"mlp\.experts\.linear_fc(?P<fc>[12])\.weight(?P<expert>\d+)", _expert),
+)

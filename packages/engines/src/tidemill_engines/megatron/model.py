@@ -1,0 +1,117 @@
+"""Megatron's model from a Hugging Face architecture."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.layout import padded_vocab_size
+from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
+
+
+def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's own configuration.
+
+    Fusions are off: without Transformer Engine they are torch.compile's, which costs 35 s at the first step.
+    """
+    a = architecture
+    experts: dict[str, Any] = {}
+    if a.num_experts:
+        experts = {
+            "num_moe_experts": a.num_experts,
+            "moe_ffn_hidden_size": a.moe_intermediate_size,
+            "moe_router_topk": a.num_experts_per_tok,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+        }
+    return TransformerConfig(
+        num_layers=a.num_hidden_layers,
+        hidden_size=a.hidden_size,
+        ffn_hidden_size=a.intermediate_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.num_key_value_heads,
+        kv_channels=a.head_dim,
+        layernorm_epsilon=a.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
+        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",
+        **experts,
+        # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
+        overlap_p2p_comm=parallel.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=parallel.virtual_pipeline_model_parallel_size is None,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[GPTModel]:
+    """The model chunks of this rank's pipeline stage, with weights of Megatron's initialization."""
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    return [_chunk(architecture, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
+
+
+def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    layers = TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),
+        layer_norm=RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
+    )
+    return GPTModel(
+        config,
+        layers,  # type: ignore[arg-type] - a block's submodules are taken as well
+        vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,  # type: ignore[arg-type] - it is only divided by
+        share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+        vp_stage=vp_stage,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

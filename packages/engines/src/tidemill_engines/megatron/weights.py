@@ -1,0 +1,229 @@
+"""The weights of Megatron's model under Hugging Face names: in from safetensors, out as local shards or whole."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tidemill_engines.agreement import together
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.layout import Block, Placement, blocks_of
+from tidemill_engines.safetensors_files import SafetensorsFiles
+
+_HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+_Key = tuple[str, tuple[int, ...]]
+"""A tensor's name and where a part begins in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shard:
+    """What one rank holds of a tensor of the checkpoint.
+
+    Attributes:
+        name, global_shape: of the tensor.
+        start: of the part in it; its shape is that of `tensor`.
+        tensor: the values, a view of the parameter where they lie together.
+        replica, num_replicas: which of the equal copies on several ranks this is.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+    replica: int
+    num_replicas: int
+
+
+class MegatronWeights:
+    """Reads and exports the weights of this rank's part of a model. Every rank makes one: a collective.
+
+    Args:
+        chunks: the `GPTModel`s of this pipeline stage, also inside of Megatron's wrappers.
+        architecture: of the model.
+        placement: of this rank.
+        group: all ranks, in the order of their numbers; for plain data (gloo).
+
+    Raises:
+        ValueError: a parameter that no rule covers or whose shape is not what its rule says; on every rank.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        architecture: Architecture,
+        placement: Placement,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._group = group
+        self._is_tied = architecture.tie_word_embeddings
+        self._blocks: list[tuple[nn.Parameter, list[Block]]] = []
+        self._copies: list[tuple[nn.Parameter, list[Block]]] = []  # of tied embeddings, on the last pipeline stage
+        with together(group):
+            for chunk in map(unwrapped, chunks):
+                for name, parameter in chunk.named_parameters():
+                    is_copy = self._is_tied and name == _HEAD
+                    blocks = blocks_of(_EMBEDDING if is_copy else _global_name(chunk, name), architecture, placement)
+                    _check_shape(name, parameter, blocks)
+                    (self._copies if is_copy else self._blocks).append((parameter, blocks))
+        held = {_key(run): _shape(run) for _, blocks in self._blocks for run in _runs(blocks)}
+        self._parts: list[dict[_Key, tuple[int, ...]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(self._parts, held, group=group)
+
+    @torch.no_grad()
+    def load(self, files: SafetensorsFiles) -> None:
+        """Reads this rank's parts, and nothing else, into the parameters; padding becomes zero.
+
+        Raises:
+            ValueError: the checkpoint lacks a tensor, or has one that the model does not have or of another shape.
+        """
+        wanted = {name for part in self._parts for name, _ in part}
+        missing = wanted - files.shapes.keys()
+        unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set())
+        if missing:
+            raise ValueError(f"the checkpoint lacks {_some(missing)}")
+        if unknown:
+            raise ValueError(f"the checkpoint has {_some(unknown)}, but the model of its config.json does not")
+        for parameter, blocks in self._blocks + self._copies:
+            end = 0
+            for block in blocks:
+                shape = files.shapes[block.name]
+                if shape != block.global_shape:
+                    raise ValueError(f"{block.name} has shape {shape}; config.json says {block.global_shape}")
+                end = block.row + block.shape[0]
+                parameter[block.row : end].copy_(files.read(block.name, block.region))
+            parameter[end:].zero_()  # the vocabulary is padded behind its last row
+
+    @torch.no_grad()
+    def shards(self, dtype: torch.dtype | None = None) -> Iterator[Shard]:
+        """This rank's part of each tensor that it has a part of. Nothing is communicated.
+
+        Args:
+            dtype: that the values are cast to; None leaves them.
+        """
+        rank = dist.get_rank(self._group)
+        for parameter, blocks in self._blocks:
+            for run in _runs(blocks):
+                pieces = [parameter.detach()[block.row : block.row + block.shape[0]] for block in run]
+                tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                holders = [other for other, part in enumerate(self._parts) if _key(run) in part]
+                yield Shard(
+                    name=run[0].name,
+                    global_shape=run[0].global_shape,
+                    start=run[0].start,
+                    tensor=tensor if dtype is None else tensor.to(dtype),
+                    replica=holders.index(rank),
+                    num_replicas=len(holders),
+                )
+
+    @torch.no_grad()
+    def full_tensors(self, dtype: torch.dtype, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the model, whole, on every rank, in the order of the layers. Collective.
+
+        Args:
+            dtype: that the values are cast to.
+            bucket_bytes: of the tensors that are gathered together; one that is larger is gathered alone.
+        """
+        own = {(shard.name, shard.start): shard for shard in self.shards()}
+        owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]] = {}
+        for rank, part in enumerate(self._parts):
+            for (name, start), shape in part.items():
+                owners.setdefault(name, {}).setdefault(start, (rank, shape))
+        bucket: list[str] = []
+        used = 0
+        for name in sorted(owners, key=_natural):
+            num_bytes = sum(math.prod(shape) for _, shape in owners[name].values()) * dtype.itemsize
+            if bucket and used + num_bytes > bucket_bytes:
+                yield from self._gather(bucket, owners, own, dtype)
+                bucket, used = [], 0
+            bucket.append(name)
+            used += num_bytes
+        yield from self._gather(bucket, owners, own, dtype)
+
+    def _gather(
+        self,
+        names: Sequence[str],
+        owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]],
+        own: dict[_Key, Shard],
+        dtype: torch.dtype,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        device = next(iter(own.values())).tensor.device
+        parts: dict[int, list[tuple[_Key, tuple[int, ...]]]] = {}
+        for name in names:
+            for start, (rank, shape) in owners[name].items():
+                parts.setdefault(rank, []).append(((name, start), shape))
+        full: dict[str, torch.Tensor] = {}
+        for rank in sorted(parts):
+            if rank == dist.get_rank(self._group):
+                flat = torch.cat([own[key].tensor.reshape(-1).to(dtype) for key, _ in parts[rank]])
+            else:
+                flat = torch.empty(sum(math.prod(shape) for _, shape in parts[rank]), dtype=dtype, device=device)
+            dist.broadcast(flat, group=self._group, group_src=rank)
+            pieces = flat.split([math.prod(shape) for _, shape in parts[rank]])
+            for ((name, start), shape), piece in zip(parts[rank], pieces, strict=True):
+                if name not in full:
+                    full[name] = torch.empty(_whole_shape(owners[name]), dtype=dtype, device=device)
+                region = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+                full[name][region] = piece.view(shape)
+        for name in names:
+            yield name, full.pop(name)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of Megatron's wrappers (`DistributedDataParallel`, `Float16Module`)."""
+    while isinstance(inner := module._modules.get("module"), nn.Module):
+        module = inner
+    return module
+
+
+def _global_name(chunk: nn.Module, name: str) -> str:
+    """With the number of the layer in the whole model, from 0."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if match is None:
+        return name
+    layer = chunk.get_submodule(f"decoder.layers.{match[1]}")
+    return f"decoder.layers.{int(layer.layer_number) - 1}.{name[match.end() :]}"  # type: ignore[arg-type]
+
+
+def _check_shape(name: str, parameter: nn.Parameter, blocks: Sequence[Block]) -> None:
+    rows = sum(block.shape[0] for block in blocks)
+    fits = all(block.shape[1:] == tuple(parameter.shape[1:]) for block in blocks)
+    is_padded = name in (_HEAD, _EMBEDDING) and rows < parameter.shape[0]
+    if not fits or (rows != parameter.shape[0] and not is_padded):
+        shapes = [block.shape for block in blocks]
+        raise ValueError(f"Megatron's {name} has shape {tuple(parameter.shape)}, its rule covers rows of {shapes}")
+
+
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks of the same tensor that lie one behind the other in it, as the q heads of several groups do."""
+    runs: dict[str, list[Block]] = {}
+    for block in blocks:
+        runs.setdefault(block.name, []).append(block)
+    return list(runs.values())
+
+
+def _key(run: Sequence[Block]) -> _Key:
+    return run[0].name, run[0].start
+
+
+def _shape(run: Sequence[Block]) -> tuple[int, ...]:
+    return sum(block.shape[0] for block in run), *run[0].shape[1:]
+
+
+def _whole_shape(parts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]) -> tuple[int, ...]:
+    ends = [tuple(at + size for at, size in zip(start, shape, strict=True)) for start, (_, shape) in parts.items()]
+    return tuple(max(sizes) for sizes in zip(*ends, strict=True))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in a name count as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names, key=_natural)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

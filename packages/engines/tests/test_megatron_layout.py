@@ -1,0 +1,134 @@
+"""Where the tensors of a checkpoint lie in Megatron's parameters, without Megatron."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.layout import Part, Placement, blocks_of
+from tidemill_testing import tiny_model
+
+FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+
+
+def parameters(architecture: Architecture, *, with_te: bool) -> list[str]:
+    """Megatron's parameters of all layers, with the experts of one rank out of one."""
+    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
+    if not architecture.tie_word_embeddings:
+        names.append("output_layer.weight")
+    for layer in range(architecture.num_hidden_layers):
+        attention, mlp = f"decoder.layers.{layer}.self_attention", f"decoder.layers.{layer}.mlp"
+        norms = [f"{attention}.linear_qkv.layer_norm_weight", f"{mlp}.linear_fc1.layer_norm_weight"]
+        if not with_te:
+            norms[0] = f"decoder.layers.{layer}.input_layernorm.weight"
+        if not with_te or architecture.num_experts:
+            norms[1] = f"decoder.layers.{layer}.pre_mlp_layernorm.weight"
+        names += [*norms, f"{attention}.linear_qkv.weight", f"{attention}.linear_proj.weight"]
+        if architecture.qkv_bias:
+            names.append(f"{attention}.linear_qkv.bias")
+        if architecture.qk_norm:
+            names += [f"{attention}.{part}_layernorm.weight" for part in "qk"]
+        if architecture.num_experts:
+            names.append(f"{mlp}.router.weight")
+            each = (
+                "{mlp}.experts.linear_fc{fc}.weight{e}"
+                if with_te
+                else "{mlp}.experts.local_experts.{e}.linear_fc{fc}.weight"
+            )
+            names += [each.format(mlp=mlp, e=e, fc=fc) for e in range(architecture.num_experts) for fc in (1, 2)]
+        else:
+            names += [f"{mlp}.linear_fc{fc}.weight" for fc in (1, 2)]
+    return names
+
+
+@pytest.mark.parametrize("with_te", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_of_all_ranks_make_up_the_checkpoint(tmp_path, family, with_te):
+    """Each element of each tensor lies on exactly one of the ranks that differ, but for what they all hold."""
+    tensors = load_file(
+        tiny_model(tmp_path, family, vocab_size=127, tie_word_embeddings=family == "qwen2") / "model.safetensors"
+    )
+    architecture = Architecture.read(tmp_path)
+    for tp, ep in itertools.product((1, 2), (1, 2) if architecture.num_experts else (1,)):
+        counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+        for tp_rank, ep_rank in itertools.product(range(tp), range(ep)):
+            place = Placement(
+                tp=Part(rank=tp_rank, size=tp), etp=Part(rank=tp_rank, size=tp), ep=Part(rank=ep_rank, size=ep)
+            )
+            for parameter in parameters(architecture, with_te=with_te):
+                if ".experts." in parameter and not _is_held(parameter, architecture.num_experts // ep):
+                    continue
+                row = 0
+                for block in blocks_of(parameter, architecture, place):
+                    assert block.row == row
+                    assert block.global_shape == tuple(counts[block.name].shape)
+                    counts[block.name][block.region] += 1
+                    row += block.shape[0]
+        for name, count in counts.items():
+            is_whole = "norm" in name or name.endswith("gate.weight")
+            expected = tp * ep if is_whole else 1 if ".experts." in name else ep
+            assert count.unique().tolist() == [expected], name
+
+
+def _is_held(parameter: str, count: int) -> bool:
+    part = parameter.split(".experts.")[1]
+    number = part.split(".")[1] if part.startswith("local") else part.split("weight")[1]
+    return int(number) < count
+
+
+def config(tmp_path, family: str = "qwen3", **fields: Any) -> dict[str, Any]:
+    return json.loads((tiny_model(tmp_path, family) / "config.json").read_text()) | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt_oss"}, "no rules for models of type 'gpt_oss'; .* llama, qwen2, qwen3, qwen3_moe"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+    ],
+)
+def test_an_architecture_without_rules_is_refused_by_name(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        Architecture.from_config(config(tmp_path, **fields))
+
+
+def test_a_parameter_without_a_rule_is_refused_by_name(tmp_path):
+    architecture = Architecture.from_config(config(tmp_path))
+    with pytest.raises(ValueError, match=r"no rule for Megatron's parameter 'decoder\.layers\.0\.mlp\.shared\.weight'"):
+        blocks_of("decoder.layers.0.mlp.shared.weight", architecture, Placement())
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "world_size", "message"),
+    [
+        ("qwen3", {"tensor_model_parallel_size": 2}, 3, "tp x pp x cp = 2 does not divide the 3 ranks"),
+        ("qwen3", {"tensor_model_parallel_size": 4}, 4, "= 4 does not divide the 2 key and value heads"),
+        ("qwen3", {"pipeline_model_parallel_size": 3}, 3, "pp x vpp = 3 does not divide the 2 layers"),
+        ("qwen3", {"expert_model_parallel_size": 2}, 2, "a qwen3 model has no experts"),
+        (
+            "qwen3_moe",
+            {"expert_model_parallel_size": 3},
+            3,
+            "expert_model_parallel_size = 3 does not divide the 4",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_told(tmp_path, family, sizes, world_size, message):
+    architecture = Architecture.from_config(config(tmp_path, family))
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**sizes).check(architecture, world_size)
+
+
+def test_parallelism_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="sequence_parallel needs tensor_model_parallel_size above 1"):
+        ParallelConfig(sequence_parallel=True)
+    with pytest.raises(ValueError, match="needs pipeline_model_parallel_size above 1"):
+        ParallelConfig(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="context_parallel_size must be at least 1; got 0"):
+        ParallelConfig(context_parallel_size=0)

@@ -1,0 +1,91 @@
+"""Weights in and out of Megatron's model on four ranks, and what the model computes with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import LENGTHS, check_layouts, packed_rows
+from safetensors.torch import load_file
+from tidemill_testing import run_ranks, tiny_model
+
+pytestmark = pytest.mark.timeout(280)
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen3", {TP: 2, "sequence_parallel": True, CP: 2}),
+    ("qwen3", {PP: 2, VPP: 2}),
+    ("llama", {TP: 2, PP: 2}),
+    ("qwen2", {TP: 2, PP: 2, "sequence_parallel": True}),
+    ("qwen2", {CP: 2}),
+    ("qwen3_moe", {EP: 2, PP: 2}),
+    ("qwen3_moe", {TP: 2, EP: 2, ETP: 1, "sequence_parallel": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Of models with an odd vocabulary; Qwen2's is tied."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        family: tiny_model(
+            folder / family, family, num_hidden_layers=4, vocab_size=127, tie_word_embeddings=family == "qwen2"
+        )
+        for family in ("qwen2", "qwen3", "llama", "qwen3_moe")
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(folders) -> list[tuple[dict[str, bool], list[dict[str, Any]]]]:
+    """What each rank saw: one set of processes for all layouts, as importing Megatron takes long."""
+    layouts = [(str(folders[family]), sizes) for family, sizes in LAYOUTS]
+    return run_ranks(check_layouts, 4, layouts, timeout_s=250)
+
+
+@pytest.fixture
+def seen(ranks) -> list[list[dict[str, Any]]]:
+    """For each layout what each rank saw."""
+    return [list(layout) for layout in zip(*(layouts for _, layouts in ranks), strict=True)]
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
+def test_weights_come_in_and_go_out_bit_for_bit(folders, seen, index):
+    checkpoint = load_file(folders[LAYOUTS[index][0]] / "model.safetensors")
+    for rank in seen[index]:
+        assert set(rank["full"]) == set(checkpoint)
+        assert all(torch.equal(rank["full"][name], tensor) for name, tensor in checkpoint.items())
+        assert rank["read"] <= rank["held"]
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
+def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, index):
+    checkpoint = load_file(folders[LAYOUTS[index][0]] / "model.safetensors")
+    counts = {name: torch.zeros(tensor.shape) for name, tensor in checkpoint.items()}
+    for shard in (shard for rank in seen[index] for shard in rank["shards"]):
+        assert shard.global_shape == tuple(checkpoint[shard.name].shape)
+        ends = zip(shard.start, shard.tensor.shape, strict=True)
+        region = tuple(slice(start, start + size) for start, size in ends)
+        assert torch.equal(checkpoint[shard.name][region], shard.tensor)
+        assert 0 <= shard.replica < shard.num_replicas
+        counts[shard.name][region] += 1 if shard.replica == 0 else 0
+    assert all(bool((count == 1).all()) for count in counts.values())
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
+def test_packed_rows_give_the_logits_of_each_row_alone(folders, seen, index):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[LAYOUTS[index][0]], attn_implementation="eager")
+    with torch.no_grad():
+        expected = torch.cat([model(row[None]).logits[0] for row in packed_rows().split(LENGTHS)])
+    found = [rank["logits"] for rank in seen[index] if rank["logits"] is not None]
+    assert len(found) == 4 // LAYOUTS[index][1].get(PP, 1)
+    for logits in found:
+        torch.testing.assert_close(logits[:, : expected.shape[1]], expected, atol=2e-5, rtol=1e-5)
+
+
+def test_redirections_end_with_the_last_context(ranks):
+    for redirections, _ in ranks:
+        assert redirections == {"in one": True, "until the last is closed": True, "not after it": True}
