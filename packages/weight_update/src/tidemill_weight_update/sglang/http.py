@@ -84,7 +84,12 @@ class HttpEngine:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generating; requests that come wait for `resume`."""
+        """Stops generating; requests that come wait for `resume`. May be paused already.
+
+        If it is, requests that waited for the end of that pause may be begun, and are ended with the others.
+        """
+        if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
+            self._request("POST", "/continue_generation", {})
         self._request("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> None:

@@ -80,9 +80,11 @@ class LocalEngine:
         return self._manager.config_value("weight_version")
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generating; requests that come wait for `resume`."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+        """Stops generating; requests that come wait for `resume`. May be paused already."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+        if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
+            self._wait(self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput()))
         self._wait(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
 
     def resume(self) -> None:
