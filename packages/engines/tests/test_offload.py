@@ -54,6 +54,9 @@ def device_bytes(engine):
 def run_offload(path, batches, offload, folder):
     engine = build_engine(path, max_token_len_per_gpu=40, **offload)
     seen = {"start": device_bytes(engine)}
+    if offload.get("param_offload"):
+        with pytest.raises(RuntimeError, match=r"offloaded; call this within train_mode"):
+            engine.forward_backward_batch(batches[0], None, forward_only=True)
     rows = [shard(engine, batch) for batch in batches]
 
     def loss(output, micro_batch, normalizer):

@@ -26,6 +26,7 @@ def test_all_is_pinned():
         "ModelOutput",
         "Normalizer",
         "OptimizerConfig",
+        "ValueOutput",
         "sft_loss",
     ]
     assert all(name in vars(tidemill_engines) for name in tidemill_engines.__all__)

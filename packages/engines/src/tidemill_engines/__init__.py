@@ -2,7 +2,7 @@
 
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, sft_loss
+from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, ValueOutput, sft_loss
 from tidemill_engines.metrics import Metric
 from tidemill_engines.registry import EngineRegistry
 
@@ -17,5 +17,6 @@ __all__ = [
     "ModelOutput",
     "Normalizer",
     "OptimizerConfig",
+    "ValueOutput",
     "sft_loss",
 ]

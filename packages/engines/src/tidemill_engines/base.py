@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.losses import LossFn, Outputs
 from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
 
-MicroBatchLoss = Callable[[ModelOutput, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
+MicroBatchLoss = Callable[[Outputs, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """A `LossFn` with its normalizer filled in."""
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class StepOutput:
 
     loss: torch.Tensor | None
     metrics: dict[str, Metric]
-    model_output: ModelOutput
+    model_output: Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +40,12 @@ class BatchOutput:
     Attributes:
         metrics: reduced over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
             was a loss function.
-        log_probs: ragged like `responses`, in the order of the rows, on the CPU; None after a backward.
-        entropy: likewise, if it was asked for.
+        columns: the outputs of the model by name, such as "log_probs", shaped like `responses`, in the order of the
+            rows, on the CPU; none after a backward.
     """
 
     metrics: dict[str, float]
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+    columns: dict[str, torch.Tensor]
 
 
 class BaseEngine(ABC):
@@ -128,22 +127,18 @@ class BaseEngine(ABC):
         return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
 
     def infer_batch(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
-        """Log-probabilities of the response tokens of a batch, without gradients. Collective.
+        """Log-probabilities of the response tokens of a batch, or their values, without gradients. Collective.
 
         Returns:
             A batch with the rows of `batch` in their order and the float32 columns `log_probs` and, if asked for,
-            `entropy`, ragged like `responses`, on the CPU.
+            `entropy`, or of a value model `values`, ragged like `responses`, on the CPU.
 
         Raises:
             ValueError, TypeError: a batch that does not meet the above, on every rank.
         """
         with self.eval_mode():
             out = self.forward_backward_batch(batch, None, forward_only=True, calculate_entropy=entropy)
-        assert out.log_probs is not None
-        columns = {"log_probs": out.log_probs}
-        if out.entropy is not None:
-            columns["entropy"] = out.entropy
-        return DataProto.from_dict(tensors=columns)
+        return DataProto.from_dict(tensors=dict(out.columns))
 
     @abstractmethod
     def forward_backward_batch(
@@ -169,8 +164,8 @@ class BaseEngine(ABC):
     @abstractmethod
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
-    ) -> ModelOutput:
-        """Turns the hidden states [M, H] at `inputs.predictors` into log-probabilities and entropy [M]."""
+    ) -> Outputs:
+        """Turns the hidden states [M, H] at `inputs.predictors` into log-probabilities and entropy, or values [M]."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

@@ -34,18 +34,16 @@ def collect(
     Args:
         group: of gloo, over all ranks.
         data_parallel_rank: which part of the global batch this rank works on.
-        with_outputs: whether log-probabilities (and entropies) are wanted.
+        with_outputs: whether the outputs of the model are wanted.
     """
     reports = [{"loss": Metric.sum(step.loss), **step.metrics} for step in steps if step.loss is not None]
     metrics = reduce_metrics(reports, group, data_parallel_rank) if reports else {}
     if not with_outputs:
-        return BatchOutput(metrics=metrics)
-    outputs = [step.model_output for step in steps]
-    entropies = [output.entropy.cpu() for output in outputs if output.entropy is not None]
+        return BatchOutput(metrics=metrics, columns={})
+    parts = [step.model_output.columns() for step in steps]
     return BatchOutput(
         metrics=metrics,
-        log_probs=plan.restore([output.log_probs.cpu() for output in outputs]),
-        entropy=plan.restore(entropies) if entropies else None,
+        columns={name: plan.restore([part[name].cpu() for part in parts]) for name in parts[0]},
     )
 
 

@@ -1,7 +1,8 @@
 """The contract between an engine and a loss, and the loss of supervised fine-tuning."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from tidemill_dataproto import DataProto
@@ -10,7 +11,21 @@ from tidemill_engines.metrics import Metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOutput:
+class Outputs:
+    """What a model says about the N response tokens of a micro-batch: its fields are [N] float32, or None."""
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The fields that are there, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def detached(self) -> Self:
+        """The same without gradient."""
+        return replace(self, **{name: value.detach() for name, value in self.columns().items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOutput(Outputs):
     """What the model says about the N response tokens of a micro-batch, row after row.
 
     Attributes:
@@ -20,6 +35,17 @@ class ModelOutput:
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueOutput(Outputs):
+    """What a value model says about the N response tokens of a micro-batch, row after row.
+
+    Attributes:
+        values: [N] float32, the value of the state that each token is chosen in (everything before it), with gradient.
+    """
+
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +64,14 @@ class Normalizer:
     num_sequences: float
 
 
-LossFn = Callable[[ModelOutput, DataProto, Normalizer], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
+LossFn = Callable[[Any, DataProto, Normalizer], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """`(model_output, micro_batch, normalizer) -> (loss, metrics)`.
 
-`loss` is 0-d, this micro-batch's share of the global loss: the shares of all micro-batches add up to it. `metrics` are
-the same names for every micro-batch: a 0-d tensor is a share too and is added up over micro-batches and ranks; a
-`Metric` says how it is reduced (a mean brings its own weights). Columns of `micro_batch` shaped like the responses have
-flat values that are aligned with `log_probs`; zero rows are an ordinary case.
+`model_output` is a `ModelOutput`, or the `ValueOutput` of a value model. `loss` is 0-d, this micro-batch's share of the
+global loss: the shares of all micro-batches add up to it. `metrics` are the same names for every micro-batch: a 0-d
+tensor is a share too and is added up over micro-batches and ranks; a `Metric` says how it is reduced (a mean brings its
+own weights). Columns of `micro_batch` shaped like the responses have flat values that are aligned with the output's;
+zero rows are an ordinary case.
 """
 
 

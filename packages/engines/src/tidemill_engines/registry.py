@@ -113,3 +113,10 @@ def _fsdp2_language_model() -> "type[BaseEngine]":
     from tidemill_engines.fsdp2.language_model import FSDP2LanguageModel
 
     return FSDP2LanguageModel
+
+
+@EngineRegistry.register("value_model", "fsdp2")
+def _fsdp2_value_model() -> "type[BaseEngine]":
+    from tidemill_engines.fsdp2.value_model import FSDP2ValueModel
+
+    return FSDP2ValueModel

@@ -6,14 +6,16 @@ group; each rank's gradient is that of its own tokens, so the gradient of the ba
 """
 
 import math
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tidemill_engines.losses import ModelOutput
+from tidemill_engines.losses import Outputs
 from tidemill_engines.packing import ModelInputs
+
+OutputsT = TypeVar("OutputsT", bound=Outputs)
 
 
 def tokens_to_heads(
@@ -51,15 +53,14 @@ def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _all_to_all(by_rank, group).transpose(0, 1).flatten(1, 2)
 
 
-def gather_output(output: ModelOutput, inputs: ModelInputs, group: dist.ProcessGroup) -> ModelOutput:
+def gather_output(output: OutputsT, inputs: ModelInputs, group: dist.ProcessGroup) -> OutputsT:
     """From the output of this rank's tokens to that of all tokens of the rows. Collective over `group`.
 
     Backwards, each rank keeps the gradient of its own tokens; every rank of the group has the same loss.
     """
     whole = {
-        field.name: _Gather.apply(value, inputs.first_output, inputs.num_outputs, group)
-        for field in fields(output)
-        if (value := getattr(output, field.name)) is not None
+        name: _Gather.apply(value, inputs.first_output, inputs.num_outputs, group)
+        for name, value in output.columns().items()
     }
     return replace(output, **whole)
 

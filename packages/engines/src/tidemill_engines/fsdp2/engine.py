@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
@@ -43,7 +43,14 @@ class FSDP2Engine(BaseEngine):
 
     Each rank works on its own rows; weights, gradients and optimizer state are sharded over the ranks. Outside of
     `train_batch` and `infer_batch` the weights are always sharded.
+
+    Attributes:
+        new_weights: names of the model that a checkpoint may lack; they start at zero.
+        unused_weights: names of a checkpoint that the model has no place for.
     """
+
+    new_weights: tuple[str, ...] = ()
+    unused_weights: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -122,16 +129,27 @@ class FSDP2Engine(BaseEngine):
         """Makes the model without memory, shards it, and has each rank read its own part of the weights."""
         with ExitStack() as opened:
             with together(self.groups.control):
-                model = build_model(self.model_config)
+                model = self.build_model()
                 freeze(model, self.model_config.frozen)
                 files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
-                self._layout = plan_layout(model, dict(named_weights(model)), tied_aliases(model), files.shapes)
+                self._layout = plan_layout(
+                    model,
+                    dict(named_weights(model)),
+                    tied_aliases(model),
+                    files.shapes,
+                    absent=self.new_weights,
+                    unused=self.unused_weights,
+                )
             shard_model(model, self.groups.mesh, self.engine_config)
             with together(self.groups.control):
                 param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device
                 materialize(model, self.device, param_device)
                 load_weights(model, self._layout, files)
         self._model = model
+
+    def build_model(self) -> PreTrainedModel:
+        """Makes the model on the meta device; the weights of the checkpoint come later."""
+        return build_model(self.model_config)
 
     def close(self) -> None:
         try:
@@ -164,6 +182,11 @@ class FSDP2Engine(BaseEngine):
         if self._optimizer is None:
             raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig and initialize() it")
         return self._optimizer
+
+    def check_at_hand(self) -> None:
+        """Raises RuntimeError if the parameters are away on the CPU."""
+        if "params" in self._parked and self._parked["params"].away:
+            raise RuntimeError("the parameters are offloaded; call this within train_mode() or eval_mode()")
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -270,11 +293,15 @@ class FSDP2Engine(BaseEngine):
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
-                config = type(self.model.config).from_dict(self.model.config.to_dict())
+                config = self.export_config()
                 config.dtype = self.model_config.dtype if dtype is None else dtype
                 config.save_pretrained(target)
                 copy_side_files(Path(self.model_config.path), target)
         write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+
+    def export_config(self) -> PretrainedConfig:
+        """A copy of the model's configuration, for `save_hf`."""
+        return type(self.model.config).from_dict(self.model.config.to_dict())
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self.groups.data_parallel)

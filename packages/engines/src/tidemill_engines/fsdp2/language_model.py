@@ -11,7 +11,7 @@ from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbo
 from tidemill_engines.fsdp2.engine import FSDP2Engine
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
-from tidemill_engines.losses import LossFn, ModelOutput
+from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import TokenLimit, plan_batch
 from tidemill_engines.packing import ModelInputs, pack_rows
@@ -46,6 +46,7 @@ class FSDP2LanguageModel(FSDP2Engine):
     ) -> BatchOutput:
         if loss_fn is None and not forward_only:
             raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        self.check_at_hand()
         plan = plan_batch(
             batch,
             self.groups.control,
@@ -89,9 +90,9 @@ class FSDP2LanguageModel(FSDP2Engine):
         loss, metrics = loss_fn(output, micro_batch.to(self.device))
         if not forward_only:
             if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
-                loss = loss + output.log_probs.sum() * 0.0
+                loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
             loss.backward()
-            output = _detached(output)
+            output = output.detached()
         return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
 
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
@@ -114,7 +115,7 @@ class FSDP2LanguageModel(FSDP2Engine):
 
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
-    ) -> ModelOutput:
+    ) -> Outputs:
         log_probs, entropy = head_log_probs(
             hidden_states,
             head_of(self.model),
@@ -132,8 +133,3 @@ class FSDP2LanguageModel(FSDP2Engine):
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
         root.set_is_last_backward(is_last)
-
-
-def _detached(output: ModelOutput) -> ModelOutput:
-    entropy = None if output.entropy is None else output.entropy.detach()
-    return ModelOutput(log_probs=output.log_probs.detach(), entropy=entropy)

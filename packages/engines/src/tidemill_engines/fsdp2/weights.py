@@ -54,13 +54,16 @@ def materialize(model: PreTrainedModel, device: torch.device, param_device: torc
 def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles) -> None:
     """Reads this rank's part of every tensor of `layout`, cast to the model's dtype, and recomputes other buffers.
 
+    Weights that `layout` lacks are zero.
+
     Raises:
         ValueError: a file is damaged, or the model class does not recompute a buffer that checkpoints leave out.
     """
     for name, weight in named_weights(model):
-        if name not in layout:
-            continue
         local, start = _local_part(weight)
+        if name not in layout:
+            local.zero_()
+            continue
         for piece in layout[name]:
             common = piece.overlap(start, tuple(local.shape))
             if common is None:
