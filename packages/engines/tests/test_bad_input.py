@@ -87,6 +87,27 @@ def test_a_bad_batch_on_one_rank_raises_on_every_rank(tmp_path):
     assert after == after_own
 
 
+def run_fixed_micro_batches(path, batch):
+    engine = build_engine(path, micro_batch_size_per_gpu=2, max_token_len_per_gpu=30)
+    few = shard(engine, batch)
+    rows = make_batch(4, seed=1, longest=15) if engine.get_data_parallel_rank() == 1 else few
+    with pytest.raises(ValueError, match="above max_token_len_per_gpu") as caught:
+        engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
+    loss = engine.train_batch(few, policy_like_loss, calculate_entropy=True)["loss"]
+    engine.close()
+    return str(caught.value), loss
+
+
+def test_a_micro_batch_of_fixed_rows_above_the_cap(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    (on_other, loss), (on_own, same) = run_ranks(run_fixed_micro_batches, 2, path, make_batch(8, seed=1, longest=5))
+    message = r"micro-batch \d of micro_batch_size_per_gpu=2 rows has \d+ tokens, above max_token_len_per_gpu=30; lower"
+    with pytest.raises(ValueError, match="^" + message):
+        raise ValueError(on_own)
+    assert on_other == f"rank 1: {on_own}"
+    assert loss == same
+
+
 def loss_of_kind(kind):
     def loss(output, micro_batch, normalizer):
         total, metrics = policy_like_loss(output, micro_batch, normalizer)
