@@ -8,15 +8,16 @@ import tidemill_weight_update
 import tidemill_weight_update.sglang
 
 PROBE = """
-import json, sys
+import importlib, json, sys
 import torch
 before = set(sys.modules)
-import {module}
-new = sorted(set(sys.modules) - before)
-own = [m for m in new if m.startswith("tidemill")]
-known = {{*sys.stdlib_module_names, "torch", "tidemill_weight_update"}}
-known |= {{"numpy"}} & before  # torch loads it where it is installed
-print(json.dumps([own, [m for m in new if m.split(".")[0] not in known]]))
+known = {*sys.stdlib_module_names, "torch", "tidemill_weight_update"}
+known |= {"numpy"} & before  # torch loads it where it is installed
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    new = sorted(set(sys.modules) - before)
+    own = [m for m in new if m.startswith("tidemill")]
+    print(json.dumps([own, [m for m in new if m.split(".")[0] not in known]]))
 """
 
 # What a trainer needs. What an engine, a GPU or a link needs comes when it is used.
@@ -32,27 +33,14 @@ SENDER = (
 )
 
 
-def loaded_by(module: str) -> list[list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(module=module)], capture_output=True, check=True, text=True
-    )
-    return json.loads(done.stdout)
-
-
-def test_import_loads_torch_and_the_senders_modules():
-    own, other = loaded_by("tidemill_weight_update")
+def test_import_loads_torch_and_the_senders_modules_and_no_sglang():
+    modules = ["tidemill_weight_update", "tidemill_weight_update.sglang"]
+    done = subprocess.run([sys.executable, "-c", PROBE, *modules], capture_output=True, check=True, text=True)
+    (own, other), (own_with_clients, other_with_clients) = map(json.loads, done.stdout.splitlines())
     assert own == sorted(["tidemill_weight_update", *(f"tidemill_weight_update.{name}" for name in SENDER)])
-    assert other == []
-
-
-def test_the_sglang_clients_do_not_load_sglang():
-    own, other = loaded_by("tidemill_weight_update.sglang")
     clients = {f"tidemill_weight_update.sglang.{name}" for name in ("http", "launch", "local", "payload")}
-    assert set(own) == {
-        *("tidemill_weight_update", "tidemill_weight_update.sglang", *clients),
-        *(f"tidemill_weight_update.{name}" for name in SENDER),
-    }
-    assert other == []
+    assert set(own_with_clients) == {*own, "tidemill_weight_update.sglang", *clients}
+    assert (other, other_with_clients) == ([], [])
 
 
 def test_exports_are_pinned():

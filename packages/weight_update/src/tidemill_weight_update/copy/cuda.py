@@ -87,11 +87,6 @@ class CudaCopier:
         self._launches = self._cut()
         self._bases: dict[tuple[str, tuple[int, ...]], _Bases] = {}
 
-    @property
-    def table_bytes(self) -> int:
-        """GPU memory that the tables take."""
-        return sum(launch.segments.nbytes + launch.tile_segment.nbytes for launch in self._launches)
-
     def run(
         self,
         memory_bases: Sequence[int],
