@@ -92,7 +92,7 @@ class _HeadLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         log_probs = hidden_states.new_empty(len(labels), dtype=dtype)
         entropy = torch.empty_like(log_probs) if settings.entropy else None
-        for rows in _chunks(len(labels), len(weight), dtype, settings.chunk_bytes):
+        for rows in token_chunks(len(labels), len(weight), dtype, settings.chunk_bytes):
             log_p, _ = _log_softmax(hidden_states[rows], weight, bias, settings)
             log_probs[rows] = log_p.gather(-1, labels[rows, None]).squeeze(-1)
             if entropy is not None:
@@ -112,7 +112,7 @@ class _HeadLogProbs(torch.autograd.Function):
         # Sums over chunks are kept in full precision, else the gradient would depend on how many chunks there are.
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         grad_bias = weight.new_zeros(len(weight), dtype=dtype) if wants_bias else None
-        for rows in _chunks(len(labels), len(weight), dtype, settings.chunk_bytes):
+        for rows in token_chunks(len(labels), len(weight), dtype, settings.chunk_bytes):
             log_p, slope = _log_softmax(hidden_states[rows], weight, bias, settings)
             grad = _grad_of_softmax(
                 log_p, labels[rows], grad_log_probs[rows], None if grad_entropy is None else grad_entropy[rows]
@@ -126,7 +126,7 @@ class _HeadLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden_states[rows])
+                add_product(grad_weight, grad.T, hidden_states[rows])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -136,7 +136,7 @@ class _HeadLogProbs(torch.autograd.Function):
         )
 
 
-def _chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
+def token_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
     size = max(1, chunk_bytes // (vocab_size * dtype.itemsize))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
@@ -175,7 +175,7 @@ def _grad_of_softmax(
     return grad.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, where `total` may be of a wider dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
