@@ -194,8 +194,10 @@ class EngineConfig:
         peak_tflops: of one device in `param_dtype`, for `performance`; None knows those of common GPUs.
         ulysses_sequence_parallel_size: ranks that share the tokens of the same rows, and all of which are given those
             rows; must divide the world size and the attention heads.
-        max_token_len_per_gpu: tokens (prompt and response) that a micro-batch may hold; a longer row is refused.
-        micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
+        max_token_len_per_gpu: tokens (prompt and response) that a micro-batch may hold, on each of the ranks that share
+            its rows; a longer row is refused.
+        micro_batch_size_per_gpu: rows per micro-batch, refused where they are above `max_token_len_per_gpu`; None forms
+            micro-batches by tokens.
         timeout_s: how long a collective may wait for a peer.
 
     Raises:
