@@ -233,10 +233,25 @@ class BaseEngine(ABC):
         Args:
             dtype: that floating-point weights are cast to; None leaves the master weights' dtype.
 
+        Adapters are merged into what is handed out. Taking the next weight is collective then.
+
         Yields:
             Name and DTensor (or tensor, where nothing is sharded), detached and valid until the next step. Gathering a
             DTensor is collective, so all ranks must take the same weights in the same order.
         """
+
+    def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `get_per_tensor_param`, the parameters of the adapters alone, by peft's names; none without adapters."""
+        return iter(())
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Writes the adapters alone to `path`, in the format of peft. Collective.
+
+        Raises:
+            ValueError: the engine trains no adapter.
+            OSError: a write failed; raised on every rank.
+        """
+        raise ValueError(f"{type(self).__name__} trains no adapter; save all weights with save_hf() instead of {path}")
 
     @abstractmethod
     def save_checkpoint(self, path: str | Path) -> None:

@@ -37,10 +37,10 @@ def plan_shards(sizes_bytes: Sequence[tuple[str, int]], max_bytes: int) -> list[
     return shards
 
 
-def shard_file_names(num_shards: int) -> list[str]:
+def shard_file_names(num_shards: int, stem: str = "model") -> list[str]:
     if num_shards == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
 
 
 def write_weights(
@@ -49,6 +49,7 @@ def write_weights(
     group: dist.ProcessGroup,
     *,
     max_shard_bytes: int = 5 << 30,
+    file_stem: str = "model",
 ) -> None:
     """Gathers the weights on the first rank and writes them there as safetensors. Collective over `group`.
 
@@ -56,13 +57,14 @@ def write_weights(
 
     Args:
         weights: gives the named weights (DTensors or tensors) anew at each call, the same on all ranks.
+        file_stem: what the files are called, before the number of the shard.
 
     Raises:
         OSError: a write failed; raised on every rank.
     """
     sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights()]
     shards = plan_shards(sizes, max_shard_bytes)
-    files = shard_file_names(len(shards))
+    files = shard_file_names(len(shards), file_stem)
     is_writer = dist.get_rank(group) == 0
     named = weights()
     for file, names in zip(files, shards, strict=True):
@@ -80,7 +82,7 @@ def write_weights(
         if is_writer and len(files) > 1:
             where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": where}
-            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            (path / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

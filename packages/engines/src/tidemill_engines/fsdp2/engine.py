@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.fsdp2 import checkpoint
+from tidemill_engines.fsdp2 import checkpoint, lora
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
 from tidemill_engines.fsdp2.offload import Parked, like, local_part
 from tidemill_engines.fsdp2.saving import Saver
@@ -140,11 +141,15 @@ class FSDP2Engine(BaseEngine):
                     absent=self.new_weights,
                     unused=self.unused_weights,
                 )
+                if self.model_config.lora is not None:
+                    lora.add_adapters(model, self.model_config.lora, self.new_weights)
+                    self._layout = lora.adapted_layout(model, self._layout)
             shard_model(model, self.groups.mesh, self.engine_config)
             with together(self.groups.control):
                 param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device
                 materialize(model, self.device, param_device)
                 load_weights(model, self._layout, files)
+                lora.initialize_adapters(model)
         self._model = model
 
     def build_model(self) -> PreTrainedModel:
@@ -242,11 +247,23 @@ class FSDP2Engine(BaseEngine):
             self._parked["optimizer"].replace()
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        adapters = lora.adapters(self.model)
         for name, weight in named_weights(self.model):
+            if lora.is_adapter(name):
+                continue
             tensor = self._readable(weight)
+            if name in adapters:
+                adapter = adapters[name]
+                factors = replace(adapter, a=self._readable(adapter.a), b=self._readable(adapter.b))
+                tensor = lora.merged(tensor, factors)
             if dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(getattr(torch, dtype))
             yield from checkpoint_tensors(name, tensor, self._layout)
+
+    def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = dict(self.model.named_parameters())
+        for name, peft_name in lora.peft_names(self.model):
+            yield peft_name, self._readable(weights[name])
 
     def _readable(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight on the engine's device: itself, or a copy of one that is kept on the CPU."""
@@ -298,6 +315,21 @@ class FSDP2Engine(BaseEngine):
                 config.save_pretrained(target)
                 copy_side_files(Path(self.model_config.path), target)
         write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+
+    def save_adapter(self, path: str | Path) -> None:
+        settings = self.model_config.lora
+        if settings is None:
+            raise ValueError("the engine trains no adapter; set ModelConfig.lora, or save all weights with save_hf()")
+        if self.new_weights:
+            raise ValueError(f"an adapter does not hold {', '.join(self.new_weights)}; save all weights with save_hf()")
+        target = Path(path)
+        with together(self.groups.control):
+            target.mkdir(parents=True, exist_ok=True)
+            if dist.get_rank() == 0:
+                config = lora.peft_config(settings, included=lora.adapted_modules(self.model))
+                config.base_model_name_or_path = self.model_config.path
+                config.save_pretrained(str(target))
+        write_weights(self.get_adapter_param, target, self.groups.control, file_stem="adapter_model")
 
     def export_config(self) -> PretrainedConfig:
         """A copy of the model's configuration, for `save_hf`."""

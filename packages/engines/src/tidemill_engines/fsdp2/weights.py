@@ -60,7 +60,7 @@ def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles
         ValueError: a file is damaged, or the model class does not recompute a buffer that checkpoints leave out.
     """
     for name, weight in named_weights(model):
-        local, start = _local_part(weight)
+        local, start = local_box(weight)
         if name not in layout:
             local.zero_()
             continue
@@ -75,7 +75,7 @@ def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles
     compute_buffers(model)
 
 
-def _local_part(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def local_box(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, and where it starts in the whole."""
     if not isinstance(weight, DTensor):
         return weight.detach(), (0,) * weight.dim()
@@ -98,7 +98,7 @@ def checkpoint_tensors(name: str, weight: torch.Tensor, layout: Layout) -> Itera
     if len(pieces) == 1 and not pieces[0].stacked:
         yield pieces[0].name, weight
         return
-    local, start = _local_part(weight)
+    local, start = local_box(weight)
     for piece in pieces:
         own = _own_share(local, start, piece)
         if isinstance(weight, DTensor):

@@ -1,0 +1,138 @@
+"""Low-rank adapters through peft on a sharded model: only they are trained, and they leave alone or merged."""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tidemill_engines.config import LoraConfig
+from tidemill_engines.fsdp2.offload import like, local_part
+from tidemill_engines.fsdp2.weights import local_box
+from tidemill_engines.weight_layout import Layout
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
+
+_ADAPTER = "default"
+_BASE, _FACTORS = ".base_layer.", (".lora_A.", ".lora_B.")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The factors of the update of one linear layer, B [out, rank] times A [rank, in] times `scaling`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence[str] = ()) -> None:
+    """Adds adapters to a model on the meta device and freezes the rest of it.
+
+    Args:
+        trainable: names of other parameters that are trained too, such as a new head, which gets no adapter.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a target module is not in the model, or is not a linear layer.
+    """
+    try:
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer
+    except ImportError as error:
+        raise ImportError(
+            "ModelConfig.lora needs peft; install it with `pip install 'tidemill-engines[lora]'`"
+        ) from error
+    heads = sorted({name.rpartition(".")[0] for name in trainable})
+    inject_adapter_in_model(peft_config(config, heads), model, _ADAPTER, low_cpu_mem_usage=True)
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    others = [name for name, module in adapted if not isinstance(module, Linear)]
+    if others:
+        raise ValueError(f"LoraConfig.target_modules must be linear layers; {', '.join(others[:3])} are not")
+    dtype = model.dtype
+    for name, param in model.named_parameters():
+        param.data = param.data.to(dtype)  # sharded groups have one dtype
+        param.requires_grad_(is_adapter(name) or name in trainable)
+
+
+def peft_config(config: LoraConfig, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> "PeftLoraConfig":
+    """The configuration as peft knows it; `included` takes the place of "all-linear", if given."""
+    from peft import LoraConfig as PeftLoraConfig
+
+    targets = list(included) if included else list(config.target_modules)
+    return PeftLoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - annotated int, any number is meant
+        lora_dropout=config.dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules=list(excluded) if excluded else None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapted_layout(model: PreTrainedModel, layout: Layout) -> Layout:
+    """The layout of the weights by the names that they have since the adapters are there."""
+    names = model.state_dict().keys()
+    return {name: layout[_original(name)] for name in names if _original(name) in layout}
+
+
+def _original(name: str) -> str:
+    return name.replace(_BASE, ".")
+
+
+@torch.no_grad()
+def initialize_adapters(model: PreTrainedModel) -> None:
+    """Draws every A as peft does, uniformly with variance 1 / (3 in), the same in any layout; every B stays zero."""
+    for name, param in model.named_parameters():
+        if _FACTORS[0] in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(param.shape[1])
+            whole = torch.empty(tuple(param.shape), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+            local, start = local_box(param)
+            local.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
+
+
+def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
+    """The adapters by the names of the weights that they belong to."""
+    params: dict[str, Any] = dict(model.named_parameters())
+    found = {}
+    for name, a in params.items():
+        if _FACTORS[0] in name:
+            layer, _, _ = name.partition(_FACTORS[0])
+            b = params[name.replace(*_FACTORS)]
+            scaling: Any = model.get_submodule(layer).scaling
+            found[f"{layer}{_BASE}weight"] = Adapter(a, b, float(scaling[_ADAPTER]))
+    return found
+
+
+@torch.no_grad()
+def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """The weight plus its adapter's update, laid out as `weight`. Collective: A, which is small, is gathered.
+
+    W and B are cut along the same dimension in the same way, so this rank's rows of the update are B's rows times A.
+    """
+    a = adapter.a.full_tensor() if isinstance(adapter.a, DTensor) else adapter.a
+    local, b = local_part(weight), local_part(adapter.b)
+    return like(weight, local + ((b @ a.detach()) * adapter.scaling).to(local.dtype))
+
+
+def adapted_modules(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of the layers that have an adapter."""
+    return sorted({name.removesuffix(f"{_BASE}weight").rpartition(".")[2] for name in adapters(model)})
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return any(factor in name for factor in _FACTORS)
+
+
+def peft_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """The names of the adapters' parameters, in the model and in an adapter that peft has saved."""
+    for name, _ in model.named_parameters():
+        if is_adapter(name):
+            yield name, "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
