@@ -16,6 +16,7 @@ from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, Model
 from tidemill_engines.losses import LossFn, Outputs
 from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
+from tidemill_engines.throughput import Meter
 
 MicroBatchLoss = Callable[[Outputs, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """A `LossFn` with its normalizer filled in."""
@@ -51,12 +52,15 @@ class BatchOutput:
 class BaseEngine(ABC):
     """A model that a group of ranks trains and evaluates; each rank calls the same methods in the same order.
 
-    Every method that takes a batch takes this rank's rows of it, with the ragged columns `input_ids` (prompt, then
-    response) and `responses`, and `meta_info["temperature"]` (1.0 if absent).
+    Every method that takes a batch takes the rows of this rank's `get_data_parallel_rank()`; ranks that have it in
+    common are given the same. They have the ragged columns `input_ids` (prompt, then response) and `responses`, and
+    `meta_info["temperature"]` (1.0 if absent). A padded batch is as welcome: `input_ids` and `attention_mask` [B, T],
+    of which `responses` [B, R] and whatever belongs to them are the last R columns; outputs are [B, R], 0 in padding.
 
     Attributes:
         step: calls of `lr_scheduler_step`, which the schedule follows.
         skipped_steps: optimizer steps that were left out because the gradient was not finite.
+        meter: what the last `train_batch` took.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class BaseEngine(ABC):
         self.checkpoint_config = checkpoint
         self.step = 0
         self.skipped_steps = 0
+        self.meter = Meter()
 
     @abstractmethod
     def initialize(self) -> None:
@@ -115,7 +120,7 @@ class BaseEngine(ABC):
         """
         if self.optimizer_config is None:
             raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig to train")
-        with self.train_mode():
+        with self.meter.step(), self.train_mode():
             self.optimizer_zero_grad()
             metrics = self.forward_backward_batch(batch, loss_fn, calculate_entropy=calculate_entropy).metrics
             taken = sorted(set(_OWN_METRICS[1:]) & metrics.keys())
@@ -125,6 +130,17 @@ class BaseEngine(ABC):
             lr = self.lr_scheduler_step()
             self.optimizer_zero_grad()
         return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
+
+    @abstractmethod
+    def performance(self) -> dict[str, float]:
+        """How fast the last `train_batch` was, the same numbers on every rank. Collective.
+
+        Returns:
+            "perf/step_s" (of the slowest rank), "perf/tokens_per_s" (prompts and responses, all ranks together),
+            "perf/tflops_per_rank" (those that the model needs, per second), "perf/mfu" (their share of the peak; left
+            out where the peak is unknown, see `EngineConfig.peak_tflops`) and "perf/peak_memory_gib" (of the rank with
+            the most: on GPUs during that step, else of the process so far).
+        """
 
     def infer_batch(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
         """Log-probabilities of the response tokens of a batch, or their values, without gradients. Collective.
