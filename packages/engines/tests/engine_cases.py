@@ -166,12 +166,25 @@ OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "be
 
 
 def plain_training(
-    path: Path, batches: list[DataProto], learning_rates: Sequence[float] = (), *, dtype: torch.dtype = torch.float32
+    path: Path,
+    batches: list[DataProto],
+    learning_rates: Sequence[float] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    adapter: Path | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Trains on the batches; returns the metrics of each step and the weights by checkpoint name."""
-    model = plain_model(path, dtype).train()
+    """Trains on the batches; returns the metrics of each step and the weights by checkpoint name.
+
+    With an `adapter`, a folder of peft, that is trained, and the weights are those with it merged.
+    """
+    model = plain_model(path, dtype)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    params = [param for param in model.train().parameters() if param.requires_grad]
     settings = {name: value for name, value in OPTIMIZER.items() if name != "clip_grad"}
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
+    optimizer = torch.optim.AdamW(params, foreach=False, **settings)
     history = []
     for batch, lr in zip_longest(batches, learning_rates, fillvalue=OPTIMIZER["lr"]):
         optimizer.param_groups[0]["lr"] = lr
@@ -179,13 +192,13 @@ def plain_training(
         loss, metrics = plain_policy_like_loss(model, batch)
         if loss.requires_grad:
             loss.backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
         for grad in grads:  # torch's clip_grad_norm_ adds 1e-6 to the norm
             grad.mul_((OPTIMIZER["clip_grad"] / norm).clamp(max=1.0))
         optimizer.step()
         history.append({"loss": loss.item(), "grad_norm": norm.item()} | metrics)
-    return history, checkpoint_weights(model)
+    return history, checkpoint_weights(model if adapter is None else model.merge_and_unload())
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ adds a function there and its name to `BACKENDS`.
 
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import combinations, product
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine_cases import (
     weights_of,
 )
 from tidemill_engines import OptimizerConfig
+from tidemill_engines.config import LoraConfig
 from tidemill_testing import run_ranks, tiny_model
 
 Layout = dict[str, Any]
@@ -39,12 +41,16 @@ FACTORS: dict[str, list[Any]] = {
     "form": ["ragged", "padded"],
     "rows": ["in order", "mixed"],
     "recompute": [False, True],
+    "tuning": ["full", "LoRA"] if find_spec("peft") else ["full"],
     "family": ["qwen3 tied", "qwen2 tied", "qwen2", "llama tied", "llama", "qwen3_moe"],
 }
 
 
 def is_possible(layout: Layout) -> bool:
     return layout["sharding"] != "HSDP" or layout["dp"] * layout["sp"] > 1  # needs two ranks to replicate anything
+
+
+LORA = LoraConfig(rank=3, alpha=8.0, target_modules=("q_proj", "v_proj"))  # 3 rows, for 1 to 8 ranks
 
 
 def fsdp2_settings(layout: Layout) -> dict[str, Any]:
@@ -56,7 +62,10 @@ def fsdp2_settings(layout: Layout) -> dict[str, Any]:
         "reshard_after_forward": layout["sharding"] != "ZeRO-2",
         "micro_batch_size_per_gpu": None if by_tokens else layout["micro"],
         "max_token_len_per_gpu": 30 if by_tokens else 1000,
-        "model": {"gradient_checkpointing": layout["recompute"]},
+        "model": {
+            "gradient_checkpointing": layout["recompute"],
+            "lora": LORA if layout["tuning"] == "LoRA" else None,
+        },
     }
 
 
@@ -109,15 +118,31 @@ def run_layouts(backend, paths, batches, layouts):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The folder of each family's model, and what training it plainly gives."""
-    folder, paths = tmp_path_factory.mktemp("models"), {}
+    """The folder of each family's model, and what training it plainly gives, by family and tuning."""
+    folder, paths, expected = tmp_path_factory.mktemp("models"), {}, {}
     for family in FACTORS["family"]:
         name, *tied = family.split()
         if name == "qwen3_moe":
             paths[family] = other_tiny_model(folder / family, name)
         else:
             paths[family] = tiny_model(folder / family, name, vocab_size=VOCAB, tie_word_embeddings=bool(tied))
-    return paths, {family: plain_training(path, make_batches()) for family, path in paths.items()}
+    run_ranks(run_save_adapters, 1, list(paths.values()))
+    for family, tuning in product(paths, FACTORS["tuning"]):
+        adapter = adapter_of(paths[family]) if tuning == "LoRA" else None
+        expected[family, tuning] = plain_training(paths[family], make_batches(), adapter=adapter)
+    return paths, expected
+
+
+def adapter_of(path):
+    return path / "adapter"
+
+
+def run_save_adapters(paths):
+    """The adapters that every engine starts with."""
+    for path in paths if "LoRA" in FACTORS["tuning"] else []:
+        engine = build_engine(path, model={"lora": LORA})
+        engine.save_adapter(adapter_of(path))
+        engine.close()
 
 
 def check_layouts(backend, models, layouts):
@@ -128,7 +153,9 @@ def check_layouts(backend, models, layouts):
     for world_size, group in by_world_size.items():
         results = run_ranks(run_layouts, world_size, backend, paths, make_batches(), group, timeout_s=1200.0)
         for number, layout in enumerate(group):
-            check_training([of_rank[number] for of_rank in results], expected[layout["family"]], layout)
+            check_training(
+                [of_rank[number] for of_rank in results], expected[layout["family"], layout["tuning"]], layout
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -186,7 +213,7 @@ def run_other_attention(path, batches):
 def test_attention_of_transformers(models):
     paths, expected = models
     results = run_ranks(run_other_attention, 1, paths["qwen3 tied"], make_batches())
-    check_training(results, expected["qwen3 tied"], "sdpa")
+    check_training(results, expected["qwen3 tied", "full"], "sdpa")
 
 
 SCHEDULE = {"lr": 0.008, "lr_scheduler": "linear", "lr_warmup_steps": 2, "total_steps": 4}
