@@ -1,10 +1,14 @@
 """Log-probabilities and entropy in chunks against logits, softmax and autograd over all tokens at once."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from engine_cases import build_engine, make_batch, policy_like_loss
+from tidemill_dataproto import ragged
 from tidemill_engines.log_probs import Head, head_log_probs
+from tidemill_testing import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -119,6 +123,12 @@ def test_a_certain_model_keeps_its_digits():
     assert entropy.item() == pytest.approx(40 * torch.tensor(-40.0).exp().item(), rel=1e-3)
 
 
+def storages_of(tree):
+    """Of plain tensors; those that stand for a shard of something have none of their own."""
+    plain_tensors = (torch.Tensor, torch.nn.Parameter)
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if type(leaf) in plain_tensors]
+
+
 class Allocations(TorchDispatchMode):
     """The largest tensor that an operation made, and the most bytes of such tensors alive at once."""
 
@@ -128,11 +138,10 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        given = {storage._cdata for storage in storages_of((args, kwargs))}
         out = func(*args, **({} if kwargs is None else kwargs))
-        for leaf in tree_leaves(out):
-            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in given:
-                storage = leaf.untyped_storage()
+        for storage in storages_of(out):
+            if storage._cdata not in given:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest_bytes = max(self.largest_bytes, storage.nbytes())
         self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
@@ -168,3 +177,22 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     # what grows is linear in the tokens: outputs, gradients of the hidden states and slices of them
     assert many.peak_bytes - few.peak_bytes <= (2048 - 256) * 4 * 16
     assert many.peak_bytes < reference.peak_bytes / 50
+
+
+def test_the_engine_makes_no_logits_of_all_tokens(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    vocab_size, chunk_tokens = 3000, 16
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=vocab_size, tie_word_embeddings=True)
+    batch = make_batch(60, longest=12)
+    num_predicted = len(ragged.values(batch["responses"]))
+    all_logits_bytes = num_predicted * vocab_size * 4
+    in_chunks = partial(head_log_probs, chunk_bytes=chunk_tokens * vocab_size * 4)
+    monkeypatch.setattr("tidemill_engines.fsdp2.language_model.head_log_probs", in_chunks)
+    engine = build_engine(path)
+    with Allocations() as seen:
+        engine.infer_batch(batch, entropy=True)
+        engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
+    engine.close()
+    weight_bytes = vocab_size * 64 * 4
+    assert seen.largest_bytes < 2 * weight_bytes < all_logits_bytes / 2
