@@ -131,9 +131,10 @@ class BaseEngine(ABC):
             self.optimizer_zero_grad()
         return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
 
-    @abstractmethod
     def performance(self) -> dict[str, float]:
         """How fast the last `train_batch` was, the same numbers on every rank. Collective.
+
+        An engine that does not count its work reports nothing.
 
         Returns:
             "perf/step_s" (of the slowest rank), "perf/tokens_per_s" (prompts and responses, all ranks together),
@@ -141,6 +142,7 @@ class BaseEngine(ABC):
             out where the peak is unknown, see `EngineConfig.peak_tflops`) and "perf/peak_memory_gib" (of the rank with
             the most: on GPUs during that step, else of the process so far).
         """
+        return {}
 
     def infer_batch(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
         """Log-probabilities of the response tokens of a batch, or their values, without gradients. Collective.
@@ -279,8 +281,7 @@ class BaseEngine(ABC):
             OSError: `path` exists or a write failed; raised on every rank. Nothing of it is left.
         """
 
-    @abstractmethod
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self) -> None:  # noqa: B027 - an engine that saves at once has nothing to wait for
         """Waits until a checkpoint that is saved in the background is whole; else does nothing.
 
         Raises:

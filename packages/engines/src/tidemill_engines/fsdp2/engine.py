@@ -36,6 +36,7 @@ from tidemill_engines.optimizer import (
 )
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_layout import Layout, plan_layout
 
 
@@ -74,7 +75,7 @@ class FSDP2Engine(BaseEngine):
         if self._groups is not None:
             raise RuntimeError("the engine is initialized already; close() it first")
         config = self.engine_config
-        self.device = resolve_device(config.device)
+        self.device = self.meter.device = resolve_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._groups = make_groups(
@@ -330,6 +331,16 @@ class FSDP2Engine(BaseEngine):
                 config.base_model_name_or_path = self.model_config.path
                 config.save_pretrained(str(target))
         write_weights(self.get_adapter_param, target, self.groups.control, file_stem="adapter_model")
+
+    def performance(self) -> dict[str, float]:
+        config, meter = self.engine_config, self.meter
+        known = known_peak_tflops(self.device, config.param_dtype)
+        return meter.report(
+            training_flops(self.model, meter.lengths, meter.num_outputs).total,
+            ranks_per_row=config.ulysses_sequence_parallel_size,
+            peak_tflops=known if config.peak_tflops is None else config.peak_tflops,
+            group=self.groups.control,
+        )
 
     def export_config(self) -> PretrainedConfig:
         """A copy of the model's configuration, for `save_hf`."""

@@ -59,6 +59,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             with_loss=loss_fn is not None,
         )
+        self.meter.count(plan.micro_batches)
 
         def run_step(micro_batch: DataProto, loss: MicroBatchLoss | None, is_last: bool) -> StepOutput:
             self._set_gradient_sync(is_last=is_last)

@@ -1,0 +1,107 @@
+"""Operations, counted by torch itself, and the speed that is made of them."""
+
+import time
+
+import pytest
+import torch
+from engine_cases import VOCAB, build_engine, make_batch, plain_model, policy_like_loss, shard
+from tidemill_dataproto import ragged
+from tidemill_engines.config import LoraConfig
+from tidemill_engines.throughput import Meter, known_peak_tflops, training_flops
+from tidemill_testing import run_ranks, tiny_model
+
+
+def counted_flops(model, length):
+    """What torch counts in a step of one row; eager attention looks at all pairs of tokens."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, length, dtype=torch.int64)).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_that_torch_counts(tmp_path, family, tied):
+    if family == "qwen3_moe":
+        import transformers
+
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2}
+        config = transformers.Qwen3MoeConfig(vocab_size=VOCAB, tie_word_embeddings=tied, **sizes, **heads)
+        model = transformers.Qwen3MoeForCausalLM._from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+    else:
+        model = plain_model(tiny_model(tmp_path / "model", family, vocab_size=VOCAB, tie_word_embeddings=tied))
+    for length in (17, 40):
+        flops = training_flops(model, [length], num_outputs=length)
+        all_pairs = flops.attention * length**2 / (length * (length + 1) / 2)
+        assert flops.linear + all_pairs == pytest.approx(counted_flops(model, length), rel=2e-3)
+
+
+def test_frozen_weights_take_two_thirds_and_windows_limit_attention(tmp_path):
+    model = plain_model(tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False))
+    whole = training_flops(model, [10, 20], num_outputs=5)
+    assert training_flops(model, [10], 5).attention + training_flops(model, [20], 5).attention == whole.attention
+    model.requires_grad_(False)
+    assert training_flops(model, [10, 20], num_outputs=5).linear == pytest.approx(whole.linear * 2 / 3)
+    model.config.use_sliding_window, model.config.sliding_window = True, 4
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    seen = [sum(min(position + 1, window) for position in range(10)) for window in (10, 4)]
+    assert training_flops(model, [10], 0).attention == 12 * 4 * 16 * sum(seen)
+
+
+def test_a_meter_measures_the_time_within():
+    meter = Meter()
+    with meter.step():
+        time.sleep(0.05)
+    assert 0.05 <= meter.seconds < 5
+    assert meter.peak_memory_bytes > 1 << 20
+    assert known_peak_tflops(torch.device("cpu"), "bfloat16") is None
+
+
+def run_measured(path, batch, layouts):
+    out = []
+    for layout in layouts:
+        engine = build_engine(path, peak_tflops=0.5, **layout)
+        rows = shard(engine, batch)
+        started = time.perf_counter()
+        engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
+        out.append((engine.performance(), time.perf_counter() - started))
+        engine.infer_batch(rows)
+        engine.close()
+    return out
+
+
+def test_performance_of_the_last_step_is_that_of_the_global_batch(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batch = make_batch(9, seed=1)
+    lengths = ragged.lengths(batch["input_ids"]).tolist()
+    flops = training_flops(plain_model(path), lengths, len(ragged.values(batch["responses"]))).total
+    layouts = [{"max_token_len_per_gpu": 40}, {"ulysses_sequence_parallel_size": 2}, {"param_offload": True}]
+    first, second = run_ranks(run_measured, 2, path, batch, layouts)
+    for (metrics, elapsed), (other, _) in zip(first, second, strict=True):
+        assert metrics == other
+        seconds = metrics["perf/step_s"]
+        assert 0 < seconds < elapsed + 1
+        assert metrics["perf/tokens_per_s"] * seconds == pytest.approx(sum(lengths))
+        assert metrics["perf/tflops_per_rank"] * seconds * 2 * 1e12 == pytest.approx(flops)
+        assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflops_per_rank"] / 0.5)
+        assert 0.01 < metrics["perf/peak_memory_gib"] < 64
+
+
+def run_adapters(path):
+    engine = build_engine(path, model={"lora": LoraConfig(rank=4)})
+    flops = training_flops(engine.model, [10], 10).linear
+    ranks = sum(param.numel() for name, param in engine.model.named_parameters() if "lora_" in name)
+    engine.close()
+    return flops, ranks
+
+
+def test_adapters_count_beside_their_frozen_base(tmp_path):
+    pytest.importorskip("peft")
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    model = plain_model(path).requires_grad_(False)
+    for flops, ranks in run_ranks(run_adapters, 2, path):
+        assert flops == pytest.approx(training_flops(model, [10], 10).linear + 6 * ranks * 10)
