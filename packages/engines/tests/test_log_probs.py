@@ -196,3 +196,28 @@ def test_the_engine_makes_no_logits_of_all_tokens(tmp_path, monkeypatch):
     engine.close()
     weight_bytes = vocab_size * 64 * 4
     assert seen.largest_bytes < 2 * weight_bytes < all_logits_bytes / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_memory_and_values_on_cuda():
+    num_tokens, hidden_size, vocab_size = 8192, 1024, 151936
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    hidden = torch.randn(num_tokens, hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab_size, hidden_size, device=device) / 32).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, vocab_size, (num_tokens,), device=device)
+
+    def run(compute):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        log_probs, entropy = compute(hidden, Head(weight=weight), labels)
+        grads = torch.autograd.grad((log_probs - 0.1 * entropy).sum(), [hidden, weight])
+        peak = torch.cuda.max_memory_allocated() - before
+        return peak, [x.detach().float().cpu() for x in (log_probs, entropy, *grads)]
+
+    plain_peak, expected = run(plain)
+    peak, actual = run(partial(head_log_probs, entropy=True))
+    assert peak * 8 <= plain_peak, (peak, plain_peak)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 0.01
