@@ -214,7 +214,7 @@ def test_an_engine_that_fails_is_fenced_and_brought_up_to_date_alone():
     assert (good.version, bad.version) == ("4", "4")
 
 
-def test_a_fence_is_lifted_by_what_it_was_put_up_for():
+def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     bad.refuses = "no"
@@ -225,8 +225,25 @@ def test_a_fence_is_lifted_by_what_it_was_put_up_for():
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).fenced == {}
     assert (bad.served(), bad.paused) == ({}, "abort")
     updater.update(base().items(), 1, engines=[bad])
-    updater.update_adapter(adapter(1), "policy", CONFIG, 2)
-    assert good.served() == bad.served() == {"policy": dict(adapter(1))}
+    updater.update_adapter(adapter(2), "policy", CONFIG, 3)
+    assert bad.served() == {}  # the adapter before this one did not reach it
+    updater.update_adapter(adapter(2), "policy", CONFIG, 3, engines=[bad])
+    updater.update_adapter(adapter(3), "policy", CONFIG, 4)
+    assert good.served() == bad.served() == {"policy": dict(adapter(3))}
+
+
+def test_an_engine_that_lacks_an_adapter_still_gets_weights():
+    good, bad = AdapterEngine("good"), AdapterEngine("bad")
+    updater = WeightUpdater([good, bad])
+    bad.refuses = "no"
+    updater.update_adapter(adapter(1), "policy", CONFIG, 1)
+    bad.refuses = None
+    updater.update(base().items(), "weights")
+    assert (good.version, bad.version) == ("weights", "weights")
+    updater.update_adapter(adapter(2), "policy", CONFIG, 2)
+    assert bad.served() == {}
+    updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad])
+    assert good.served() == bad.served() == {"policy": dict(adapter(2))}
 
 
 def test_an_engine_that_takes_no_adapters_is_told_so():

@@ -51,6 +51,7 @@ class WeightUpdater:
         in_flight: what becomes of requests that run when an update comes. "wait": they end first; "abort": they are
             ended; "retract": they are computed anew with the new weights; "in_place": they go on with what they have
             computed. With the last two the prefix cache is not flushed; give requests the version as `extra_key`.
+            ("retract" computes anew what no ended request with the same key has left in that cache.)
         allow_non_finite: whether infinite and not-a-number elements may be sent (fast path; the stock path does not
             look).
         link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and
@@ -182,7 +183,7 @@ class WeightUpdater:
             named_tensors: its matrices, named as PEFT does in files or in models, plain tensors or DTensors.
             config: its settings.
             replaces: an adapter that is unloaded when the new one is there.
-            engines: update these only; those that failed at an earlier adapter, too. On rank 0.
+            engines: update these only; those that failed at an earlier adapter or were left out of it, too. On rank 0.
 
         Raises:
             ValueError: a matrix is missing or has another shape than `config` says, is not finite, or `update` raises
@@ -225,7 +226,7 @@ class WeightUpdater:
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
         if engines is None:
-            chosen = self._fences.without(self._engines)
+            chosen = self._fences.without(self._engines, operation)
         else:
             chosen = list(engines)
             self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]

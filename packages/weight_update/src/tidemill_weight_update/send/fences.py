@@ -10,32 +10,47 @@ Operation = Literal["update", "update_adapter"]
 
 
 class Fences:
-    """Which engines failed in which operation. An engine is open again when it has taken part in that one."""
+    """Which engines are behind in what, since they failed or were left out. A fence falls when its engine catches up.
+
+    Adapters belong to weights: an engine that is behind in `update` gets no adapter. One that lacks an adapter only
+    still gets weights.
+    """
 
     def __init__(self) -> None:
         self._closed: list[tuple[EngineClient, Operation]] = []
 
-    def are_around(self, engine: EngineClient, operation: Operation | None = None) -> bool:
-        """Whether the engine failed in `operation` (None: in any) and has not taken part since."""
-        return any(engine is client and operation in (None, failed) for client, failed in self._closed)
+    def are_around(self, engine: EngineClient, operation: Operation) -> bool:
+        """Whether the engine is behind in `operation`."""
+        return any(engine is client and operation == behind for client, behind in self._closed)
 
-    def without(self, engines: Sequence[EngineClient]) -> list[EngineClient]:
-        """Those that did not fail; all if all did."""
-        healthy = [engine for engine in engines if not self.are_around(engine)]
-        return healthy if healthy else list(engines)
+    def without(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
+        """Those that `operation` does not leave out; all if it would leave out all."""
+        open_ones = [
+            engine
+            for engine in engines
+            if not self.are_around(engine, "update") and not self.are_around(engine, operation)
+        ]
+        return open_ones if open_ones else list(engines)
 
     def settle(self, fleet: Fleet, operation: Operation) -> None:
         """Fences the engines that failed in `operation`, and lifts the fences of those that did not.
 
-        An engine that holds what it held before is fenced only if others went on to the new version.
+        An engine that holds what it held before is fenced only if others went on to the new version. One that was left
+        out because it is behind in `update` is then behind in the adapter, too.
         """
         clients = [member.client for member in fleet.members]
+        before = self._closed
         self._closed = [
-            (client, failed)
-            for client, failed in self._closed
-            if failed != operation or not any(client is other for other in clients)
+            (client, behind)
+            for client, behind in before
+            if behind != operation or not any(client is other for other in clients)
         ]
         others = any(member.error is None for member in fleet.members)
-        for member in fleet.members:
-            if member.error is not None and (others or not member.unchanged):
-                self._closed.append((member.client, operation))
+        late = [
+            member.client for member in fleet.members if member.error is not None and (others or not member.unchanged)
+        ]
+        if others and operation == "update_adapter":
+            late += [client for client, _ in before if not any(client is other for other in clients)]
+        for client in late:
+            if not self.are_around(client, operation):
+                self._closed.append((client, operation))

@@ -30,6 +30,7 @@ class LocalEngine:
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
 
     def __repr__(self) -> str:
         return f"LocalEngine({self._engine.server_args.model_path}, tp_size={self.tp_size})"
@@ -145,10 +146,14 @@ class LocalEngine:
         if loop.is_running():
             coroutine.close()
             raise RuntimeError("the engine's event loop is busy: call from where engine.generate() may be called")
-        try:
-            return loop.run_until_complete(asyncio.wait_for(coroutine, self._timeout_s))
-        except TimeoutError as error:
-            raise RuntimeError(f"no answer within {self._timeout_s} s") from error
+        # Not ended when it takes too long: SGLang would give its late answer to the next call.
+        task = loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        done, _ = loop.run_until_complete(asyncio.wait([task], timeout=self._timeout_s))
+        if not done:
+            raise RuntimeError(f"no answer within {self._timeout_s} s")
+        return task.result()
 
 
 def _check(answer: "LoRAUpdateOutput") -> None:

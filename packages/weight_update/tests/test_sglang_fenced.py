@@ -1,0 +1,85 @@
+"""A stock SGLang engine that does not answer, beside another that does."""
+
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tidemill_testing import tiny_model
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.sglang import LocalEngine
+from torch import nn
+from toy_engines import ToyEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+
+class Mirror(nn.Module):
+    """Takes the tensors of a checkpoint as they are."""
+
+    def __init__(self, checkpoint: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.places = {name: str(index) for index, name in enumerate(checkpoint)}
+        for name, tensor in checkpoint.items():
+            self.register_parameter(self.places[name], nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.get_parameter(self.places[name]).data.copy_(tensor)
+
+    def holds(self, checkpoint: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(self.get_parameter(self.places[name]), tensor) for name, tensor in checkpoint.items())
+
+
+def scheduler() -> int:
+    """The process id of the engine's scheduler."""
+    (pid,) = (p.pid for p in psutil.Process().children(recursive=True) if "sglang::scheduler" in " ".join(p.cmdline()))
+    return pid
+
+
+def generate(engine) -> tuple[list[int], str]:
+    sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    out = engine.generate(input_ids=[5, 6, 7, 8, 9], sampling_params=sampling)
+    return out["output_ids"], out["meta_info"]["weight_version"]
+
+
+def test_an_engine_that_hangs_is_fenced_and_brought_up_to_date_alone(engine, tmp_path):
+    checkpoints = [
+        load_file(tiny_model(tmp_path / str(seed), "qwen3", seed=seed, num_hidden_layers=3) / "model.safetensors")
+        for seed in range(3)
+    ]
+    hanging, other = (
+        LocalEngine(engine, timeout_s=4.0),
+        ToyEngine(1, "other", lambda rank, size: Mirror(checkpoints[0])),
+    )
+    updater = WeightUpdater([hanging, other], bucket_bytes=1 << 16, timeout_s=1.5)
+    answers = []
+    for version, checkpoint in enumerate(checkpoints):
+        assert updater.update(checkpoint.items(), version).fenced == {}
+        answers.append(generate(engine)[0])
+    pid = scheduler()
+
+    def stopping():
+        for index, item in enumerate(checkpoints[0].items()):
+            if index == 8:
+                os.kill(pid, signal.SIGSTOP)
+            yield item
+
+    try:
+        stats = updater.update(stopping(), "stopped")
+        assert list(stats.fenced) == [f"engine 0 of 2 ({hanging!r})"]
+        assert other.version == "stopped"
+        assert other.models[0].holds(checkpoints[0])
+        stats = updater.update(checkpoints[1].items(), "without it")
+        assert (stats.fenced, stats.seconds < 1) == ({}, True)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for version in (1, 2):
+        assert updater.update(checkpoints[version].items(), version, engines=[hanging]).fenced == {}
+        assert generate(engine) == (answers[version], str(version))
+    assert updater.update(checkpoints[0].items(), "both").fenced == {}
+    assert generate(engine) == (answers[0], "both")
+    assert other.models[0].holds(checkpoints[0])
+    updater.close()
