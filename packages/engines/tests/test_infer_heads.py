@@ -25,6 +25,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 FAMILIES = {
     "scaled up": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 4.0}),
     "scaled down": (transformers.GraniteConfig, transformers.GraniteForCausalLM, {"logits_scaling": 3.0}),
@@ -33,6 +34,7 @@ FAMILIES = {
         transformers.Gemma2ForCausalLM,
         {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "head_dim": 8, "sliding_window": 5},
     ),
+    "learned positions": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2),
     "bias": (transformers.PhiConfig, transformers.PhiForCausalLM, {}),
 }
 

@@ -20,14 +20,16 @@ def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> No
     Raises:
         ValueError: a layer mixes tokens otherwise than by full or sliding attention, or the heads cannot be divided.
     """
-    fields = config.get_text_config().to_dict()
-    others = sorted(set(fields.get("layer_types") or ()) - _LAYER_TYPES)
+    text = config.get_text_config()
+    others = sorted(set(text.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
     if others:
         raise ValueError(
             f"{config.model_type} has layers of type {', '.join(others)}, which would see across packed rows; models "
             f"of {' and '.join(sorted(_LAYER_TYPES))} layers can be trained"
         )
-    num_heads = fields["num_attention_heads"]
+    if sequence_parallel_size == 1:
+        return
+    num_heads = text.num_attention_heads
     if num_heads % sequence_parallel_size:
         raise ValueError(
             f"EngineConfig.ulysses_sequence_parallel_size must divide the {num_heads} attention heads of the model; "
