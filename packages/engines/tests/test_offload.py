@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
-from tidemill_engines import EngineConfig
+from tidemill_engines import EngineConfig, LoraConfig
 from tidemill_engines.fsdp2.offload import Parked
 from tidemill_testing import run_ranks, tiny_model
 
@@ -181,6 +181,36 @@ def test_recomputing_and_wrapping_change_no_number(tmp_path):
         for _, others in results[1:]:
             for name, weight in weights.items():
                 torch.testing.assert_close(others[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def run_precisions(path, batch):
+    out = []
+    for settings in (
+        {},
+        {"param_dtype": "bfloat16"},
+        {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "fsdp_size": 1, "reshard_after_forward": False},
+        {"param_dtype": "bfloat16", "model": {"dtype": "bfloat16", "lora": LoraConfig(rank=2)}},
+    ):
+        engine = build_engine(path, max_token_len_per_gpu=40, **settings)
+        history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for _ in range(2)]
+        state = {value.dtype for state in engine.optimizer.state.values() for value in state.values()}
+        out.append((history, {weight.dtype for weight in weights_of(engine).values()}, state))
+        engine.close()
+    return out
+
+
+def test_mixed_precision_keeps_master_weights_and_stays_near(tmp_path):
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    for (exact, masters, _), *halves in run_ranks(run_precisions, 2, path, make_batch(9, seed=3)):
+        assert masters == {torch.float32}
+        for number, (history, weights, state) in enumerate(halves):
+            kept = torch.bfloat16 if number == 2 else torch.float32
+            assert weights == {kept}
+            assert state == {kept, torch.float32}  # the count of steps is float32
+            assert history[0]["loss"] == pytest.approx(exact[0]["loss"], rel=0.02, abs=0.05)
+            assert history[0]["loss"] != exact[0]["loss"]  # it did compute in bfloat16
+            if number < 2:
+                assert history[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.05)
 
 
 def run_compiled(path, batch):

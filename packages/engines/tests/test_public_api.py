@@ -7,10 +7,11 @@ from tidemill_engines import (
     CheckpointConfig,
     EngineConfig,
     EngineRegistry,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    ParamGroup,
 )
-from tidemill_engines.config import LoraConfig, ParamGroup
 from tidemill_testing import run_ranks
 
 
@@ -20,12 +21,14 @@ def test_all_is_pinned():
         "CheckpointConfig",
         "EngineConfig",
         "EngineRegistry",
+        "LoraConfig",
         "LossFn",
         "Metric",
         "ModelConfig",
         "ModelOutput",
         "Normalizer",
         "OptimizerConfig",
+        "ParamGroup",
         "ValueOutput",
         "sft_loss",
     ]

@@ -1,7 +1,14 @@
 """Training engines for language models behind one abstraction, with a modular forward_step."""
 
 from tidemill_engines.base import BaseEngine
-from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParamGroup,
+)
 from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, ValueOutput, sft_loss
 from tidemill_engines.metrics import Metric
 from tidemill_engines.registry import EngineRegistry
@@ -11,12 +18,14 @@ __all__ = [
     "CheckpointConfig",
     "EngineConfig",
     "EngineRegistry",
+    "LoraConfig",
     "LossFn",
     "Metric",
     "ModelConfig",
     "ModelOutput",
     "Normalizer",
     "OptimizerConfig",
+    "ParamGroup",
     "ValueOutput",
     "sft_loss",
 ]
