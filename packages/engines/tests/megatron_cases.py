@@ -10,13 +10,6 @@ from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.safetensors_files import SafetensorsFiles
 
-LENGTHS = (5, 8, 3)
-
-
-def packed_rows() -> torch.Tensor:
-    """Token ids of some rows, one behind the other."""
-    return torch.randint(3, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(7))
-
 
 def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, bool], list[dict[str, Any]]]:
     """On each of four ranks: `_redirections`, and for every (folder, sizes) what the rank saw."""
@@ -66,7 +59,7 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
 
     architecture = Architecture.read(folder)
     parallel.check(architecture, dist.get_world_size())
-    make_groups(parallel, seed=1)
+    groups = make_groups(parallel, torch.device("cpu"), seed=1, timeout_s=60)
     config = transformer_config(architecture, parallel, torch.float32)
     chunks = build_chunks(architecture, config)
     weights = MegatronWeights(chunks, architecture, own_placement(), dist.group.WORLD)
@@ -78,9 +71,8 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
         "held": sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
         "shards": list(weights.shards()),
         "full": dict(weights.full_tensors(torch.float32, bucket_bytes=20_000)),
-        "logits": _logits(chunks, config, parallel),
     }
-    close_groups()
+    close_groups(groups)
     return seen
 
 
@@ -98,61 +90,43 @@ def _counted(files: SafetensorsFiles) -> list[int]:
     return counts
 
 
-def _logits(chunks: list[Any], config: Any, parallel: ParallelConfig) -> torch.Tensor | None:
-    """Of packed rows, [tokens, vocabulary], on the ranks of the last pipeline stage."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from tidemill_engines.megatron.modules import own_positions
+def train(cases: Sequence[tuple[str, dict[str, Any], dict[str, Any]]], num_steps: int) -> list[dict[str, Any]]:
+    """On each of four ranks: for every (folder, sizes, further configuration) what an engine did."""
+    return [_train(folder, ParallelConfig(**sizes), others, num_steps) for folder, sizes, others in cases]
 
-    cp, cp_rank = parallel.context_parallel_size, parallel_state.get_context_parallel_rank()
-    multiple = 2 * cp if cp > 1 else 1
-    padded = [-(-length // multiple) * multiple for length in LENGTHS]
-    tp_multiple = parallel.tensor_model_parallel_size * multiple
-    padded[-1] += -sum(padded) % tp_multiple
-    rows = [
-        torch.nn.functional.pad(row, (0, size - len(row)))
-        for row, size in zip(packed_rows().split(LENGTHS), padded, strict=True)
-    ]
-    at = [own_positions(size, cp, cp_rank) for size in padded]
-    ids = torch.cat([row[positions] for row, positions in zip(rows, at, strict=True)])[None]
-    ends = torch.tensor([0, *padded]).cumsum(0).int()
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
-        max_seqlen_q=max(padded),
-        max_seqlen_kv=max(padded),
+
+def _train(folder: str, parallel: ParallelConfig, others: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    from engine_cases import make_batch, policy_like_loss
+    from tidemill_engines import CheckpointConfig, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
+    from tidemill_engines.megatron.language_model import MegatronLanguageModel
+
+    class Engine(MegatronLanguageModel):
+        save_checkpoint = load_checkpoint = finish_checkpoint = None
+
+    engine = Engine(
+        model=ModelConfig(path=folder),
+        engine=MegatronConfig(device="cpu", parallel=parallel, **others),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        checkpoint=CheckpointConfig(),
     )
+    engine.initialize()
+    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    own = make_batch(NUM_ROWS, temperature=0.8)[rank * NUM_ROWS // size : (rank + 1) * NUM_ROWS // size]
+    before = engine.infer_batch(own, entropy=True)
+    metrics = [engine.train_batch(own, policy_like_loss, calculate_entropy=True) for _ in range(num_steps)]
+    seen = {
+        "rank": rank,
+        "log_probs": before["log_probs"].values(),
+        "entropy": before["entropy"].values(),
+        "metrics": metrics,
+        "weights": dict(engine.get_per_tensor_param()),
+        "is_source": engine.is_mp_src_rank_with_outputs(),
+    }
+    engine.close()
+    engine.close()
+    return seen
 
-    def step(batches: Any, model: Any) -> Any:
-        next(batches)
-        out = model(ids, torch.cat(at)[None], None, packed_seq_params=packed)
-        return out, lambda output, non_loss_data: output
 
-    num_batches = parallel.pipeline_model_parallel_size
-    batches = [iter(range(num_batches)) for _ in chunks]
-    outputs = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=batches if len(chunks) > 1 else batches[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=num_batches,
-        seq_length=ids.shape[1],
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    if not parallel_state.is_pipeline_last_stage():
-        return None
-    # The last stage has no padding of its own and holds [1, tokens, part of the vocabulary].
-    logits = tensor_parallel.gather_from_tensor_model_parallel_region(outputs[0].detach()).squeeze(0)
-    whole = [torch.zeros(size, logits.shape[-1]) for size in padded]
-    start = 0
-    for out, positions in zip(whole, at, strict=True):
-        out[positions] = logits[start : start + len(positions)]
-        start += len(positions)
-    joined = torch.cat(whole)
-    dist.all_reduce(joined, group=parallel_state.get_context_parallel_group())
-    return torch.cat([out[:length] for out, length in zip(joined.split(padded), LENGTHS, strict=True)])
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "decay_norms_and_biases": False}
+NUM_ROWS = 6

@@ -1,11 +1,11 @@
-"""Weights in and out of Megatron's model on four ranks, and what the model computes with them."""
+"""Weights in and out of Megatron's model on four ranks."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_cases import LENGTHS, check_layouts, packed_rows
+from megatron_cases import check_layouts
 from safetensors.torch import load_file
 from tidemill_testing import run_ranks, tiny_model
 
@@ -71,19 +71,6 @@ def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, 
         assert 0 <= shard.replica < shard.num_replicas
         counts[shard.name][region] += 1 if shard.replica == 0 else 0
     assert all(bool((count == 1).all()) for count in counts.values())
-
-
-@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
-def test_packed_rows_give_the_logits_of_each_row_alone(folders, seen, index):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[LAYOUTS[index][0]], attn_implementation="eager")
-    with torch.no_grad():
-        expected = torch.cat([model(row[None]).logits[0] for row in packed_rows().split(LENGTHS)])
-    found = [rank["logits"] for rank in seen[index] if rank["logits"] is not None]
-    assert len(found) == 4 // LAYOUTS[index][1].get(PP, 1)
-    for logits in found:
-        torch.testing.assert_close(logits[:, : expected.shape[1]], expected, atol=2e-5, rtol=1e-5)
 
 
 def test_redirections_end_with_the_last_context(ranks):

@@ -16,7 +16,7 @@ RunStep = Callable[[DataProto, MicroBatchLoss | None, bool], StepOutput]
 
 def run_micro_batches(plan: BatchPlan, loss_fn: LossFn | None, run_step: RunStep) -> list[StepOutput]:
     """Runs the micro-batches of a plan in order; `loss_fn` is given the normalizer of the global batch."""
-    bound = _with_normalizer(loss_fn, plan)
+    bound = with_normalizer(loss_fn, plan)
     last = len(plan.micro_batches) - 1
     return [run_step(micro_batch, bound, number == last) for number, micro_batch in enumerate(plan.micro_batches)]
 
@@ -47,7 +47,7 @@ def collect(
     )
 
 
-def _with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
+def with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
     if loss_fn is None:
         return None
     normalizer = plan.normalizer

@@ -113,12 +113,14 @@ def plan_batch(
     limit: TokenLimit,
     micro_batch_size: int | None,
     with_loss: bool,
+    multiple_of: int = 1,
 ) -> BatchPlan:
     """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
 
     Args:
         group: of gloo, over all ranks.
         data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
+        multiple_of: what the number of micro-batches has to be a multiple of.
 
     Raises:
         ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
@@ -147,11 +149,12 @@ def plan_batch(
     reports: list[_Report] = gather(own, group)
     raise_first([report.error for report in reports], error)
     parts = _one_per_part(reports)
+    needed = max(report.num_micro_batches for report in parts)
     micro_batches, indices = prepare_micro_batches(
         batch,
         max_token_len=limit.total,
         micro_batch_size=micro_batch_size,
-        num_micro_batches=max(report.num_micro_batches for report in parts),
+        num_micro_batches=-(-needed // multiple_of) * multiple_of,
     )
     normalizer = None
     if with_loss:

@@ -1,7 +1,9 @@
 """How the Megatron engine divides a model among ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import get_args
 
+from tidemill_engines.config import Device, Dtype
 from tidemill_engines.megatron.architecture import Architecture
 
 
@@ -75,3 +77,50 @@ class ParallelConfig:
         ):
             if number % divisor:
                 raise ValueError(f"{what} = {divisor} does not divide the {number} {of}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronConfig:
+    """How the Megatron engine runs.
+
+    Attributes:
+        device: "auto" takes CUDA where it is usable.
+        parallel: how the model is divided.
+        param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters.
+        use_distributed_optimizer: divide the optimizer's state among data-parallel ranks.
+        overlap_grad_reduce: reduce gradients while the backward goes on.
+        max_token_len_per_gpu: tokens (prompt and response) of a micro-batch on each rank, padding not counted; a row
+            may have as many on each of the context-parallel ranks.
+        micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
+        seed: of Megatron's random states.
+        timeout_s: how long a collective may wait for a peer.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    device: Device = "auto"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    param_dtype: Dtype = "float32"
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    max_token_len_per_gpu: int = 16384
+    micro_batch_size_per_gpu: int | None = None
+    seed: int = 1
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.device not in get_args(Device):
+            raise ValueError(f"MegatronConfig.device must be one of {', '.join(get_args(Device))}; got {self.device!r}")
+        if self.param_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"MegatronConfig.param_dtype must be float32 or bfloat16; got {self.param_dtype!r}")
+        if self.max_token_len_per_gpu < 1:
+            raise ValueError(
+                f"MegatronConfig.max_token_len_per_gpu must be at least 1; got {self.max_token_len_per_gpu}"
+            )
+        if self.micro_batch_size_per_gpu is not None and self.micro_batch_size_per_gpu < 1:
+            raise ValueError(
+                f"MegatronConfig.micro_batch_size_per_gpu must be at least 1; got {self.micro_batch_size_per_gpu}"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")

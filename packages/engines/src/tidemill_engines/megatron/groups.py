@@ -1,22 +1,66 @@
-"""Megatron's process groups."""
+"""The process groups of a Megatron engine."""
 
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from tidemill_engines.agreement import gather
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement
+from tidemill_engines.process_group import init_default_group
+
+T = TypeVar("T")
 
 
-def make_groups(config: ParallelConfig, seed: int) -> None:
-    """Divides all ranks; Megatron keeps the groups as state of the process, so there is one division at a time.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronGroups:
+    """What an engine communicates with besides Megatron.
+
+    Attributes:
+        control: gloo over all ranks, for plain data and error agreement.
+        stages: gloo over the pipeline stages of this rank's model, the last one at its end.
+        last_stage: gloo over all ranks that have the last layers; None on others.
+        data_parallel: gloo over the ranks that work on different rows.
+        tp, cp: Megatron's groups of tensor and context parallelism.
+        owns_default: whether torch's default group was made for the engine.
+    """
+
+    control: dist.ProcessGroup
+    stages: dist.ProcessGroup
+    last_stage: dist.ProcessGroup | None
+    data_parallel: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    owns_default: bool
+
+    def from_last_stage(self, value: T | None) -> T:
+        """On all stages what the last one has. Collective."""
+        if dist.get_world_size(self.stages) == 1:
+            assert value is not None
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.stages, group_src=dist.get_world_size(self.stages) - 1)
+        assert values[0] is not None
+        return values[0]
+
+
+def make_groups(config: ParallelConfig, device: torch.device, *, seed: int, timeout_s: float) -> MegatronGroups:
+    """Divides all ranks. Megatron keeps its groups as state of the process, so there is one division at a time.
 
     Args:
-        seed: of the random states, from which those of the ranks are derived.
+        seed: of Megatron's random states, from which those of the ranks are derived.
 
     Raises:
         RuntimeError: there is a division already.
     """
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("this process has a Megatron engine already, and Megatron keeps its groups once a process")
+    timeout = timedelta(seconds=timeout_s)
+    owns_default = init_default_group(device, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -24,14 +68,40 @@ def make_groups(config: ParallelConfig, seed: int) -> None:
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    control = _group(list(range(dist.get_world_size())), timeout)
+    stages: list[list[int]] = gather(
+        dist.get_process_group_ranks(_checked(parallel_state.get_pipeline_model_parallel_group())), control
+    )
+    own_stages = None
+    for ranks in sorted(set(map(tuple, stages))):
+        group = _group(list(ranks), timeout)
+        own_stages = group if dist.get_rank() in ranks else own_stages
+    last = sorted({ranks[-1] for ranks in stages})
+    last_stage = _group(last, timeout)
+    assert own_stages is not None
+    return MegatronGroups(
+        control=control,
+        stages=own_stages,
+        last_stage=last_stage if dist.get_rank() in last else None,
+        data_parallel=_checked(parallel_state.get_data_parallel_group_gloo()),
+        tp=_checked(parallel_state.get_tensor_model_parallel_group()),
+        cp=_checked(parallel_state.get_context_parallel_group()),
+        owns_default=owns_default,
+    )
 
 
-def close_groups() -> None:
-    """Gives the groups up; again does nothing."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+def close_groups(groups: MegatronGroups) -> None:
+    """Gives the groups up, and the default group with all others if it was made for the engine."""
+    parallel_state.destroy_model_parallel()
+    if groups.owns_default:
+        dist.destroy_process_group()
+        return
+    for group in (groups.control, groups.stages, groups.last_stage):
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def own_placement() -> Placement:
@@ -51,3 +121,13 @@ def own_placement() -> Placement:
             size=parallel_state.get_expert_model_parallel_world_size(),
         ),
     )
+
+
+def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group; every rank makes it, whether it is in it or not."""
+    return dist.new_group(ranks, backend="gloo", timeout=timeout)  # type: ignore[return-value]
+
+
+def _checked(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "this rank is not in its own group"
+    return group

@@ -16,6 +16,13 @@ from tidemill_engines.megatron.layout import padded_vocab_size
 from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
 
 
+class HiddenStatesModel(GPTModel):
+    """Megatron's model without the product with its head, which belongs to what is computed from it."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
 def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's own configuration.
 
@@ -76,18 +83,18 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig, dty
     )
 
 
-def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[GPTModel]:
+def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[HiddenStatesModel]:
     """The model chunks of this rank's pipeline stage, with weights of Megatron's initialization."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     return [_chunk(architecture, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
 
 
-def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> HiddenStatesModel:
     layers = TransformerBlockSubmodules(
         layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),
         layer_norm=RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
     )
-    return GPTModel(
+    return HiddenStatesModel(
         config,
         layers,  # type: ignore[arg-type] - a block's submodules are taken as well
         vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),

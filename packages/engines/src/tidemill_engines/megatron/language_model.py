@@ -1,0 +1,149 @@
+"""The Megatron engine for causal language models: its step."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.agreement import together
+from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.batch_loop import collect, with_normalizer
+from tidemill_engines.losses import LossFn, ModelOutput, Outputs
+from tidemill_engines.megatron.engine import MegatronEngine
+from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
+from tidemill_engines.megatron.pipeline import run_schedule
+from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
+from tidemill_engines.metrics import as_metrics
+from tidemill_engines.micro_batches import TokenLimit, plan_batch
+
+
+class MegatronLanguageModel(MegatronEngine):
+    """A causal language model, trained and evaluated on packed rows under any of Megatron's parallelisms."""
+
+    def forward_backward_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        calculate_entropy: bool = False,
+    ) -> BatchOutput:
+        if loss_fn is None and not forward_only:
+            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        parallel = self.config.parallel
+        plan = plan_batch(
+            batch,
+            self.groups.control,
+            data_parallel_rank=self.get_data_parallel_rank(),
+            vocab_size=self.architecture.vocab_size,
+            limit=TokenLimit(per_rank=self.config.max_token_len_per_gpu, ranks_per_row=parallel.context_parallel_size),
+            micro_batch_size=self.config.micro_batch_size_per_gpu,
+            # The interleaved schedule takes as many micro-batches at a time as there are stages.
+            multiple_of=1
+            if parallel.virtual_pipeline_model_parallel_size is None
+            else parallel.pipeline_model_parallel_size,
+            with_loss=loss_fn is not None,
+        )
+        loss = None if loss_fn is None else with_normalizer(loss_fn, plan)
+        steps = self._run(plan.micro_batches, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
+        output = None
+        if self.groups.last_stage is not None:
+            output = collect(
+                steps,
+                plan,
+                self.groups.last_stage,
+                data_parallel_rank=self.get_data_parallel_rank(),
+                with_outputs=forward_only,
+            )
+        return self.groups.from_last_stage(output)
+
+    def forward_step(
+        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
+    ) -> StepOutput:
+        """One micro-batch through all stages. On other stages than the last there is no loss and no output."""
+        steps = self._run([micro_batch], loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
+        return steps[0] if steps else StepOutput(loss=None, metrics={}, model_output=Outputs())
+
+    def prepare_model_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, micro_batch: DataProto
+    ) -> MegatronInputs:
+        return pack_rows(micro_batch, self.device, self.division)
+
+    def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, inputs: MegatronInputs, *, calculate_entropy: bool
+    ) -> Outputs:
+        """
+        Args:
+            hidden_states: [n, H] of all tokens of this context-parallel rank.
+        """
+        weight, first, num_tokens = self.head()
+        log_probs, entropy = vocab_parallel_log_probs(
+            hidden_states[inputs.predictors],
+            VocabShard(weight=weight, first=first, num_tokens=num_tokens, group=self.groups.tp),
+            inputs.labels,
+            temperature=inputs.temperature,
+            entropy=calculate_entropy,
+        )
+        return ModelOutput(
+            log_probs=self._of_all_tokens(log_probs, inputs),
+            entropy=None if entropy is None else self._of_all_tokens(entropy, inputs),
+        )
+
+    def _of_all_tokens(self, own: torch.Tensor, inputs: MegatronInputs) -> torch.Tensor:
+        """The outputs [M] of all response tokens from those [m] of this context-parallel rank."""
+        if self.division.cp_size == 1:
+            return own
+        return _SumOfParts.apply(own.new_zeros(inputs.num_outputs).index_copy(0, inputs.outputs, own), self.groups.cp)
+
+    def _run(
+        self,
+        micro_batches: list[DataProto],
+        loss_fn: MicroBatchLoss | None,
+        *,
+        forward_only: bool,
+        calculate_entropy: bool,
+    ) -> list[StepOutput]:
+        with together(self.groups.control):
+            longest = max(
+                (int(ragged.lengths(batch["input_ids"]).max()) for batch in micro_batches if len(batch)), default=0
+            )
+            if longest > self.architecture.max_position_embeddings:
+                raise ValueError(
+                    f"a row has {longest} tokens, the model's max_position_embeddings are "
+                    f"{self.architecture.max_position_embeddings}"
+                )
+
+        def finish(
+            micro_batch: DataProto, inputs: MegatronInputs, hidden_states: torch.Tensor
+        ) -> tuple[torch.Tensor, StepOutput]:
+            if self.config.parallel.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states)
+            else:
+                hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+            output = self.prepare_model_outputs(hidden_states.squeeze(1), inputs, calculate_entropy=calculate_entropy)
+            if loss_fn is None:
+                return hidden_states.new_zeros(()), StepOutput(loss=None, metrics={}, model_output=output)
+            loss, metrics = loss_fn(output, micro_batch.to(self.device))
+            # The backward takes part in the collectives whatever the loss depends on.
+            loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
+            step = StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output.detached())
+            return loss, step
+
+        return run_schedule(self.chunks, micro_batches, self.prepare_model_inputs, finish, forward_only=forward_only)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """Adds up what context-parallel ranks have; each of them computes the same loss, so gradients are not added up."""
+
+    @staticmethod
+    def forward(ctx: object, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        part = part.clone()
+        dist.all_reduce(part, group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None

@@ -1,0 +1,56 @@
+"""Megatron's optimizer under the configuration of all engines."""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as CoreConfig
+
+from tidemill_engines.config import OptimizerConfig
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, *, dtype: torch.dtype, distributed: bool
+) -> MegatronOptimizer:
+    """AdamW over this rank's chunks. Clipping and schedule are the engine's own.
+
+    Args:
+        dtype: of the parameters; of bfloat16 ones, float32 masters are kept.
+        distributed: divide the state among data-parallel ranks.
+
+    Raises:
+        ValueError: the configuration has groups of its own, whose names are those of another backend.
+    """
+    if config.param_groups:
+        raise ValueError("OptimizerConfig.param_groups: the Megatron engine has no groups by name; leave them out")
+    core = CoreConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    # None: no decay of biases and of weights with one dimension.
+    overrides = {} if config.decay_norms_and_biases else None
+    optimizer = get_megatron_optimizer(core, list(chunks), config_overrides=overrides)
+    for group in optimizer.param_groups:  # Megatron's scheduler would do it, which is not used
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    return optimizer
+
+
+def apply_gradient(optimizer: MegatronOptimizer, config: OptimizerConfig, norm: float, lr: float) -> None:
+    """Clips the prepared gradient, whose norm is `norm`, and updates the parameters with the learning rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        if norm > config.clip_grad:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(config.clip_grad / norm)
+    optimizer.step_with_ready_grads()

@@ -1,0 +1,114 @@
+"""The rows of a micro-batch as Megatron takes them: packed, divided among context-parallel ranks."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.megatron.modules import own_positions
+from tidemill_engines.packing import response_positions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How tokens are divided among ranks.
+
+    Attributes:
+        cp_rank, cp_size: of context parallelism: each rank has two chunks of each sequence.
+        sp_size: ranks among which sequence parallelism divides what a context-parallel rank has.
+    """
+
+    cp_rank: int = 0
+    cp_size: int = 1
+    sp_size: int = 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence has to be a multiple of."""
+        return 1 if self.cp_size == 1 else 2 * self.cp_size
+
+    @property
+    def pack_multiple(self) -> int:
+        """What the number of all tokens has to be a multiple of."""
+        return self.sequence_multiple * self.sp_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MegatronInputs:
+    """What the model is called with, on its device: n tokens of this rank, of which m predict a response token.
+
+    Attributes:
+        input_ids, position_ids: [1, n] int64.
+        packed: where the sequences lie, padding included.
+        predictors: [m] int64, indices in n.
+        outputs: [m] int64, which of the response tokens of the micro-batch they predict.
+        labels: [m] int64, these tokens.
+        num_outputs: response tokens of the micro-batch.
+        temperature: that the logits are divided by.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    packed: PackedSeqParams
+    predictors: torch.Tensor
+    outputs: torch.Tensor
+    labels: torch.Tensor
+    num_outputs: int
+    temperature: float
+
+
+def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) -> MegatronInputs:
+    """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU).
+
+    Each row is padded so that it can be divided, and a row of padding is added so that the whole can be, or where there
+    is no token at all: its rank still runs the model and takes part in every collective. Nothing is predicted from
+    padding, and rows do not see each other.
+    """
+    tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
+    lengths = ragged.lengths(tokens)
+    multiple, whole = division.sequence_multiple, division.pack_multiple
+    padded = (lengths + multiple - 1) // multiple * multiple
+    filling = -int(padded.sum()) % whole or (0 if int(padded.sum()) else whole)
+    padded = torch.cat([padded, padded.new_full((1,), filling)])
+    padded = padded[padded > 0]
+    starts = F.pad(padded.cumsum(0), (1, 0))
+    # Where each token lies among the padded ones; empty rows have none, and are not among the padded rows.
+    shift = starts[: int((lengths > 0).sum())] - F.pad(lengths[lengths > 0].cumsum(0), (1, 0))[:-1]
+    at = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths[lengths > 0])
+    input_ids = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    input_ids[at] = ragged.values(tokens).long()
+    positions = [own_positions(length, division.cp_size, division.cp_rank) for length in padded.tolist()]
+    own = torch.cat([row + start for row, start in zip(positions, starts.tolist(), strict=False)])
+    targets = response_positions(lengths, ragged.lengths(responses))
+    here = torch.full_like(input_ids, -1)
+    here[own] = torch.arange(len(own))
+    predictors = here[at[targets - 1]]
+    outputs = (predictors >= 0).nonzero().flatten()
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return MegatronInputs(
+        input_ids=move(input_ids[own].unsqueeze(0)),
+        position_ids=move(torch.cat(positions).unsqueeze(0)),
+        packed=_packed(move(starts.int()), int(padded.max())),
+        predictors=move(predictors[outputs]),
+        outputs=move(outputs),
+        labels=move(ragged.values(tokens).long()[targets][outputs]),
+        num_outputs=len(targets),
+        temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
+    )
+
+
+def _packed(cu_seqlens: torch.Tensor, max_length: int) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
+    )
