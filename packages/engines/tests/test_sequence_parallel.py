@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, plain_model, policy_like_loss, shard
+from engine_cases import (
+    VOCAB,
+    build_engine,
+    check_training,
+    engine_training,
+    make_batch,
+    plain_log_probs,
+    plain_model,
+    plain_training,
+    policy_like_loss,
+    shard,
+)
 from tidemill_dataproto import ragged
 from tidemill_engines.attention import check_attention, varlen_attention_forward
 from tidemill_engines.losses import ModelOutput
@@ -145,6 +156,30 @@ def test_ranks_that_share_rows_have_the_same_outputs_and_must_have_the_same_rows
             caught[:2]
         )
         assert "above max_token_len_per_gpu=20 on 2 ranks" in caught[2]
+
+
+def run_training(path, batches, layouts):
+    return [engine_training(path, batches, ulysses_sequence_parallel_size=2, **layout) for layout in layouts]
+
+
+def check_layouts(path, layouts):
+    batches = [make_batch(9, seed=4), make_batch(5, seed=5)]
+    expected = plain_training(path, batches)
+    results = run_ranks(run_training, 2, path, batches, layouts, timeout_s=300.0)
+    for number, layout in enumerate(layouts):
+        check_training([of_rank[number] for of_rank in results], expected, layout)
+
+
+def test_recomputed_layers_exchange_again(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    models = [{"gradient_checkpointing": True, "recompute": how} for how in ("full", "selective")]
+    check_layouts(path, [{"model": model, "max_token_len_per_gpu": 20} for model in models])
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_gradients(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    check_layouts(path, [{"model": {"compile_layers": True}}])
 
 
 def run_bad_sizes(path):

@@ -65,6 +65,7 @@ def gather_output(output: OutputsT, inputs: ModelInputs, group: dist.ProcessGrou
     return replace(output, **whole)
 
 
+@torch.compiler.disable()  # torch 2.11 compiles it into something whose gradients are wrong
 def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = _AllToAll.apply(x, group)
     assert isinstance(out, torch.Tensor)
