@@ -27,6 +27,11 @@ def wider(checkpoint):
     checkpoint[K] = torch.zeros(2, 9)
 
 
+def longer(checkpoint):
+    """Of which a rank takes as many rows as it has, as SGLang's linear layers do."""
+    checkpoint[f"{ATTN}.q_proj.weight"] = torch.zeros(9, 8)
+
+
 def integers(checkpoint):
     checkpoint[K] = torch.zeros(2, 8, dtype=torch.int32)
 
@@ -45,6 +50,7 @@ BAD = {
     nan: (ValueError, NOT_FINITE),
     infinite: (ValueError, NOT_FINITE),
     wider: (RuntimeError, rf"{RANK}load_weights failed at source '{K}' \(2, 9\)"),
+    longer: (RuntimeError, rf"{RANK}only a part of these tensors: '{ATTN}.q_proj.weight' \(64 of 72 elements\)"),
     integers: (RuntimeError, rf"{RANK}'{K}' has the wrong dtype: it is cast from torch.int32 to torch.bfloat16"),
     unknown: (RuntimeError, rf"{RANK}no parameter for these tensors: 'layers.7.mlp.weight'"),
     missing: (RuntimeError, rf"{RANK}no tensor was sent for these parameters of the engine: 'qkv' \(\d+ elements\)"),

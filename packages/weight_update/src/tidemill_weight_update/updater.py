@@ -49,9 +49,9 @@ class WeightUpdater:
         device: where the shared memory lives, "cpu" or a CUDA device; None: where the first tensor is. Engines on GPUs
             read both kinds, engines on CPUs only host memory.
         in_flight: what becomes of requests that run when an update comes. "wait": they end first; "abort": they are
-            ended; "retract": they are computed anew with the new weights; "in_place": they go on with what they have
-            computed. With the last two the prefix cache is not flushed; give requests the version as `extra_key`.
-            ("retract" computes anew what no ended request with the same key has left in that cache.)
+            ended; "retract": they are computed anew with the new weights, except their prompts, which SGLang finds in
+            its prefix cache; "in_place": they go on with what they have computed. With the last two that cache is not
+            flushed; give requests the version as `extra_key`.
         allow_non_finite: whether infinite and not-a-number elements may be sent (fast path; the stock path does not
             look).
         link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and

@@ -65,7 +65,7 @@ class Turn:
             self.peers.report(CHECKED)
             self.peers.wait(CHECKED)
             if manifest is not None:
-                self._refuse_unused(manifest)
+                self._refuse_excess(manifest)
         self._copy()
         with self._stages("check"):
             if manifest is None:
@@ -130,12 +130,21 @@ class Turn:
             missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
             raise ValueError(f"no tensor was sent for these parameters of the engine: {_some(missing)}")
 
-    def _refuse_unused(self, manifest: Manifest) -> None:
+    def _refuse_excess(self, manifest: Manifest) -> None:
         _, counts = self.peers.sum_totals(len(manifest.names))
         unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
         unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
         if unused:
             raise ValueError(f"the engine's model has no parameter for these tensors: {_some(unused)}")
+        # SGLang's sharded layers cut off what is beyond their own shape, in silence.
+        cut = [
+            f"{manifest.names[i]!r} ({counts[i]} of {manifest.numel[i]} elements)"
+            for i in np.flatnonzero((counts > 0) & (counts < manifest.numel))
+        ]
+        if cut:
+            raise ValueError(
+                f"the engine's model takes only a part of these tensors: {_some(cut)}; they do not have its shapes"
+            )
 
     # The copies.
 
@@ -240,7 +249,7 @@ class Turn:
         self.peers.report(COPIED)
         self.peers.wait(COPIED)
         if not self._request.complete:
-            self._refuse_unused(manifest)
+            self._refuse_excess(manifest)
         return self._verify(manifest)
 
     def _verify(self, manifest: Manifest) -> int:
