@@ -64,6 +64,8 @@ class ModelConfig:
         compile_layers: `torch.compile` each decoder layer, for any lengths; the first steps take longer.
         frozen: patterns (as of `fnmatch`) of the names of parameters that are not trained, such as
             "model.embed_tokens.*".
+        router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added to every loss: that of
+            each row by itself, averaged over the rows that are trained on, so that it does not depend on micro-batches.
         lora: train low-rank adapters and freeze everything else; needs the extra `lora`.
         trust_remote_code: let transformers run code found in `path`.
 
@@ -78,12 +80,14 @@ class ModelConfig:
     recompute: Recompute = "full"
     compile_layers: bool = False
     frozen: tuple[str, ...] = ()
+    router_aux_loss_coef: float = 0.0
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _check_choice(self, "dtype", self.dtype, get_args(Dtype))
         _check_choice(self, "recompute", self.recompute, get_args(Recompute))
+        _check_range(self, "router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
         if self.lora is not None and self.frozen:
             raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
 

@@ -31,10 +31,13 @@ class ModelOutput(Outputs):
     Attributes:
         log_probs: [N] float32, log p(token | everything before it) at the batch's temperature, with gradient.
         entropy: [N] float32 of the predicting distributions, with gradient; None unless it was asked for.
+        router_loss: [N] float32 with gradient, of a mixture of experts that is trained with
+            `ModelConfig.router_aux_loss_coef`: what adds up over a row to its load-balancing loss; else None.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    router_loss: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

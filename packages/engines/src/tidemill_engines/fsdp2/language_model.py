@@ -1,5 +1,8 @@
 """The FSDP2 engine for causal language models: its step."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
@@ -15,6 +18,7 @@ from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import TokenLimit, plan_batch
 from tidemill_engines.packing import ModelInputs, pack_rows
+from tidemill_engines.routing import router_losses, with_router_loss
 from tidemill_engines.sequence_parallel import gather_output
 
 
@@ -28,8 +32,15 @@ class FSDP2LanguageModel(FSDP2Engine):
                 "EngineConfig.ulysses_sequence_parallel_size above 1 needs ModelConfig.attn_implementation='varlen'; "
                 f"got {self.model_config.attn_implementation!r}"
             )
+        self._balances_experts = self.model_config.router_aux_loss_coef > 0
+        if self._balances_experts and ranks_per_row > 1:
+            raise ValueError(
+                "ModelConfig.router_aux_loss_coef needs whole rows; EngineConfig.ulysses_sequence_parallel_size must "
+                f"be 1, got {ranks_per_row}"
+            )
         super().initialize()
         try:
+            self._check_experts()
             check_attention(self.model.config, ranks_per_row)
             expose_backbone(self.model)
         except BaseException:
@@ -47,6 +58,8 @@ class FSDP2LanguageModel(FSDP2Engine):
         if loss_fn is None and not forward_only:
             raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
         self.check_at_hand()
+        if loss_fn is not None and self._balances_experts:
+            loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         plan = plan_batch(
             batch,
             self.groups.control,
@@ -82,8 +95,11 @@ class FSDP2LanguageModel(FSDP2Engine):
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
         inputs = self.prepare_model_inputs(micro_batch)
-        hidden_states = self.run_model(inputs)
+        hidden_states, router_logits = self.run_model(inputs)
         output = self.prepare_model_outputs(hidden_states, inputs, calculate_entropy=calculate_entropy)
+        if loss_fn is not None and router_logits:
+            top_k = self.model.config.get_text_config().to_dict()["num_experts_per_tok"]
+            output = replace(output, router_loss=router_losses(router_logits, inputs, top_k))
         if self.groups.sequence_parallel is not None:
             output = gather_output(output, inputs, self.groups.sequence_parallel)
         if loss_fn is None:
@@ -102,8 +118,14 @@ class FSDP2LanguageModel(FSDP2Engine):
             return pack_rows(micro_batch, self.device)
         return pack_rows(micro_batch, self.device, share=dist.get_rank(group), num_shares=dist.get_world_size(group))
 
-    def run_model(self, inputs: ModelInputs) -> torch.Tensor:
-        """The hidden states [M, H] at `inputs.predictors`; the head is left to `prepare_model_outputs`."""
+    def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Runs all but the head, which is left to `prepare_model_outputs`.
+
+        Returns:
+            The hidden states [M, H] at `inputs.predictors`, and of a mixture of experts whose use is balanced the
+            logits [N, E] of each layer's router.
+        """
+        wanted = {"output_router_logits": True} if self._balances_experts else {}
         output = run_backbone(
             self.model,
             input_ids=inputs.input_ids,
@@ -111,8 +133,10 @@ class FSDP2LanguageModel(FSDP2Engine):
             tidemill_layout=inputs.layout,
             tidemill_group=self.groups.sequence_parallel,
             use_cache=False,
+            **wanted,
         )
-        return output.last_hidden_state.squeeze(0)[inputs.predictors]
+        router_logits = output.router_logits if wanted else ()
+        return output.last_hidden_state.squeeze(0)[inputs.predictors], router_logits
 
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
@@ -125,6 +149,13 @@ class FSDP2LanguageModel(FSDP2Engine):
             entropy=calculate_entropy,
         )
         return ModelOutput(log_probs=log_probs, entropy=entropy)
+
+    def _check_experts(self) -> None:
+        fields = self.model.config.get_text_config().to_dict()
+        if self._balances_experts and "num_experts_per_tok" not in fields:
+            raise ValueError(
+                f"ModelConfig.router_aux_loss_coef is for mixtures of experts; a {self.model.config.model_type} is none"
+            )
 
     def _set_gradient_sync(self, *, is_last: bool) -> None:
         """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
