@@ -1,5 +1,6 @@
 """Memory: what is offloaded is away and comes back as it was, and no way of saving memory changes the numbers."""
 
+import logging
 from functools import partial
 
 import pytest
@@ -143,6 +144,26 @@ SAVINGS = [
 ]
 
 
+def run_unknown_layers(path, batch):
+    """The weights after a step of a model class that does not say what its layers are."""
+    from transformers import Qwen3ForCausalLM, Qwen3PreTrainedModel
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("tidemill_engines.fsdp2.model").addHandler(handler)
+    Qwen3PreTrainedModel._no_split_modules = None  # this process ends with the test
+    Qwen3ForCausalLM._no_split_modules = None
+    engine = build_engine(path, max_token_len_per_gpu=40)
+    engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
+    weights = weights_of(engine)
+    engine.close()
+    [message] = records
+    assert "sharded as one unit" in message
+    assert "EngineConfig.wrap_classes" in message
+    return weights
+
+
 def run_savings(path, batch):
     out = []
     for settings in SAVINGS:
@@ -152,6 +173,7 @@ def run_savings(path, batch):
         )
         out.append((products, weights_of(engine)))
         engine.close()
+    out.append((0, run_unknown_layers(path, batch)))
     with pytest.raises(ValueError, match=r"wrap_classes: Qwen3ForCausalLM has no Block; it has .*Qwen3DecoderLayer"):
         build_engine(path, wrap_classes=("Block",))
     return out
@@ -176,7 +198,7 @@ def count_products(run):
 def test_recomputing_and_wrapping_change_no_number(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for results in run_ranks(run_savings, 2, path, make_batch(9, seed=3)):
-        (products, weights), (full, _), (selective, _), _ = results
+        (products, weights), (full, _), (selective, _), *_ = results
         assert products == selective < full
         for _, others in results[1:]:
             for name, weight in weights.items():
