@@ -140,6 +140,25 @@ class EchoWorker(Worker):
         tensor.add_(1)  # a private copy, which no other rank sees
         return ListBatch([(row, tensor[i].tolist(), whole.tolist()) for i, row in enumerate(batch)])
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def register_torch_meshes(self):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        self.register_mesh("stages", mesh, ["dp"], collect_at={"pp": -1})
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        self.register_mesh("both", mesh, ["sp", "dp"])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="stages"))
+    def rows_of_stage(self, batch):
+        return ListBatch([(self.rank, row) for row in batch])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="both"))
+    def rows_of_both(self, batch):
+        return ListBatch([(self.rank, row) for row in batch])
+
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def ask(self, handles):
         return ray.get([handle.not_registered.remote("x") for handle in handles])
@@ -212,6 +231,14 @@ def test_tensors_are_sharded_and_shared_as_copies_of_their_own_rows(group, colum
     packed = pack("view", view)
     assert packed.num_bytes < 1000
     assert torch.equal(packed.unpack(), view)
+
+
+def test_meshes_of_torch_on_a_real_process_group(group):
+    group.register_torch_meshes()
+    assert (group.dp_size("stages"), group.dp_size("both")) == (2, 4)
+    assert group.mesh("stages").collect_ranks == (2, 3)  # the last stage
+    assert group.rows_of_stage(ListBatch("abcde")).items == [(2, "a"), (2, "b"), (2, "c"), (3, "d"), (3, "e")]
+    assert group.rows_of_both(ListBatch("abcd")).items == [(0, "a"), (2, "b"), (1, "c"), (3, "d")]
 
 
 def test_results_that_are_batches_on_some_ranks_are_refused(group):

@@ -61,20 +61,6 @@ class MeshWorker(Worker):
     def seen(self):
         return self.rows
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_gloo(self):
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def register_torch_mesh(self, name, shape, names, data_axes, collect_at):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        self.register_mesh(name, mesh, data_axes, collect_at=collect_at)
-        return mesh.get_local_rank("dp")
-
     # Called through `over`, with a mode that names the mesh; what counts here is the padding that the worker applies.
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("any"))
     def echo_unequal(self, batch, *, ids):
@@ -151,18 +137,3 @@ def test_dispatch_then_collect_is_the_identity_and_every_rank_sees_its_own_shard
     assert [[row for row in rows if row != "padding"] for rows in seen] == [shards[at] for at in dp_rank]
     if padded:
         assert len({len(rows) for rows in seen}) == 1
-
-
-def test_meshes_of_torch_on_a_real_process_group(group):
-    group.start_gloo()
-    at = group.register_torch_mesh("torch", (2, 2, 2), ("pp", "dp", "tp"), ["dp"], {"pp": -1})
-    assert at == [0, 0, 1, 1, 0, 0, 1, 1]
-    group.register_torch_mesh("both", (2, 2, 2), ("dp", "tp", "sp"), ["sp", "dp"], {})
-    assert (group.dp_size("torch"), group.dp_size("both")) == (2, 4)
-    assert group.mesh("torch").collect_ranks == (4, 6)
-    for name, expected in [("torch", [0, 0, 1, 1, 0, 0, 1, 1]), ("both", [0, 2, 0, 2, 1, 3, 1, 3])]:
-        group.use(name)
-        rows = list(range(10))
-        assert over(group, name, "echo_unequal", None, ListBatch(rows), ids=Shard(rows)).items == rows
-        shards = [part.items for part in ListBatch(rows).chunk(group.dp_size(name))]
-        assert group.seen() == [shards[dp_rank] for dp_rank in expected]
