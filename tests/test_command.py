@@ -236,8 +236,8 @@ def test_an_engine_that_is_killed_while_it_starts_leaves_nothing(start, recipe):
 
 def _check_one_error(command: Command, message: str) -> None:
     errors = [line for line in command.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert re.search(message, command.output)
+    assert len(errors) == 1, command.output
+    assert re.search(message, command.output), command.output
     assert "Traceback" not in command.output
 
 

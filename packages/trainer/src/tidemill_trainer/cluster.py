@@ -139,8 +139,13 @@ class Cluster:
             serving.get()
         self.actor.connect_engines(
             [
-                RayEngine(worker, tp_size=config.rollout.tensor_parallel_size, timeout_s=config.weight_update.timeout_s)
-                for worker in self.rollout.workers
+                RayEngine(
+                    worker,
+                    f"rank {rank} of group 'rollout'",
+                    tp_size=config.rollout.tensor_parallel_size,
+                    timeout_s=config.weight_update.timeout_s,
+                )
+                for rank, worker in enumerate(self.rollout.workers)
             ]
         )
 

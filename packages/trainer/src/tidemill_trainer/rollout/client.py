@@ -12,17 +12,19 @@ class RayEngine:
 
     Args:
         actor: handle of the worker's actor.
+        name: of the worker, for messages.
         tp_size: devices of its engine.
         timeout_s: deadline of each call.
     """
 
-    def __init__(self, actor: Any, *, tp_size: int, timeout_s: float) -> None:
+    def __init__(self, actor: Any, name: str, *, tp_size: int, timeout_s: float) -> None:
         self._actor = actor
+        self._name = name
         self._timeout_s = timeout_s
         self.tp_size = tp_size
 
     def __repr__(self) -> str:
-        return f"RayEngine({self._actor!r})"
+        return self._name
 
     @cached_property
     def has_loader(self) -> bool:
