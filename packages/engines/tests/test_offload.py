@@ -56,8 +56,13 @@ def run_offload(path, batches, offload, folder):
     engine = build_engine(path, max_token_len_per_gpu=40, **offload)
     seen = {"start": device_bytes(engine)}
     if offload.get("param_offload"):
-        with pytest.raises(RuntimeError, match=r"offloaded; call this within train_mode"):
+        with pytest.raises(RuntimeError, match=r"params: offloaded to the CPU; call this within .* eval_mode"):
             engine.forward_backward_batch(batches[0], None, forward_only=True)
+    if offload.get("optimizer_offload"):
+        with pytest.raises(RuntimeError, match=r"grads: offloaded to the CPU; call this within train_mode"):
+            engine.optimizer_step()
+        with engine.eval_mode(), pytest.raises(RuntimeError, match="optimizer: offloaded"):
+            engine.apply_gradient(1.0)
     rows = [shard(engine, batch) for batch in batches]
 
     def loss(output, micro_batch, normalizer):

@@ -62,6 +62,8 @@ class FSDP2Engine(BaseEngine):
         optimizer: OptimizerConfig | None,
         checkpoint: CheckpointConfig,
     ) -> None:
+        if not isinstance(engine, EngineConfig):
+            raise TypeError(f"the FSDP2 engine is configured by an EngineConfig, got a {type(engine).__name__}")
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)
         self.device = torch.device("meta")
         self._optimizer: torch.optim.AdamW | None = None
@@ -189,10 +191,12 @@ class FSDP2Engine(BaseEngine):
             raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig and initialize() it")
         return self._optimizer
 
-    def check_at_hand(self) -> None:
-        """Raises RuntimeError if the parameters are away on the CPU."""
-        if "params" in self._parked and self._parked["params"].away:
-            raise RuntimeError("the parameters are offloaded; call this within train_mode() or eval_mode()")
+    def check_at_hand(self, *kinds: str) -> None:
+        """Raises RuntimeError if "params", "grads" or "optimizer" are asked for and away on the CPU."""
+        away = [kind for kind in kinds if kind in self._parked and self._parked[kind].away]
+        if away:
+            context = "train_mode() or eval_mode()" if away == ["params"] else "train_mode()"
+            raise RuntimeError(f"{', '.join(away)}: offloaded to the CPU; call this within {context}")
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -220,11 +224,13 @@ class FSDP2Engine(BaseEngine):
             self._parked["grads"].forget()
 
     def grad_norm(self) -> float:
+        self.check_at_hand("grads")
         grads = local_grads(self.model.parameters())
         return global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
 
     def apply_gradient(self, norm: float) -> None:
         assert self.optimizer_config is not None
+        self.check_at_hand("params", "grads", "optimizer")
         clip_grads(local_grads(self.model.parameters()), norm, self.optimizer_config.clip_grad)
         set_learning_rate(self.optimizer, learning_rate(self.optimizer_config, self.step))
         self.optimizer.step()

@@ -57,7 +57,7 @@ class FSDP2LanguageModel(FSDP2Engine):
     ) -> BatchOutput:
         if loss_fn is None and not forward_only:
             raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
-        self.check_at_hand()
+        self.check_at_hand(*(["params"] if forward_only else ["params", "grads"]))
         if loss_fn is not None and self._balances_experts:
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         plan = plan_batch(
