@@ -1,16 +1,6 @@
 """The real thing: stock SGLang, its weights replaced from other processes."""
 
-import contextlib
-import http.client
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +8,17 @@ import pytest
 import torch
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.sglang import HttpEngine, LocalEngine, sglang_launch_args
+from tidemill_weight_update.sglang import LocalEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPT = [5, 6, 7, 8, 9]
 SAMPLING = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-ENGINE = {
-    "device": "cpu",
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    "mem_fraction_static": 0.1,
-    "max_total_tokens": 4096,
-    "log_level": "warning",
-}
 
 
 class StockEngine(LocalEngine):
     """Of an engine that somebody else launched."""
 
-    has_loader = False
-
-
-class StockHttpEngine(HttpEngine):
     has_loader = False
 
 
@@ -196,98 +171,3 @@ def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, exp
     with pytest.raises(RuntimeError, match="the sender must be alive"):
         StockEngine(engine).load_bucket(handles[0])
     assert generate(engine)["output_ids"] == expected[checkpoints[2]]
-
-
-KEY = "not-a-secret"
-HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints) -> Iterator[str]:
-    """The URL of a stock SGLang server on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoints[0]), "--api-key", KEY]
-    for name, value in (ENGINE | {"host": "127.0.0.1", "port": port, "skip_server_warmup": True}).items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    command += ["--custom-weight-loader", *sglang_launch_args()["custom_weight_loader"]]
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 500
-        while not is_healthy(url):
-            assert process.poll() is None, f"the server ended with {process.returncode}"
-            assert time.monotonic() < deadline, "the server did not come up within 500 s"
-            time.sleep(0.5)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return post(url, "GET", "/health")[0] == 200
-    except OSError:
-        return False
-
-
-def post(url: str, method: str, path: str, body: dict | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
-    with contextlib.closing(connection):
-        connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
-        response = connection.getresponse()
-        content = response.read()
-    return response.status, json.loads(content) if content.startswith(b"{") else content
-
-
-def generate_over_http(url: str) -> dict[str, Any]:
-    status, out = post(url, "POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING})
-    assert status == 200, out
-    return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", [HttpEngine, StockHttpEngine])
-def test_an_update_over_http(server, checkpoints, expected, client):
-    engine = client(server, api_key=KEY)
-    assert (engine.tp_size, HttpEngine(server, api_key=KEY).has_loader) == (1, True)
-    updater = WeightUpdater([engine], bucket_bytes=1 << 16)
-    for version, path in enumerate((checkpoints[1], checkpoints[2])):
-        stats = updater.update(state(path).items(), version)
-        assert stats.verified == (client is HttpEngine)
-        out = generate_over_http(server)
-        assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
-    updater.close()
-
-
-@pytest.mark.slow
-def test_a_server_refuses_a_wrong_key(server):
-    with pytest.raises(RuntimeError, match=r"HTTP 401 .*check api_key"):
-        HttpEngine(server, api_key="wrong").flush_cache()
-
-
-@pytest.mark.slow
-def test_a_cache_that_running_requests_hold_is_an_error(server, checkpoints, expected):
-    updater = WeightUpdater([StockHttpEngine(server, api_key=KEY)])
-    running = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
-    with contextlib.closing(running):
-        body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}
-        running.request("POST", "/generate", json.dumps(body), HEADERS)
-        stream = running.getresponse()
-        assert stream.readline().startswith(b"data:")  # the request runs
-        assert post(server, "POST", "/pause_generation", {"mode": "in_place"})[0] == 200
-        try:
-            with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*did not flush its prefix cache.*HTTP 400"):
-                updater.update(state(checkpoints[0]).items(), "paused")
-        finally:
-            assert post(server, "POST", "/continue_generation", {})[0] == 200
-        assert stream.read().rstrip().endswith(b"[DONE]")
-    updater.update(state(checkpoints[0]).items(), "free")
-    out = generate_over_http(server)
-    assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[0]], "free")
