@@ -59,7 +59,7 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
 
     architecture = Architecture.read(folder)
     parallel.check(architecture, dist.get_world_size())
-    groups = make_groups(parallel, torch.device("cpu"), seed=1, timeout_s=60)
+    groups = make_groups(parallel, torch.device("cpu"), lambda world_size: None, seed=1, timeout_s=60)
     config = transformer_config(architecture, parallel, torch.float32)
     chunks = build_chunks(architecture, config)
     weights = MegatronWeights(chunks, architecture, own_placement(), dist.group.WORLD)
@@ -96,23 +96,10 @@ def train(cases: Sequence[tuple[str, dict[str, Any], dict[str, Any]]], num_steps
 
 
 def _train(folder: str, parallel: ParallelConfig, others: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    from engine_cases import make_batch, policy_like_loss
-    from tidemill_engines import CheckpointConfig, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
-    from tidemill_engines.megatron.language_model import MegatronLanguageModel
+    from engine_cases import policy_like_loss
 
-    class Engine(MegatronLanguageModel):
-        save_checkpoint = load_checkpoint = finish_checkpoint = None
-
-    engine = Engine(
-        model=ModelConfig(path=folder),
-        engine=MegatronConfig(device="cpu", parallel=parallel, **others),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-        checkpoint=CheckpointConfig(),
-    )
-    engine.initialize()
-    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
-    own = make_batch(NUM_ROWS, temperature=0.8)[rank * NUM_ROWS // size : (rank + 1) * NUM_ROWS // size]
+    engine = make_engine(folder, parallel, **others)
+    rank, own = engine.get_data_parallel_rank(), own_rows(engine)
     before = engine.infer_batch(own, entropy=True)
     metrics = [engine.train_batch(own, policy_like_loss, calculate_entropy=True) for _ in range(num_steps)]
     seen = {
@@ -125,6 +112,70 @@ def _train(folder: str, parallel: ParallelConfig, others: dict[str, Any], num_st
     }
     engine.close()
     engine.close()
+    return seen
+
+
+def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
+    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model=ModelConfig(path=folder),
+        engine=MegatronConfig(device="cpu", parallel=parallel, **others),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+    )
+    engine.initialize()
+    return engine
+
+
+def own_rows(engine: Any) -> Any:
+    """This rank's rows of the batch of all tests."""
+    from engine_cases import make_batch
+
+    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    return make_batch(NUM_ROWS, temperature=0.8)[rank * NUM_ROWS // size : (rank + 1) * NUM_ROWS // size]
+
+
+def refusals(folder: str, configs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """What an engine says to each (sizes, further configuration)."""
+    said = []
+    for sizes, others in configs:
+        try:
+            make_engine(folder, ParallelConfig(**sizes), **others)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def save_and_load(
+    folder: str, target: str, layouts: Sequence[dict[str, Any]], others: dict[str, Any]
+) -> dict[str, Any]:
+    """Three steps under the first layout, saved after the first; the last two again under every layout.
+
+    Returns:
+        metrics and weights of the uninterrupted steps, and of those after loading under each layout.
+    """
+    from engine_cases import policy_like_loss
+
+    def steps(engine: Any, num_steps: int) -> list[dict[str, float]]:
+        return [
+            engine.train_batch(own_rows(engine), policy_like_loss, calculate_entropy=True) for _ in range(num_steps)
+        ]
+
+    engine = make_engine(folder, ParallelConfig(**layouts[0]), **others)
+    steps(engine, 1)
+    engine.save_checkpoint(f"{target}/step_1")
+    seen = {"metrics": [steps(engine, 2)], "weights": [dict(engine.get_per_tensor_param())]}
+    engine.save_hf(f"{target}/hf")
+    engine.close()
+    for layout in layouts:
+        engine = make_engine(folder, ParallelConfig(**layout), **others)
+        engine.load_checkpoint(f"{target}/step_1")
+        seen["metrics"].append(steps(engine, 2))
+        seen["weights"].append(dict(engine.get_per_tensor_param()))
+        engine.close()
     return seen
 
 

@@ -148,3 +148,15 @@ def test_bad_configs_are_refused(make, message):
 def test_configs_are_frozen():
     with pytest.raises(FrozenInstanceError):
         EngineConfig().device = "cpu"
+
+
+def test_the_configuration_of_another_backend_is_refused():
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    with pytest.raises(TypeError, match="the FSDP2 engine is configured by an EngineConfig, got a MegatronConfig"):
+        EngineRegistry.new(
+            model_type="language_model",
+            backend="fsdp2",
+            model=ModelConfig(path="x"),
+            engine=MegatronConfig(device="cpu"),
+        )

@@ -8,6 +8,7 @@ from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig,
 
 if TYPE_CHECKING:
     from tidemill_engines.base import BaseEngine
+    from tidemill_engines.megatron.config import MegatronConfig
 
 EngineFactory = Callable[[], "type[BaseEngine]"]
 """Imports and returns an engine class; called only when that engine is asked for."""
@@ -64,19 +65,21 @@ class EngineRegistry:
         model_type: str,
         backend: str,
         model: ModelConfig,
-        engine: EngineConfig,
+        engine: "EngineConfig | MegatronConfig",
         optimizer: OptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
     ) -> "BaseEngine":
         """Creates an engine; nothing is loaded before its `initialize()`.
 
         Args:
+            engine: the configuration of the backend: `EngineConfig` of "fsdp2", `MegatronConfig` of "megatron".
             optimizer: None makes an engine for inference only, such as a reference policy.
             checkpoint: how checkpoints are saved; None takes the defaults.
 
         Raises:
             ValueError: no engine is registered for this model type, backend and `engine.device`; the message lists
                 those there are.
+            TypeError: `engine` is the configuration of another backend.
             ImportError: the engine needs a package that is not installed; the message says what to install.
         """
         device = engine.device
@@ -102,7 +105,7 @@ class EngineRegistry:
             ) from error
         return engine_class(
             model=model,
-            engine=engine,
+            engine=engine,  # type: ignore[arg-type] - checked by the engine
             optimizer=optimizer,
             checkpoint=CheckpointConfig() if checkpoint is None else checkpoint,
         )
@@ -120,3 +123,10 @@ def _fsdp2_value_model() -> "type[BaseEngine]":
     from tidemill_engines.fsdp2.value_model import FSDP2ValueModel
 
     return FSDP2ValueModel
+
+
+@EngineRegistry.register("language_model", "megatron", extra="tidemill-engines[megatron]")
+def _megatron_language_model() -> "type[BaseEngine]":
+    from tidemill_engines.megatron.language_model import MegatronLanguageModel
+
+    return MegatronLanguageModel

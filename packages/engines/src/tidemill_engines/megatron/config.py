@@ -124,3 +124,17 @@ class MegatronConfig:
             )
         if not self.timeout_s > 0:
             raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
+
+    def check(self, architecture: Architecture, world_size: int) -> None:
+        """Checks that a model can be trained so on a number of ranks; nothing is communicated.
+
+        Raises:
+            ValueError: it cannot; see `ParallelConfig.check`.
+        """
+        self.parallel.check(architecture, world_size)
+        is_divided = self.parallel.pipeline_model_parallel_size > 1
+        if is_divided and architecture.tie_word_embeddings and self.use_distributed_optimizer:
+            raise ValueError(
+                "megatron-core 0.16 mixes up the distributed optimizer's state of tied embeddings in checkpoints of "
+                "pipelines; set MegatronConfig.use_distributed_optimizer=False for this model"
+            )

@@ -14,8 +14,10 @@ from megatron.core.transformer.module import Float16Module
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
+from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
 from tidemill_engines.hf_export import copy_side_files, write_weights
+from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.cpu import on_cpu
@@ -47,6 +49,8 @@ class MegatronEngine(BaseEngine):
         optimizer: OptimizerConfig | None,
         checkpoint: CheckpointConfig,
     ) -> None:
+        if not isinstance(engine, MegatronConfig):
+            raise TypeError(f"the Megatron engine is configured by a MegatronConfig, got a {type(engine).__name__}")
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)  # type: ignore[arg-type]
         self.config = engine
         self.device = torch.device("meta")
@@ -68,16 +72,17 @@ class MegatronEngine(BaseEngine):
             self._redirections.enter_context(on_cpu())
         try:
             self._groups = make_groups(
-                self.config.parallel, self.device, seed=self.config.seed, timeout_s=self.config.timeout_s
+                self.config.parallel, self.device, self._read, seed=self.config.seed, timeout_s=self.config.timeout_s
             )
-            with together(self.groups.control):
-                self._architecture = Architecture.read(Path(self.model_config.path))
-                self.config.parallel.check(self._architecture, dist.get_world_size())
             self._build()
         except BaseException:
             self.close()
             raise
         self.step = self.skipped_steps = 0
+
+    def _read(self, world_size: int) -> None:
+        self._architecture = Architecture.read(Path(self.model_config.path))
+        self.config.check(self._architecture, world_size)
 
     def _build(self) -> None:
         parallel, dtype = self.config.parallel, getattr(torch, self.config.param_dtype)
@@ -228,6 +233,28 @@ class MegatronEngine(BaseEngine):
             dtype: that weights are cast to; None leaves that of the parameters.
         """
         yield from self.weights.shards(None if dtype is None else getattr(torch, dtype))
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        if self.checkpoint_config.asynchronous:
+            raise ValueError("CheckpointConfig.asynchronous: the Megatron engine saves at once; leave it out")
+        progress = Progress(
+            step=self.step,
+            skipped_steps=self.skipped_steps,
+            world_size=dist.get_world_size(),
+            has_optimizer=self._optimizer is not None,
+        )
+        keep_last = self.checkpoint_config.keep_last
+        checkpoint.save(Path(path), self.chunks, self._optimizer, progress, self.groups.control, keep_last=keep_last)
+
+    def finish_checkpoint(self) -> None:
+        """Does nothing: a checkpoint is whole when `save_checkpoint` returns."""
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        progress = read_progress(Path(path), self.groups.control)
+        if self._optimizer is not None and not progress.has_optimizer:
+            raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
+        checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control)
+        self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
     def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
         from transformers import AutoConfig

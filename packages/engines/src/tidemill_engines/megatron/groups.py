@@ -1,5 +1,6 @@
 """The process groups of a Megatron engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from tidemill_engines.agreement import gather
+from tidemill_engines.agreement import gather, together
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement
 from tidemill_engines.process_group import init_default_group
@@ -48,10 +49,13 @@ class MegatronGroups:
         return values[0]
 
 
-def make_groups(config: ParallelConfig, device: torch.device, *, seed: int, timeout_s: float) -> MegatronGroups:
+def make_groups(
+    config: ParallelConfig, device: torch.device, check: Callable[[int], None], *, seed: int, timeout_s: float
+) -> MegatronGroups:
     """Divides all ranks. Megatron keeps its groups as state of the process, so there is one division at a time.
 
     Args:
+        check: called with the number of ranks before they are divided; what it raises on one rank, all raise.
         seed: of Megatron's random states, from which those of the ranks are derived.
 
     Raises:
@@ -61,6 +65,13 @@ def make_groups(config: ParallelConfig, device: torch.device, *, seed: int, time
         raise RuntimeError("this process has a Megatron engine already, and Megatron keeps its groups once a process")
     timeout = timedelta(seconds=timeout_s)
     owns_default = init_default_group(device, timeout)
+    control = _group(list(range(dist.get_world_size())), timeout)
+    try:
+        with together(control):
+            check(dist.get_world_size())
+    except BaseException:
+        dist.destroy_process_group(None if owns_default else control)
+        raise
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -71,7 +82,6 @@ def make_groups(config: ParallelConfig, device: torch.device, *, seed: int, time
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    control = _group(list(range(dist.get_world_size())), timeout)
     stages: list[list[int]] = gather(
         dist.get_process_group_ranks(_checked(parallel_state.get_pipeline_model_parallel_group())), control
     )
