@@ -1,6 +1,7 @@
 """What ranks of a Megatron model do in the tests."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
         model_type="language_model",
         backend="megatron",
         model=ModelConfig(path=folder),
-        engine=MegatronConfig(device="cpu", parallel=parallel, **others),
+        engine=MegatronConfig(device="cpu", **asdict(parallel), **others),
         optimizer=OptimizerConfig(**OPTIMIZER),
     )
     engine.initialize()
@@ -165,6 +166,7 @@ def save_and_load(
         ]
 
     engine = make_engine(folder, ParallelConfig(**layouts[0]), **others)
+    engine.save_checkpoint(f"{target}/step_0")  # before any step, too
     steps(engine, 1)
     engine.save_checkpoint(f"{target}/step_1")
     seen = {"metrics": [steps(engine, 2)], "weights": [dict(engine.get_per_tensor_param())]}

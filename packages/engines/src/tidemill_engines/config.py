@@ -180,6 +180,7 @@ class EngineConfig:
     """How the FSDP2 engine runs.
 
     Attributes:
+        backend: tells configurations of different engines apart.
         device: "auto" takes CUDA where it is usable.
         param_dtype: of forward and backward; the master weights keep `ModelConfig.dtype`.
         reduce_dtype: of the gradient reduction over ranks.
@@ -208,6 +209,7 @@ class EngineConfig:
         ValueError: a value out of its range.
     """
 
+    backend: Literal["fsdp2"] = "fsdp2"
     device: Device = "auto"
     param_dtype: Dtype = "float32"
     reduce_dtype: Dtype = "float32"

@@ -30,7 +30,7 @@ class ActorWorker(Worker):
         self._config = config
         self._engine: BaseEngine = EngineRegistry.new(
             model_type="language_model",
-            backend="fsdp2",
+            backend=config.engine.backend,
             model=config.model,
             engine=config.engine,
             optimizer=config.optimizer,

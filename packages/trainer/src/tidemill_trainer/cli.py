@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         overrides = [*args.overrides, *(["algorithm.shuffle_rewards=true"] if args.shuffle_rewards else [])]
         if args.command == "demo":
-            return run.demo(DEMO_CONFIG, overrides)
+            return run.demo(args.config, overrides)
         return run.train(args.config, overrides, resume=args.resume)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="train a tiny model on this machine, no GPU and no download needed")
+    demo.add_argument(
+        "--config",
+        type=Path,
+        default=DEMO_CONFIG,
+        metavar="CONFIG.toml",
+        help="another configuration than the demo's own",
+    )
     train = commands.add_parser("train", help="train with your own configuration")
     train.add_argument("config", type=Path, metavar="CONFIG.toml")
     train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")

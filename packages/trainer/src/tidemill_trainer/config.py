@@ -1,9 +1,11 @@
 """The configuration of a training run: one frozen dataclass per section of the TOML file."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.megatron.config import MegatronConfig
 
 
 def _require(holds: bool, message: str) -> None:
@@ -226,11 +228,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run; the sections of the TOML file are its fields."""
+    """A whole run; the sections of the TOML file are its fields.
+
+    Attributes:
+        engine: `backend` says which engine it configures, "fsdp2" or "megatron".
+    """
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: Annotated[EngineConfig | MegatronConfig, Field(discriminator="backend")] = field(
+        default_factory=EngineConfig
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

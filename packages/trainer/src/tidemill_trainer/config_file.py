@@ -11,8 +11,13 @@ from typing import Any, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
+from tidemill_engines.config import EngineConfig
+from tidemill_engines.megatron.config import MegatronConfig
 
 from tidemill_trainer.config import Config
+
+_DEFAULT_BACKEND = "fsdp2"
+_BACKENDS: dict[str, type] = {"fsdp2": EngineConfig, "megatron": MegatronConfig}
 
 
 class ConfigError(ValueError):
@@ -44,11 +49,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def parse_config(data: dict[str, Any]) -> Config:
     """Checks nested dicts as TOML gives them and makes a `Config` of them; raises `ConfigError`."""
     _check_keys(Config, data, ())
+    backend = data.get("engine", {}).get("backend", _DEFAULT_BACKEND)
+    data = data | {"engine": {"backend": backend} | data.get("engine", {})}
     try:
         # Strict, but in JSON a list may become a tuple. A TOML date can only be meant as text.
         return TypeAdapter(Config).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        problems = [_describe(problem) for problem in error.errors()]
+        problems = [_describe(problem, backend) for problem in error.errors()]
         raise ConfigError("\n".join(problems)) from error
 
 
@@ -110,12 +117,23 @@ def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             advice = f"did you mean {'.'.join((*where, near[0]))}?" if near else f"known here: {', '.join(known)}"
             raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice}")
-        if dataclasses.is_dataclass(hints[key]):
-            _check_keys(hints[key], value, (*where, key))  # type: ignore[arg-type]
+        section = _engine_config(value) if (*where, key) == ("engine",) else hints[key]
+        if dataclasses.is_dataclass(section):
+            _check_keys(section, value, (*where, key))  # type: ignore[arg-type]
 
 
-def _describe(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+def _engine_config(section: Any) -> type:
+    backend = section.get("backend", _DEFAULT_BACKEND) if isinstance(section, dict) else _DEFAULT_BACKEND
+    if backend not in _BACKENDS:
+        raise ConfigError(f"config key engine.backend: must be one of {', '.join(_BACKENDS)} (got {backend!r})")
+    return _BACKENDS[backend]
+
+
+def _describe(problem: Any, backend: str) -> str:
+    loc = problem["loc"]
+    if loc[:2] == ("engine", backend):  # pydantic names the kind of engine, too
+        loc = ("engine", *loc[2:])
+    where = ".".join(str(part) for part in loc)
     if problem["type"] == "missing":
         return f"config key {where} is required"
     message = problem["msg"].removeprefix("Value error, ")

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tidemill_engines.agreement import together
 from tidemill_engines.checkpoint_folder import Progress, save_folder
+from tidemill_engines.megatron.optimizer import torch_optimizers
 from tidemill_engines.megatron.weights import unwrapped
 
 
@@ -77,8 +78,6 @@ def load(
         ValueError: the checkpoint is of another model, or of experts that were divided otherwise; raised on every rank.
     """
     with together(group):
-        if optimizer is not None:
-            _fill(optimizer)
         try:
             state: Any = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(path))
         except (CheckpointingException, CheckpointException, KeyError) as error:
@@ -115,26 +114,9 @@ def _sharded_state(
     return state
 
 
-def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [each.optimizer for each in getattr(optimizer, "chained_optimizers", [optimizer])]
-
-
-def _fill(optimizer: MegatronOptimizer) -> None:
-    """Makes the state that AdamW makes at its first step: Megatron loads into what is there."""
-    for each in _torch_optimizers(optimizer):
-        for group in each.param_groups:
-            for parameter in group["params"]:
-                if not each.state[parameter]:
-                    each.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
 def _part_steps(optimizer: MegatronOptimizer) -> None:
     """Megatron gives all parameters one tensor for Adam's step, which would then count each of them."""
-    for each in _torch_optimizers(optimizer):
+    for each in torch_optimizers(optimizer):
         for state in each.state.values():
             state["step"] = state["step"].clone()
 

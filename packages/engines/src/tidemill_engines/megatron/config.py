@@ -1,7 +1,7 @@
 """How the Megatron engine divides a model among ranks."""
 
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tidemill_engines.config import Device, Dtype
 from tidemill_engines.megatron.architecture import Architecture
@@ -35,12 +35,12 @@ class ParallelConfig:
         ):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"ParallelConfig.{name} must be at least 1; got {size}")
+                raise ValueError(f"{type(self).__name__}.{name} must be at least 1; got {size}")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError("ParallelConfig.sequence_parallel needs tensor_model_parallel_size above 1")
+            raise ValueError(f"{type(self).__name__}.sequence_parallel needs tensor_model_parallel_size above 1")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
-                "ParallelConfig.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1"
+                f"{type(self).__name__}.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1"
             )
 
     @property
@@ -80,12 +80,12 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronConfig:
-    """How the Megatron engine runs.
+class MegatronConfig(ParallelConfig):
+    """How the Megatron engine runs, and how it divides the model (see `ParallelConfig`).
 
     Attributes:
+        backend: tells configurations of different engines apart.
         device: "auto" takes CUDA where it is usable.
-        parallel: how the model is divided.
         param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters.
         use_distributed_optimizer: divide the optimizer's state among data-parallel ranks.
         overlap_grad_reduce: reduce gradients while the backward goes on.
@@ -99,8 +99,8 @@ class MegatronConfig:
         ValueError: a value out of its range.
     """
 
+    backend: Literal["megatron"] = "megatron"
     device: Device = "auto"
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     param_dtype: Dtype = "float32"
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
@@ -110,6 +110,7 @@ class MegatronConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        ParallelConfig.__post_init__(self)
         if self.device not in get_args(Device):
             raise ValueError(f"MegatronConfig.device must be one of {', '.join(get_args(Device))}; got {self.device!r}")
         if self.param_dtype not in ("float32", "bfloat16"):
@@ -126,13 +127,8 @@ class MegatronConfig:
             raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
 
     def check(self, architecture: Architecture, world_size: int) -> None:
-        """Checks that a model can be trained so on a number of ranks; nothing is communicated.
-
-        Raises:
-            ValueError: it cannot; see `ParallelConfig.check`.
-        """
-        self.parallel.check(architecture, world_size)
-        is_divided = self.parallel.pipeline_model_parallel_size > 1
+        ParallelConfig.check(self, architecture, world_size)
+        is_divided = self.pipeline_model_parallel_size > 1
         if is_divided and architecture.tie_word_embeddings and self.use_distributed_optimizer:
             raise ValueError(
                 "megatron-core 0.16 mixes up the distributed optimizer's state of tied embeddings in checkpoints of "

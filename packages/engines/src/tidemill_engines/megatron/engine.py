@@ -72,7 +72,7 @@ class MegatronEngine(BaseEngine):
             self._redirections.enter_context(on_cpu())
         try:
             self._groups = make_groups(
-                self.config.parallel, self.device, self._read, seed=self.config.seed, timeout_s=self.config.timeout_s
+                self.config, self.device, self._read, seed=self.config.seed, timeout_s=self.config.timeout_s
             )
             self._build()
         except BaseException:
@@ -85,7 +85,7 @@ class MegatronEngine(BaseEngine):
         self.config.check(self._architecture, world_size)
 
     def _build(self) -> None:
-        parallel, dtype = self.config.parallel, getattr(torch, self.config.param_dtype)
+        parallel, dtype = self.config, getattr(torch, self.config.param_dtype)
         self.division = Division(
             cp_rank=dist.get_rank(self.groups.cp),
             cp_size=parallel.context_parallel_size,
@@ -151,7 +151,7 @@ class MegatronEngine(BaseEngine):
         model: Any = unwrapped(self.chunks[-1])
         is_tied = self.architecture.tie_word_embeddings
         weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
-        size = self.config.parallel.tensor_model_parallel_size
+        size = self.config.tensor_model_parallel_size
         rows = padded_vocab_size(self.architecture.vocab_size, size) // size
         first = dist.get_rank(self.groups.tp) * rows
         return weight, first, max(0, min(rows, self.architecture.vocab_size - first))

@@ -33,7 +33,7 @@ class MegatronLanguageModel(MegatronEngine):
     ) -> BatchOutput:
         if loss_fn is None and not forward_only:
             raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
-        parallel = self.config.parallel
+        parallel = self.config
         plan = plan_batch(
             batch,
             self.groups.control,
@@ -119,7 +119,7 @@ class MegatronLanguageModel(MegatronEngine):
         def finish(
             micro_batch: DataProto, inputs: MegatronInputs, hidden_states: torch.Tensor
         ) -> tuple[torch.Tensor, StepOutput]:
-            if self.config.parallel.sequence_parallel:
+            if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states)
             else:
                 hidden_states = copy_to_tensor_model_parallel_region(hidden_states)

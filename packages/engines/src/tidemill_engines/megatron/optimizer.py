@@ -13,7 +13,7 @@ from tidemill_engines.config import OptimizerConfig
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, *, dtype: torch.dtype, distributed: bool
 ) -> MegatronOptimizer:
-    """AdamW over this rank's chunks. Clipping and schedule are the engine's own.
+    """AdamW over this rank's chunks, with its state made at once. Clipping and schedule are the engine's own.
 
     Args:
         dtype: of the parameters; of bfloat16 ones, float32 masters are kept.
@@ -42,7 +42,25 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(core, list(chunks), config_overrides=overrides)
     for group in optimizer.param_groups:  # Megatron's scheduler would do it, which is not used
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    for each in torch_optimizers(optimizer):
+        _fill(each)
     return optimizer
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Those that do the work: one, or one more for the experts."""
+    return [each.optimizer for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that AdamW makes at its first step: Megatron saves and loads what is there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def apply_gradient(optimizer: MegatronOptimizer, config: OptimizerConfig, norm: float, lr: float) -> None:
