@@ -9,6 +9,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from tidemill_engines.attention import varlen_cuda, varlen_padded
+from tidemill_engines.megatron.packed import PackedRows, own_positions
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """As Megatron's, which refuses sequence parallelism: there each rank has the gradient of its tokens only, and
@@ -21,10 +24,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence, for packed rows ("thd") and for rows of one length ("sbhd").
+    """Causal attention within each of the packed rows.
 
-    With context parallelism each rank has the chunks `rank` and `2 * cp - 1 - rank` of the 2 cp chunks of each
-    sequence, and keys and values are gathered. Scores of all pairs of tokens are made: fit for a CPU.
+    Where each rank has whole rows it is that of the other engines. With context parallelism each rank has the chunks
+    `rank` and `2 * cp - 1 - rank` of the 2 cp chunks of each row, keys and values are gathered, and scores of all pairs
+    of tokens are made: fit for a CPU.
     """
 
     def __init__(
@@ -55,45 +59,36 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """
         Args:
-            query, key, value: [n, H, D] of packed rows, [S, B, H, D] of others, H being fewer for key and value.
-            attention_mask: not used; the sequences say it all.
+            query, key, value: [n, H, D], H being fewer for key and value.
+            attention_mask: not used; the rows say it all.
+            packed_seq_params: a `PackedRows`.
 
         Returns:
-            [n, H * D] or [S, B, H * D].
+            [n, H * D].
         """
+        assert isinstance(packed_seq_params, PackedRows)
+        layout = packed_seq_params.layout
+        if layout is None:
+            return self._of_parts(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())
+        if query.is_cuda and query.dtype == torch.bfloat16:
+            return varlen_cuda(query, key, value, layout, self._scale, None).flatten(1)
+        return varlen_padded(query, key, value, layout, self._scale, None).flatten(1)
+
+    def _of_parts(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
         size, rank = self._group.size(), self._group.rank()
-        if packed_seq_params is None:
-            lengths = [query.size(0) * size]
-        else:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            ends = packed_seq_params.cu_seqlens_q if padded is None else padded
-            lengths = ends.diff().tolist()
-            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        if size > 1:
-            key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
+        key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
         q_at = _positions(lengths, size, rank)
         kv_at = torch.cat([_positions(lengths, size, other) for other in range(size)], dim=1)
         visible = (q_at[0][:, None] == kv_at[0][None]) & (kv_at[1][None] <= q_at[1][:, None])
         out = F.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
             attn_mask=visible.to(query.device),
             scale=self._scale,
             enable_gqa=True,
         )
-        out = out.permute(2, 0, 1, 3).flatten(2)
-        return out if packed_seq_params is None else out.squeeze(1)
-
-
-def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """The positions in a sequence that a context-parallel rank has: int64 [length / size].
-
-    Args:
-        length: of the sequence, a multiple of 2 * size if size is above 1.
-    """
-    if size == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+        return out.squeeze(0).transpose(0, 1).flatten(1)
 
 
 def _positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:

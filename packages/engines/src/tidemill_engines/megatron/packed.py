@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.megatron.modules import own_positions
-from tidemill_engines.packing import response_positions
+from tidemill_engines.packing import PackedLayout, response_positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +34,13 @@ class Division:
         return self.sequence_multiple * self.sp_size
 
 
+@dataclass
+class PackedRows(PackedSeqParams):
+    """What Megatron knows of packed rows, and their layout, where each rank has whole rows."""
+
+    layout: PackedLayout | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MegatronInputs:
     """What the model is called with, on its device: n tokens of this rank, of which m predict a response token.
@@ -51,12 +57,24 @@ class MegatronInputs:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    packed: PackedSeqParams
+    packed: PackedRows
     predictors: torch.Tensor
     outputs: torch.Tensor
     labels: torch.Tensor
     num_outputs: int
     temperature: float
+
+
+def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """The positions in a sequence that a context-parallel rank has: int64 [length / size].
+
+    Args:
+        length: of the sequence, a multiple of 2 * size if size is above 1.
+    """
+    if size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) -> MegatronInputs:
@@ -93,7 +111,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     return MegatronInputs(
         input_ids=move(input_ids[own].unsqueeze(0)),
         position_ids=move(torch.cat(positions).unsqueeze(0)),
-        packed=_packed(move(starts.int()), int(padded.max())),
+        packed=_packed(padded, move(starts.int()), division),
         predictors=move(predictors[outputs]),
         outputs=move(outputs),
         labels=move(ragged.values(tokens).long()[targets][outputs]),
@@ -102,13 +120,15 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     )
 
 
-def _packed(cu_seqlens: torch.Tensor, max_length: int) -> PackedSeqParams:
-    return PackedSeqParams(
+def _packed(lengths: torch.Tensor, cu_seqlens: torch.Tensor, division: Division) -> PackedRows:
+    longest = int(lengths.max())
+    return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         cu_seqlens_q_padded=cu_seqlens,
         cu_seqlens_kv_padded=cu_seqlens,
-        max_seqlen_q=max_length,
-        max_seqlen_kv=max_length,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        layout=PackedLayout.from_lengths(lengths, cu_seqlens.device) if division.cp_size == 1 else None,
     )
