@@ -1,6 +1,6 @@
 import pytest
 from tidemill_trainer.cli import DEMO_CONFIG
-from tidemill_trainer.config_file import ConfigError, load_config, save_config
+from tidemill_trainer.config_file import ConfigError, load_config, parse_config, save_config
 
 
 @pytest.fixture
@@ -66,3 +66,32 @@ def test_a_missing_key_file_or_syntax(tmp_path):
     bad.write_text("[model]\n")
     with pytest.raises(ConfigError, match=r"config key model\.path is required"):
         load_config(bad)
+
+
+def test_the_engine_is_chosen_by_its_backend(tmp_path):
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    model = {"path": "m"}
+    config = parse_config({"model": model, "engine": {"backend": "megatron", "tensor_model_parallel_size": 2}})
+    assert config.engine == MegatronConfig(tensor_model_parallel_size=2)
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert parse_config({"model": model, "engine": {"backend": "fsdp2"}}) == parse_config({"model": model})
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"backend": "fsdp3"}, r"engine\.backend: must be one of fsdp2, megatron \(got 'fsdp3'\)"),
+        (
+            {"backend": "megatron", "tensor_parallel_size": 2},
+            r"unknown config key engine\.tensor_parallel_size; did you mean engine\.\w*tensor\w*\?",
+        ),
+        ({"tensor_model_parallel_size": 2}, r"unknown config key engine\.tensor_model_parallel_size"),
+        ({"backend": "megatron", "seed": "x"}, r"config key engine\.seed: .*integer.* \(got 'x'\)"),
+        ({"backend": "megatron", "sequence_parallel": True}, "config key engine: .*sequence_parallel needs"),
+    ],
+)
+def test_a_wrong_engine_section_is_told(engine, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"model": {"path": "m"}, "engine": engine})
