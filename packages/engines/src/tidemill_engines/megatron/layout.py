@@ -169,8 +169,6 @@ def _head(a: Architecture) -> int:
     return a.head_dim
 
 
-_INPUT_NORM = _norm("input_layernorm.weight", _hidden)
-_MLP_NORM = _norm("post_attention_layernorm.weight", _hidden)
 _L = r"decoder\.layers\.(?P<layer>\d+)\."
 # With and without Transformer Engine, which puts norms into the linear layer behind them.
 _RULES: tuple[tuple[str, Rule], ...] = (
