@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard, WeightUpdater
-from toy_engines import ATTN, EXPERTS, MLP, ToyEngine, holds, tensors
+from toy_engines import ATTN, EXPERTS, MLP, PADDED_VOCAB, ToyEngine, holds, tensors
 
 MODES = ["complete", "streaming"]
 
@@ -89,7 +89,8 @@ def test_each_rank_sends_what_it_holds(layout, world_size, bucket_bytes, dtype):
 def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tuple[str, LocalShard]]:
     """What a rank of four holds: two pipeline stages of two ranks, which are tensor- or expert-parallel, or replicas.
 
-    `tp`, `ep`: 2 if the ranks of a stage share the layers, or the experts; 1 if they are replicas there.
+    `tp`, `ep`: 2 if the ranks of a stage share the layers, or the experts; 1 if they are replicas there. Of a padded
+    vocabulary they have different numbers of rows, and heads of queries come one by one, out of a fused matrix.
     """
     stage, inner = divmod(dist.get_rank(), 2)
     items = []
@@ -103,6 +104,14 @@ def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tupl
         if expert and ep == 2:
             if int(expert[1]) // (EXPERTS // 2) != inner:
                 continue
+        elif name == "embed.weight" and tp == 2:
+            rows = slice(inner * PADDED_VOCAB // 2, (inner + 1) * PADDED_VOCAB // 2)
+            tensor, shard["start"] = tensor[rows], (rows.start, 0)
+        elif name == f"{ATTN}.q_proj.weight":
+            heads = [(at, tensor[at : at + 2]) for at in (0, 2, 4, 6) if tp == 1 or at // 4 == inner]
+            shard |= {} if tp == 2 else {"replica": inner, "num_replicas": 2}
+            items += [(name, LocalShard(tensor=head, start=(at, 0), **shard)) for at, head in heads]
+            continue
         elif tensor.dim() and tp == 2 and not name.startswith("norm"):
             shard |= {"dim": dim, "rank": inner, "size": 2}
             tensor = tensor.chunk(2, dim)[inner]
@@ -222,6 +231,8 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
             items[name] = LocalShard(**part | {"rank": 1 - bad_rank})
         elif kind == "twice":
             items = [*items.items(), (name, good[name])]
+        elif kind == "part twice":
+            items = [*(item for item in items.items() if item[0] != name), *[(name, LocalShard(**part))] * 2]
         elif kind == "missing part":
             del items[name]
         elif kind == "empty":
@@ -253,6 +264,7 @@ BAD = {
     "shape": (rf"(disagree about|load_weights failed at source) {K}", rf"(disagree about|failed at source) {K}"),
     "overlap": (rf"{K} has 16 elements, .* some twice", rf"{K} has 16 elements, .* some twice"),
     "twice": (rf"ValueError: tensor {K} came twice", rf"rank {{bad}} of 2: ValueError: tensor {K} came twice"),
+    "part twice": (rf"{K} has 16 elements, .* some twice", rf"{K} has 16 elements, .* some twice"),
     "missing part": (rf"{K} has 16 elements, the trainer ranks send 8", rf"{K} has 16 elements, .* send 8"),
     "empty": ("ValueError: .*empty iterable", "rank {bad} of 2: ValueError: .*empty iterable"),
     "raises": ("KeyError: 'lost'", "rank {bad} of 2: KeyError: 'lost'"),

@@ -149,6 +149,21 @@ def test_local_shards_tile_the_tensor(dim):
     assert (covered == 1).all()
 
 
+@pytest.mark.parametrize("rows", [(3, 1), (2, 0, 2), (1, 2, 1)])
+def test_local_shards_that_begin_anywhere_tile_the_tensor(rows):
+    whole = torch.arange(24.0).view(4, 6)
+    covered = torch.zeros(4, 6)
+    for part, start in zip(whole.split(rows), (sum(rows[:i]) for i in range(len(rows))), strict=True):
+        for columns, first in zip(part.split((2, 4), dim=1), (0, 2), strict=True):
+            shard = LocalShard(tensor=columns, global_shape=(4, 6), start=(start, first))
+            piece = held("a", shard, None, group_rank=5)
+            assert (piece is None) == (columns.numel() == 0)
+            if piece is not None:
+                assert torch.equal(piece.local, box_of(whole, piece.box))
+                box_of(covered, piece.box).add_(1)
+    assert (covered == 1).all()
+
+
 def test_one_of_several_replicas_is_sent_and_names_take_turns():
     senders = []
     for name in map(str, range(40)):
@@ -172,6 +187,11 @@ def test_a_plain_tensor_is_that_of_the_first_rank():
         ({"tensor": torch.zeros(2, 5), "dim": 0, "size": 2}, r"'w'.*has the shape \(2, 6\), got a tensor of \(2, 5\)"),
         ({"tensor": torch.zeros(4), "dim": None}, r"'w'.*has the shape \(4, 6\), got a tensor of \(4,\)"),
         ({"tensor": torch.zeros(2, 6), "dim": 2, "size": 2}, r"'w'.*dim 2 of \(4, 6\)"),
+        ({"tensor": torch.zeros(2, 6), "start": (3, 0)}, r"'w'.*of \(2, 6\) that begins at \(3, 0\) does not lie in"),
+        ({"tensor": torch.zeros(2, 6), "start": (-1, 0)}, r"'w'.*does not lie in \(4, 6\)"),
+        ({"tensor": torch.zeros(2, 6), "start": (0,)}, r"'w'.*does not lie in \(4, 6\)"),
+        ({"tensor": torch.zeros(2), "start": (0, 0)}, r"'w'.*does not lie in \(4, 6\)"),
+        ({"tensor": torch.zeros(2, 6), "start": (0, 0), "dim": 0, "size": 2}, r"'w'.*by its start .* leave one out"),
         ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica 2 of 2"),
     ],
 )

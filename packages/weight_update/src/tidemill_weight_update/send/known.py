@@ -58,7 +58,8 @@ def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
     local = local_values(tensor)
     own = (local.shape, local.stride(), local.dtype, local.device)
     if isinstance(tensor, LocalShard):
-        return *own, tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.replica, tensor.num_replicas
+        place = (tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.start)
+        return *own, *place, tensor.replica, tensor.num_replicas
     if is_dtensor(tensor):
         return *own, tensor.shape, tensor.placements, tensor.device_mesh
     return own

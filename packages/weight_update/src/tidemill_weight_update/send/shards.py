@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 class LocalShard:
     """A part of a tensor, as a trainer with its own tensor parallelism holds it. Yield it in the place of the tensor.
 
-    Only ranks that hold a part of a tensor yield its name: experts and pipeline stages of other ranks are theirs.
+    Only ranks that hold a part of a tensor yield its name: experts and pipeline stages of other ranks are theirs. A
+    rank that holds several parts of a tensor yields its name with each.
 
     Attributes:
         tensor: the local values, of any strides.
         global_shape: of the whole tensor.
-        dim: along which the tensor is cut evenly; None: `tensor` is all of it.
+        dim: along which the tensor is cut evenly; None: `tensor` is all of it, or begins at `start`.
         rank: which of the `size` parts this is.
+        start: where `tensor` begins in the whole, an index for each dim, if that is not cut evenly along one of them (a
+            padded vocabulary, rows that lie between those of other tensors).
         replica: which of `num_replicas` equal copies this is, as the rank in the data-parallel group: each part is
             sent by one of its holders.
     """
@@ -37,6 +40,7 @@ class LocalShard:
     dim: int | None = None
     rank: int = 0
     size: int = 1
+    start: tuple[int, ...] | None = None
     replica: int = 0
     num_replicas: int = 1
 
@@ -46,9 +50,22 @@ class LocalShard:
         Raises:
             ValueError: there is no such part or replica, or `tensor` does not have the shape of that part.
         """
-        start, shape = [0] * len(self.global_shape), list(self.global_shape)
         if not 0 <= self.replica < self.num_replicas:
             raise ValueError(f"there is no replica {self.replica} of {self.num_replicas}; they are counted from 0")
+        return self._even_box() if self.start is None else self._box_from(self.start)
+
+    def _box_from(self, start: tuple[int, ...]) -> Box:
+        shape = tuple(self.tensor.shape)
+        if self.dim is not None:
+            raise ValueError(f"it is given both by its start {start} and as a part along dim {self.dim}; leave one out")
+        if not len(start) == len(shape) == len(self.global_shape) or any(
+            at < 0 or at + size > whole for at, size, whole in zip(start, shape, self.global_shape, strict=True)
+        ):
+            raise ValueError(f"a tensor of {shape} that begins at {start} does not lie in {self.global_shape}")
+        return Box(start=tuple(start), shape=shape)
+
+    def _even_box(self) -> Box:
+        start, shape = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None:
             if not -len(shape) <= self.dim < len(shape):
                 raise ValueError(f"there is no dim {self.dim} of {self.global_shape}")

@@ -15,7 +15,7 @@ def pieces_of(named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank
 
     Raises:
         TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
-        ValueError: a name comes twice, or there are no items at all.
+        ValueError: a name comes twice, but for parts of a tensor (`LocalShard`), or there are no items at all.
     """
     seen: set[str] = set()
     for item in named_tensors:
@@ -34,7 +34,7 @@ def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | LocalShard
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, Tensor | LocalShard):
         raise TypeError(f"expected (str, Tensor), got ({name!r:.80}, {type(tensor).__name__})")
-    if name in seen:
+    if name in seen and not isinstance(tensor, LocalShard):  # its parts are compared by the engines
         raise ValueError(f"tensor {name!r} came twice in one update; each name may be sent once")
     seen.add(name)
     return name, tensor
