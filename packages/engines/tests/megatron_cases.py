@@ -67,10 +67,12 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
     with SafetensorsFiles(folder) as files:
         read = _counted(files)
         weights.load(files)
+    own = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
     seen = {
         "read": sum(read),
         "held": sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
         "shards": list(weights.shards()),
+        "are_views": all(shard.tensor.untyped_storage().data_ptr() in own for _, shard in weights.shards()),
         "full": dict(weights.full_tensors(torch.float32, bucket_bytes=20_000)),
     }
     close_groups(groups)

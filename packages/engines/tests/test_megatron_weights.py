@@ -63,14 +63,15 @@ def test_weights_come_in_and_go_out_bit_for_bit(folders, seen, index):
 def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, index):
     checkpoint = load_file(folders[LAYOUTS[index][0]] / "model.safetensors")
     counts = {name: torch.zeros(tensor.shape) for name, tensor in checkpoint.items()}
-    for shard in (shard for rank in seen[index] for shard in rank["shards"]):
-        assert shard.global_shape == tuple(checkpoint[shard.name].shape)
+    for name, shard in (item for rank in seen[index] for item in rank["shards"]):
+        assert shard.global_shape == tuple(checkpoint[name].shape)
         ends = zip(shard.start, shard.tensor.shape, strict=True)
         region = tuple(slice(start, start + size) for start, size in ends)
-        assert torch.equal(checkpoint[shard.name][region], shard.tensor)
+        assert torch.equal(checkpoint[name][region], shard.tensor)
         assert 0 <= shard.replica < shard.num_replicas
-        counts[shard.name][region] += 1 if shard.replica == 0 else 0
+        counts[name][region] += 1 if shard.replica == 0 else 0
     assert all(bool((count == 1).all()) for count in counts.values())
+    assert all(rank["are_views"] for rank in seen[index])
 
 
 def test_redirections_end_with_the_last_context(ranks):

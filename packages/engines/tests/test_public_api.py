@@ -30,6 +30,7 @@ def test_all_is_pinned():
         "OptimizerConfig",
         "ParamGroup",
         "ValueOutput",
+        "WeightShard",
         "sft_loss",
     ]
     assert all(name in vars(tidemill_engines) for name in tidemill_engines.__all__)

@@ -12,6 +12,7 @@ from tidemill_engines.config import (
 from tidemill_engines.losses import LossFn, ModelOutput, Normalizer, ValueOutput, sft_loss
 from tidemill_engines.metrics import Metric
 from tidemill_engines.registry import EngineRegistry
+from tidemill_engines.weight_shard import WeightShard
 
 __all__ = [
     "BaseEngine",
@@ -27,5 +28,6 @@ __all__ = [
     "OptimizerConfig",
     "ParamGroup",
     "ValueOutput",
+    "WeightShard",
     "sft_loss",
 ]

@@ -17,6 +17,7 @@ from tidemill_engines.losses import LossFn, Outputs
 from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
 from tidemill_engines.throughput import Meter
+from tidemill_engines.weight_shard import WeightShard
 
 MicroBatchLoss = Callable[[Outputs, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
 """A `LossFn` with its normalizer filled in."""
@@ -257,6 +258,20 @@ class BaseEngine(ABC):
             Name and DTensor (or tensor, where nothing is sharded), detached and valid until the next step. Gathering a
             DTensor is collective, so all ranks must take the same weights in the same order.
         """
+
+    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        """What this rank holds of the weights, by the names of `get_per_tensor_param`; nothing is gathered.
+
+        An engine whose weights are DTensors, which say themselves what they are a part of, hands out those; any other
+        has `WeightShard`s. Ranks may have different names, and a name comes with each part of it that a rank has.
+
+        Args:
+            dtype: that floating-point weights are cast to; None leaves them.
+
+        Yields:
+            Name and part, detached and valid until the next step.
+        """
+        return self.get_per_tensor_param(dtype)
 
     def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `get_per_tensor_param`, the parameters of the adapters alone, by peft's names; none without adapters."""

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from tidemill_engines import BaseEngine, EngineRegistry, sft_loss
-from tidemill_weight_update import EngineClient, WeightUpdater
+from tidemill_engines import BaseEngine, EngineRegistry, WeightShard, sft_loss
+from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.logs import redirect_output
@@ -105,7 +105,8 @@ class ActorWorker(Worker):
         """
         assert self._updater is not None, "connect_engines() comes first"
         # As a list: then the engines check all of it before they change anything. Nothing is copied for it.
-        stats = self._updater.update(list(self._engine.get_per_tensor_param()), weight_version=weight_version)
+        held = [(name, _to_send(part)) for name, part in self._engine.get_per_tensor_shards()]
+        stats = self._updater.update(held, weight_version=weight_version)
         if stats.fenced:
             told = "; ".join(f"{engine}: {why}" for engine, why in stats.fenced.items())
             raise RuntimeError(
@@ -135,3 +136,16 @@ class ActorWorker(Worker):
     def save_hf(self, path: str) -> None:
         """Writes the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)
+
+
+def _to_send(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
+    """A part of a weight as the updater knows it."""
+    if isinstance(part, torch.Tensor):
+        return part
+    return LocalShard(
+        tensor=part.tensor,
+        global_shape=part.global_shape,
+        start=part.start,
+        replica=part.replica,
+        num_replicas=part.num_replicas,
+    )

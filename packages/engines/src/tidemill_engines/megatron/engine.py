@@ -27,10 +27,11 @@ from tidemill_engines.megatron.model import build_chunks, transformer_config
 from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer
 from tidemill_engines.megatron.packed import Division
 from tidemill_engines.megatron.pipeline import finalize_without_scaling, is_last_stage
-from tidemill_engines.megatron.weights import MegatronWeights, Shard, unwrapped
+from tidemill_engines.megatron.weights import MegatronWeights, unwrapped
 from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.process_group import resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.weight_shard import WeightShard
 
 T = TypeVar("T")
 
@@ -224,14 +225,7 @@ class MegatronEngine(BaseEngine):
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.full_tensors(getattr(torch, dtype or self.config.param_dtype))
 
-    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[Shard]:
-        """This rank's part of each weight that it has a part of, by the names of `get_per_tensor_param`.
-
-        Nothing is gathered or communicated.
-
-        Args:
-            dtype: that weights are cast to; None leaves that of the parameters.
-        """
+    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
         yield from self.weights.shards(None if dtype is None else getattr(torch, dtype))
 
     def save_checkpoint(self, path: str | Path) -> None:

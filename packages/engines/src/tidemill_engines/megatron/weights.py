@@ -3,40 +3,21 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tidemill_engines.agreement import together
+from tidemill_engines.agreement import gather, together
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.layout import Block, Placement, blocks_of
 from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.weight_shard import WeightShard
 
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 _Key = tuple[str, tuple[int, ...]]
 """A tensor's name and where a part begins in it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shard:
-    """What one rank holds of a tensor of the checkpoint.
-
-    Attributes:
-        name, global_shape: of the tensor.
-        start: of the part in it; its shape is that of `tensor`.
-        tensor: the values, a view of the parameter where they lie together.
-        replica, num_replicas: which of the equal copies on several ranks this is.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    tensor: torch.Tensor
-    replica: int
-    num_replicas: int
 
 
 class MegatronWeights:
@@ -70,9 +51,9 @@ class MegatronWeights:
                     blocks = blocks_of(_EMBEDDING if is_copy else _global_name(chunk, name), architecture, placement)
                     _check_shape(name, parameter, blocks)
                     (self._copies if is_copy else self._blocks).append((parameter, blocks))
-        held = {_key(run): _shape(run) for _, blocks in self._blocks for run in _runs(blocks)}
-        self._parts: list[dict[_Key, tuple[int, ...]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(self._parts, held, group=group)
+        held = {(block.name, block.start): block.shape for _, blocks in self._blocks for block in blocks}
+        self._parts: list[dict[_Key, tuple[int, ...]]] = gather(held, group)
+        self._replicas = {key: _replica(key, self._parts, dist.get_rank(group)) for key in held}
 
     @torch.no_grad()
     def load(self, files: SafetensorsFiles) -> None:
@@ -99,26 +80,27 @@ class MegatronWeights:
             parameter[end:].zero_()  # the vocabulary is padded behind its last row
 
     @torch.no_grad()
-    def shards(self, dtype: torch.dtype | None = None) -> Iterator[Shard]:
-        """This rank's part of each tensor that it has a part of. Nothing is communicated.
+    def shards(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, WeightShard]]:
+        """This rank's parts of each tensor that it has a part of. Nothing is communicated.
+
+        A name comes with each part; q, k and v of a layer lie between one another, so they come head by head.
 
         Args:
             dtype: that the values are cast to; None leaves them.
         """
-        rank = dist.get_rank(self._group)
         for parameter, blocks in self._blocks:
-            for run in _runs(blocks):
-                pieces = [parameter.detach()[block.row : block.row + block.shape[0]] for block in run]
-                tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-                holders = [other for other, part in enumerate(self._parts) if _key(run) in part]
-                yield Shard(
-                    name=run[0].name,
-                    global_shape=run[0].global_shape,
-                    start=run[0].start,
-                    tensor=tensor if dtype is None else tensor.to(dtype),
-                    replica=holders.index(rank),
-                    num_replicas=len(holders),
+            values = parameter.detach()
+            for block in blocks:
+                own = values if block.shape[0] == len(values) else values.narrow(0, block.row, block.shape[0])
+                replica, num_replicas = self._replicas[block.name, block.start]
+                shard = WeightShard(
+                    tensor=own if dtype is None else own.to(dtype),
+                    global_shape=block.global_shape,
+                    start=block.start,
+                    replica=replica,
+                    num_replicas=num_replicas,
                 )
+                yield block.name, shard
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +110,7 @@ class MegatronWeights:
             dtype: that the values are cast to.
             bucket_bytes: of the tensors that are gathered together; one that is larger is gathered alone.
         """
-        own = {(shard.name, shard.start): shard for shard in self.shards()}
+        own = {(name, shard.start): shard for name, shard in self.shards()}
         owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]] = {}
         for rank, part in enumerate(self._parts):
             for (name, start), shape in part.items():
@@ -148,7 +130,7 @@ class MegatronWeights:
         self,
         names: Sequence[str],
         owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]],
-        own: dict[_Key, Shard],
+        own: dict[_Key, WeightShard],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         device = next(iter(own.values())).tensor.device
@@ -198,20 +180,10 @@ def _check_shape(name: str, parameter: nn.Parameter, blocks: Sequence[Block]) ->
         raise ValueError(f"Megatron's {name} has shape {tuple(parameter.shape)}, its rule covers rows of {shapes}")
 
 
-def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks of the same tensor that lie one behind the other in it, as the q heads of several groups do."""
-    runs: dict[str, list[Block]] = {}
-    for block in blocks:
-        runs.setdefault(block.name, []).append(block)
-    return list(runs.values())
-
-
-def _key(run: Sequence[Block]) -> _Key:
-    return run[0].name, run[0].start
-
-
-def _shape(run: Sequence[Block]) -> tuple[int, ...]:
-    return sum(block.shape[0] for block in run), *run[0].shape[1:]
+def _replica(key: _Key, parts: Sequence[dict[_Key, tuple[int, ...]]], rank: int) -> tuple[int, int]:
+    """Which of the ranks that hold a part a rank is, and how many they are."""
+    holders = [other for other, part in enumerate(parts) if key in part]
+    return holders.index(rank), len(holders)
 
 
 def _whole_shape(parts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]) -> tuple[int, ...]:
