@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from tidemill_engines import EngineConfig, LoraConfig
-from tidemill_engines.fsdp2.offload import Parked
+from tidemill_engines.offload import Parked
 from tidemill_testing import run_ranks, tiny_model
 
 

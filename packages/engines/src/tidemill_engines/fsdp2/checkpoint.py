@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from tidemill_engines.checkpoint_folder import Progress, save_folder
-from tidemill_engines.fsdp2.offload import like, local_part
+from tidemill_engines.offload import like, local_part
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -15,8 +15,6 @@ from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint, lora
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
-from tidemill_engines.fsdp2.offload import Parked, like, local_part
-from tidemill_engines.fsdp2.saving import Saver
 from tidemill_engines.fsdp2.weights import (
     checkpoint_tensors,
     load_weights,
@@ -25,6 +23,7 @@ from tidemill_engines.fsdp2.weights import (
     tied_aliases,
 )
 from tidemill_engines.hf_export import copy_side_files, write_weights
+from tidemill_engines.offload import Parked, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
     clip_grads,
@@ -36,6 +35,7 @@ from tidemill_engines.optimizer import (
 )
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.saving import Saver
 from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_layout import Layout, plan_layout
 

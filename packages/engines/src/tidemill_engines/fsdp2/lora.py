@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tidemill_engines.config import LoraConfig
-from tidemill_engines.fsdp2.offload import like, local_part
 from tidemill_engines.fsdp2.weights import local_box
+from tidemill_engines.offload import like, local_part
 from tidemill_engines.weight_layout import Layout
 
 if TYPE_CHECKING:
