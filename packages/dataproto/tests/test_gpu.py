@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from device_cases import LENGTHS, OPERATIONS, host_batch, index_arithmetic, on_device, sums
 from tidemill_dataproto import DataProto, all_gather, prepare_dynamic_batch, ragged
+from tidemill_testing import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,3 +115,24 @@ def test_ranks_of_nccl_agree_and_gather_on_the_device(batch: DataProto) -> None:
             prepare_dynamic_batch(batch, 899, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def gather_unequal_rows() -> DataProto:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    part = on_device("cuda")[:3] if rank == 0 else on_device("cuda")[3:]
+    got = all_gather(part, group)
+    assert {column.device for column in got.batch.values()} == {torch.device("cuda", rank)}
+    parts, _ = prepare_dynamic_batch(part, 1000, group, num_batches_divided_by=2)
+    assert len(parts) == 2
+    with pytest.raises(ValueError, match="rank 1 of 2: ValueError: row 1 has 900 tokens"):
+        prepare_dynamic_batch(part, 899, group)
+    dist.destroy_process_group(group)
+    return got.to("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_gather_unequal_rows() -> None:
+    for got in run_ranks(gather_unequal_rows, 2):
+        assert got == host_batch()
