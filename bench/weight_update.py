@@ -2,13 +2,15 @@
 
     python bench/weight_update.py --case moe1 --case dense1     one GPU
     python bench/weight_update.py --case moe4 --case dense2x2   four GPUs
+    python bench/weight_update.py --case moe4 --case megatron4  the same model from FSDP2 and from Megatron's layout
     python bench/weight_update.py --case tiny                   no GPU
     python bench/weight_update.py --case moe4 --scale tiny      no GPU, two ranks instead of several
 
 Prints a line when something was measured, tables of all cases at the end, and the ratios last. If OUT is set,
 everything is also written to OUT/weight_update_CASE.json, as it comes.
 
-Needs tidemill_weight_update and SGLang; the cases with GPUs need as many as they say, of 139 GiB each.
+Needs tidemill_weight_update, tidemill_engines (for how Megatron cuts a model) and SGLang; the cases with GPUs need as
+many as they say, of 139 GiB each.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weight_update.megatron import MegatronLayout
 from weight_update.shapes import DENSE, MOE, TINY
 
 FLATTENED = "stock flattened bucket"
@@ -16,7 +17,9 @@ class Case:
 
     Attributes:
         config: the model's, as Hugging Face writes it.
-        num_trainers: ranks of the trainer. One holds plain parameters, several hold FSDP2 shards.
+        num_trainers: ranks of the trainer. One holds plain parameters, several hold FSDP2 shards, unless there is a
+            `layout`.
+        layout: of Megatron, for all of the trainer's ranks.
         tp_size: of the engine.
         separate: whether the engine has GPUs of its own, after those of the trainer.
         device: "cuda" or "cpu".
@@ -28,6 +31,7 @@ class Case:
     name: str
     config: dict[str, Any]
     num_trainers: int = 1
+    layout: MegatronLayout | None = None
     tp_size: int = 1
     separate: bool = False
     device: str = "cuda"
@@ -53,6 +57,7 @@ class Case:
             name=f"{self.name} (tiny)",
             config=TINY,
             num_trainers=min(self.num_trainers, 2),
+            layout=None if self.layout is None else MegatronLayout(tp=2, ep=1),
             tp_size=min(self.tp_size, 2),
             device="cpu",
             buckets=(32 << 10, 128 << 10, 512 << 10),
@@ -71,6 +76,16 @@ CASES = {
             name="moe4",
             config=MOE,
             num_trainers=4,
+            tp_size=4,
+            to_beat=UPDATE_WEIGHTS,
+            speedup=10,
+            floor_ratio=4,
+        ),
+        Case(
+            name="megatron4",
+            config=MOE,
+            num_trainers=4,
+            layout=MegatronLayout(tp=2, ep=2),
             tp_size=4,
             to_beat=UPDATE_WEIGHTS,
             speedup=10,

@@ -25,7 +25,7 @@ def check_arrival(
     trainer.synchronize()
     ours("ours, new values")
     _expect(engine, set())
-    name = trainer.named[len(trainer.named) // 2][0]
+    name = trainer.weights[len(trainer.weights) // 2].name
     trainer.change(name)
     trainer.synchronize()
     ours("ours, one tensor changed")

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weight_update.engine import BenchEngine
-from weight_update.trainer import Trainer, full
-
-Named = Sequence[tuple[str, Tensor]]
+from weight_update.trainer import Trainer
 
 _GROUP = "weight_update_bench"
 _HOST = "127.0.0.1"
@@ -34,9 +32,9 @@ class StockDistributed:
         if engine is not None:
             self._group = self._join(engine, tp_size)
 
-    def one_by_one(self, named: Named, version: str) -> None:
+    def one_by_one(self, names: Sequence[str], version: str) -> None:
         """One call for each tensor."""
-        self._send([[item] for item in named], version, flattened=False)
+        self._send([[name] for name in names], version, flattened=False)
 
     def batched(self, max_bytes: int, version: str) -> None:
         """Calls with lists of tensors, a broadcast for each tensor."""
@@ -79,9 +77,9 @@ class StockDistributed:
 
         return self._both(engine, engine.manager.init_weights_update_group(request, None), join)
 
-    def _send(self, runs: Sequence[Named], version: str, *, flattened: bool) -> None:
+    def _send(self, runs: Sequence[Sequence[str]], version: str, *, flattened: bool) -> None:
         for index, run in enumerate(runs):
-            named = [(name, full(tensor)) for name, tensor in run]
+            named = [(name, self._trainer.full(name)) for name in run]
             if self._engine is not None:
                 self._broadcast(self._engine, named, version if index == len(runs) - 1 else None, flattened)
 

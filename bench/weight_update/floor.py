@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weight_update.case import Case
-from weight_update.shapes import Weight, moved_bytes, needed_bytes
+from weight_update.shapes import Box, Weight, moved_bytes, needed_bytes, rows_held
 
 _REPEATS = 10
 
@@ -41,12 +41,16 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device
     return [
         Floor(
-            num_bytes=moved_bytes(weights, case.num_trainers, case.tp_size, separate=case.separate),
+            num_bytes=moved_bytes(weights, _held(case, weights), case.tp_size, separate=case.separate),
             bytes_per_s=copy_rate(device, peer),
             what="bytes that enter or leave the busiest GPU",
         ),
         local,
     ]
+
+
+def _held(case: Case, weights: Sequence[Weight]) -> list[dict[str, list[Box]]]:
+    return rows_held(weights, case.num_trainers) if case.layout is None else case.layout.boxes(case.config)
 
 
 def copy_rate(source: torch.device, target: torch.device) -> float:

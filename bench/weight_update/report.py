@@ -57,7 +57,8 @@ class Report:
     def table(self) -> str:
         """All methods, then what ours consists of."""
         facts = self.facts
-        engine = f"{self.case.num_trainers} trainer ranks -> TP={self.case.tp_size}"
+        layout = "" if self.case.layout is None else f" (Megatron, TP={self.case.layout.tp} x EP={self.case.layout.ep})"
+        engine = f"{self.case.num_trainers} trainer ranks{layout} -> TP={self.case.tp_size}"
         engine += " on other GPUs" if self.case.separate else " on the same GPUs"
         lines = [
             f"{self.case.name}: {facts.get('num_tensors')} tensors, {facts.get('num_bytes', 0) / 1e9:.4g} GB, "

@@ -101,8 +101,8 @@ class Session:
 
     def run(self) -> None:
         """Ours, whether it is right, and what stock SGLang offers."""
-        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in self._trainer.named)
-        self._tell("fact", {"num_tensors": len(self._trainer.named), "num_bytes": num_bytes})
+        num_bytes = sum(weight.num_bytes for weight in self._trainer.weights)
+        self._tell("fact", {"num_tensors": len(self._trainer.weights), "num_bytes": num_bytes})
         self._round_trip()
         self._trainer.synchronize()
         engines = [] if self._engine is None else [LocalEngine(self._engine.engine, timeout_s=CALL_TIMEOUT_S)]
@@ -132,8 +132,8 @@ class Session:
 
     def _methods(self, stock: StockTensors | StockDistributed) -> Iterator[tuple[str, Any, float]]:
         """Method, what to call with a version, and the share of the tensors that it sends."""
-        named = self._trainer.named
-        sample = named[:: -(-len(named) // NUM_SAMPLED)]
+        names = [weight.name for weight in self._trainer.weights]
+        sample = names[:: -(-len(names) // NUM_SAMPLED)]
         prefix = "stock distributed," if self._case.separate else "stock"
         small, middle, large = self._case.buckets
         methods: list[tuple[str, Any, float]] = []
@@ -143,7 +143,7 @@ class Session:
         for size in (middle, small, large):
             methods.append((label(f"{prefix} flattened bucket", size), partial(stock.flattened, size), 1.0))
             methods.append((label(f"{prefix} batch", size), partial(stock.batched, size), 1.0))
-        methods.append((f"{prefix} one call per tensor", partial(stock.one_by_one, sample), len(sample) / len(named)))
+        methods.append((f"{prefix} one call per tensor", partial(stock.one_by_one, sample), len(sample) / len(names)))
         for method in methods:
             if not self._effort.only or any(text in method[0] for text in self._effort.only):
                 yield method

@@ -60,7 +60,13 @@ TINY: dict[str, Any] = DENSE | {
     "max_position_embeddings": 512,
 }
 
+STD = 0.02
+"""Of the random values."""
+
 T = TypeVar("T")
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins, and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,41 +129,65 @@ def batches(items: Sequence[tuple[T, int]], max_bytes: int) -> list[list[T]]:
     return runs
 
 
-def moved_bytes(weights: Sequence[Weight], num_trainers: int, tp_size: int, *, separate: bool) -> int:
+def rows_held(weights: Sequence[Weight], num_trainers: int) -> list[dict[str, list[Box]]]:
+    """For each trainer rank the parts that it holds of each tensor, cut along dim 0 as FSDP2 cuts it."""
+    held: list[dict[str, list[Box]]] = []
+    for rank in range(num_trainers):
+        parts = {weight.name: _part(weight.shape[0], rank, num_trainers) for weight in weights}
+        held.append({w.name: [_rows_of(w.shape, parts[w.name])] for w in weights})
+    return held
+
+
+def moved_bytes(
+    weights: Sequence[Weight], held: Sequence[dict[str, list[Box]]], tp_size: int, *, separate: bool
+) -> int:
     """Bytes that must enter or leave the busiest GPU, in one direction.
 
-    Trainer rank s holds part s of dim 0 of each tensor, engine rank r needs part r of `tp_dim`. Unless the ranks are on
-    separate GPUs, trainer rank i and engine rank i share one, and what lies there already need not move.
+    Engine rank r needs part r of `tp_dim` of each tensor. Unless the ranks are on separate GPUs, trainer rank i and
+    engine rank i share one, and what lies there already need not move. Equal parts on several ranks are sent in turn.
+
+    Args:
+        held: for each trainer rank the parts that it holds of each tensor.
     """
-    received, sent = [0] * tp_size, [0] * num_trainers
+    received, sent = [0.0] * tp_size, [0.0] * len(held)
     for weight in weights:
-        for s in range(num_trainers):
-            for r in range(tp_size):
-                if separate or s != r:
-                    num_bytes = _common(weight, s, num_trainers, r, tp_size)
-                    received[r] += num_bytes
-                    sent[s] += num_bytes
-    return max(received + sent)
+        holders: dict[Box, list[int]] = {}
+        for s, parts in enumerate(held):
+            for box in parts.get(weight.name, []):
+                holders.setdefault(box, []).append(s)
+        for r in range(tp_size):
+            needed = _needed(weight, r, tp_size)
+            for box, ranks in holders.items():
+                if not separate and r in ranks:
+                    continue
+                num_bytes = _overlap(box, needed) * ITEM_BYTES
+                received[r] += num_bytes
+                for s in ranks:
+                    sent[s] += num_bytes / len(ranks)
+    return round(max(received + sent))
 
 
 def needed_bytes(weights: Sequence[Weight], tp_size: int) -> int:
     """Bytes of the parameters of engine rank 0."""
-    return sum(_common(weight, 0, 1, 0, tp_size) for weight in weights)
+    return sum(_numel(_needed(weight, 0, tp_size)[1]) * ITEM_BYTES for weight in weights)
 
 
-def _common(weight: Weight, trainer: int, num_trainers: int, rank: int, tp_size: int) -> int:
-    """Bytes of `weight` that the trainer rank holds and the engine rank needs."""
-    shape = list(weight.shape)
-    held = _part(shape[0], trainer, num_trainers)
-    if weight.tp_dim is None:
-        shape[0] = len(held)
-    elif weight.tp_dim == 0:
-        needed = _part(shape[0], rank, tp_size)
-        shape[0] = max(0, min(held.stop, needed.stop) - max(held.start, needed.start))
-    else:
-        shape[0] = len(held)
-        shape[weight.tp_dim] = len(_part(shape[weight.tp_dim], rank, tp_size))
-    return _numel(shape) * ITEM_BYTES
+def _needed(weight: Weight, rank: int, tp_size: int) -> Box:
+    """What an engine rank needs of a tensor."""
+    start, shape = [0] * len(weight.shape), list(weight.shape)
+    if weight.tp_dim is not None:
+        part = _part(shape[weight.tp_dim], rank, tp_size)
+        start[weight.tp_dim], shape[weight.tp_dim] = part.start, len(part)
+    return tuple(start), tuple(shape)
+
+
+def _rows_of(shape: tuple[int, ...], rows: range) -> Box:
+    return (rows.start, *(0,) * (len(shape) - 1)), (len(rows), *shape[1:])
+
+
+def _overlap(a: Box, b: Box) -> int:
+    """Elements that are in both."""
+    return _numel([max(0, min(i + n, j + m) - max(i, j)) for i, n, j, m in zip(a[0], a[1], b[0], b[1], strict=True)])
 
 
 def _part(size: int, rank: int, num_ranks: int) -> range:

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from weight_update.engine import BenchEngine
-from weight_update.trainer import Trainer, full
-
-Named = Sequence[tuple[str, Tensor]]
+from weight_update.trainer import Trainer
 
 
 class StockTensors:
@@ -35,9 +33,9 @@ class StockTensors:
 
             monkey_patch_torch_reductions()
 
-    def one_by_one(self, named: Named, version: str) -> None:
+    def one_by_one(self, names: Sequence[str], version: str) -> None:
         """One call for each tensor."""
-        self._send([[item] for item in named], version, flattened=False)
+        self._send([[name] for name in names], version, flattened=False)
 
     def batched(self, max_bytes: int, version: str) -> None:
         """Calls with lists of tensors, each tensor shared by itself."""
@@ -52,14 +50,15 @@ class StockTensors:
         from sglang.srt.weight_sync.utils import update_weights
 
         for batch in self._trainer.batches(max_bytes):
-            self._loop.run_until_complete(update_weights(self._engine, list(batch), "tp", self._mesh))  # type: ignore[arg-type]
+            named = [(name, self._trainer.full(name)) for name in batch]
+            self._loop.run_until_complete(update_weights(self._engine, named, "tp", self._mesh))  # type: ignore[arg-type]
 
-    def _send(self, runs: Sequence[Named], version: str, *, flattened: bool) -> None:
+    def _send(self, runs: Sequence[Sequence[str]], version: str, *, flattened: bool) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
 
         for index, run in enumerate(runs):
             is_last = index == len(runs) - 1
-            named = [(name, full(tensor)) for name, tensor in run]
+            named = [(name, self._trainer.full(name)) for name in run]
             payload = MultiprocessingSerializer.serialize(_flattened(named) if flattened else named)
             payloads: list[Any] = [None] * self._trainer.num_ranks
             dist.gather_object(payload, payloads if self._trainer.rank == 0 else None, dst=0)

@@ -48,7 +48,11 @@ def test_the_small_moe_is_the_one_of_transformers():
 
 
 def test_bytes_that_move_between_gpus():
-    from weight_update.shapes import Weight, moved_bytes, needed_bytes
+    from weight_update.shapes import Weight, needed_bytes, rows_held
+    from weight_update.shapes import moved_bytes as moved_from
+
+    def moved_bytes(weights, num_trainers, tp_size, *, separate):
+        return moved_from(weights, rows_held(weights, num_trainers), tp_size, separate=separate)
 
     rows, columns = Weight("rows", (8, 4), 0), Weight("columns", (8, 4), 1)
     everywhere = Weight("everywhere", (8,), None)
@@ -62,6 +66,29 @@ def test_bytes_that_move_between_gpus():
     # One trainer that feeds two engine ranks sends all of it.
     assert moved_bytes([rows], 1, 2, separate=True) == 32 * 2
     assert needed_bytes([rows, columns, everywhere], 2) == (16 + 16 + 8) * 2
+    # Both trainers have the whole: nothing moves to them, and to others they send half each.
+    both = [{"everywhere": [((0,), (8,))]}] * 2
+    assert moved_from([everywhere], both, 2, separate=False) == 0
+    assert moved_from([everywhere], both, 1, separate=True) == 8 * 2
+    assert moved_from([everywhere], both, 4, separate=True) == 4 * 8
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_what_megatrons_ranks_hold_makes_up_the_model(tp, ep):
+    import torch
+    from weight_update.megatron import MegatronLayout
+    from weight_update.shapes import MOE, weights_of
+
+    config = MOE | {"num_hidden_layers": 2, "num_experts": 4, "hidden_size": 64, "vocab_size": 63 * 2}
+    shapes = {weight.name: weight.shape for weight in weights_of(config)}
+    counts = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in shapes.items()}
+    for held in MegatronLayout(tp=tp, ep=ep).boxes(config):
+        for name, boxes in held.items():
+            for start, shape in boxes:
+                counts[name][tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] += 1
+    for name, count in counts.items():
+        is_whole = "norm" in name or name.endswith("mlp.gate.weight")
+        assert count.unique().tolist() == [tp * ep if is_whole else 1 if ".experts." in name else ep], name
 
 
 def test_batches_hold_whole_items_in_order():
@@ -121,7 +148,7 @@ def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [["tiny"], ["moe4", "--scale", "tiny"], ["dense2x2", "--scale", "tiny"]])
+@pytest.mark.parametrize("case", [["tiny"], *([name, "--scale", "tiny"] for name in ("moe4", "megatron4", "dense2x2"))])
 def test_the_benchmark_runs_without_a_gpu(case, tmp_path):
     run = subprocess.run(
         [sys.executable, BENCH / "weight_update.py", "--case", *case, "--repeats", "2"],
