@@ -85,6 +85,20 @@ def test_marks_move_with_their_rows() -> None:
     assert padded.is_padding.sum() == 3
 
 
+def test_without_padding() -> None:
+    padded, size = pad_dataproto_to_divisor(make(), 4)
+    real = padded[::-1].without_padding()
+    assert real == make()[::-1]
+    assert unpad_dataproto(real, size) == real  # it knows that the padding is gone
+    batch = make()
+    same = batch.without_padding()
+    assert same == batch
+    assert same["score"].data_ptr() == batch["score"].data_ptr()
+    same.meta_info["step"] = 2
+    same.non_tensor_batch.pop("uid")
+    assert batch == make()
+
+
 def test_micro_batches_keep_padding_until_they_are_collected() -> None:
     padded, size = pad_dataproto_to_divisor(make(), 4)
     parts, indices = rearrange_micro_batches(padded, 6, length_key="responses")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tidemill_dispatch import Batch, ListBatch
-from tidemill_dispatch.batch import join_results, split_rows
+from tidemill_dispatch.batch import join_results, real_rows, split_rows
 from tidemill_dispatch.sharding import split_call
 
 
@@ -87,6 +87,19 @@ def test_split_call_splits_positional_and_keyword_batches_and_shares_the_rest():
 def test_split_call_refuses_batches_of_different_lengths_by_name():
     with pytest.raises(ValueError, match="same number of rows; got argument 0: 2, argument 'ref': 3"):
         split_call((ListBatch([1, 2]),), {"ref": ListBatch([1, 2, 3])}, 2)
+
+
+class Marked(ListBatch):
+    def without_padding(self):
+        return Marked([item for item in self.items if item is not None])
+
+
+def test_rows_marked_as_padding_are_no_result():
+    assert real_rows(Marked([1, None, 2])) == Marked([1, 2])
+    listed = [Marked([None])]
+    assert real_rows(listed) is listed  # only a batch itself, nothing inside other values
+    batch = ListBatch([None])
+    assert real_rows(batch) is batch
 
 
 def test_join_results():

@@ -4,16 +4,18 @@ import sys
 
 import numpy as np
 import pytest
-from tidemill_dispatch import Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, Padding, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 ray = pytest.importorskip("ray")
 torch = pytest.importorskip("torch")
-DataProto = pytest.importorskip("tidemill_dataproto").DataProto
+pytest.importorskip("tidemill_dataproto")
 from ray import cloudpickle  # noqa: E402
+from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, unpad_dataproto  # noqa: E402
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PADDING = Padding(pad=pad_dataproto_to_divisor, unpad=unpad_dataproto)
 
 
 class Stage(Worker):
@@ -32,14 +34,57 @@ class Stage(Worker):
     def join(self, batch):
         return batch
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both"), blocking=False)
+    def pad_to_4(self, batch):
+        return pad_dataproto_to_divisor(batch, 4)[0]
 
-def test_a_batch_goes_through_two_calls_and_comes_back(cluster):
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def load_padded(self, batch):
+        return pad_dataproto_to_divisor(batch, 4)[0]
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both", padding=PADDING), blocking=False)
+    def in_parts(self, batch):
+        assert len(batch) == 3
+        return DataProto.concat([part.rename("x", "y") for part in batch.split(2)])  # takes the padding out
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both"))
+    def rows(self, batch):
+        return batch["x"].tolist(), batch.is_padding.tolist()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("one"))
+    def all_rows(self, batch):
+        return batch["x"].tolist(), batch.is_padding.tolist()
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Stage), name_prefix="stage") as group:
+        yield group
+
+
+def test_a_batch_goes_through_two_calls_and_comes_back(group):
     ids = torch.nested.nested_tensor([torch.arange(n) for n in (3, 0, 20_000, 1, 2)], layout=torch.jagged)
     uid = np.array([f"u{row}" for row in range(5)], dtype=object)
     batch = DataProto.from_dict(tensors={"ids": ids, "x": torch.arange(5.0)}, non_tensors={"uid": uid})
-    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Stage), name_prefix="stage") as group:
-        back = group.join(group.add(batch, number=0.5))
+    back = group.join(group.add(batch, number=0.5))
     assert torch.equal(back.batch["x"], torch.arange(5.0) + 0.5)
     assert back.non_tensor_batch["uid"].tolist() == uid.tolist()
     for row, expected in zip(back.batch["ids"].unbind(), ids.unbind(), strict=True):
         assert torch.equal(row, expected)
+
+
+def test_padding_that_a_method_adds_is_neither_got_nor_handed_on(group):
+    batch = DataProto.from_dict({"x": torch.arange(5)})
+    for future in (group.pad_to_4(batch), group.load_padded(batch)):
+        for given in (future, future.get()):
+            assert group.rows(given) == [([0, 1, 2], [False] * 3), ([3, 4], [False] * 2)]
+            assert group.all_rows(given) == [([0, 1, 2, 3, 4], [False] * 5)]
+        got = future.get()
+        assert got["x"].tolist() == [0, 1, 2, 3, 4]
+        assert unpad_dataproto(got, 3) == got  # as it knows that they are gone already
+
+
+def test_a_padded_method_may_take_the_padding_out_itself(group):
+    batch = DataProto.from_dict({"x": torch.arange(5)})
+    assert group.in_parts(batch).get()["y"].tolist() == [0, 1, 2, 3, 4]
+    assert group.in_parts(group.load_padded(batch)).get()["y"].tolist() == [0, 1, 2, 3, 4]

@@ -345,7 +345,7 @@ class DataProto(BatchState):
         """
         if len(data) == 0:
             raise ValueError("expected at least one part to concatenate")
-        parts = [part if part._num_padding() == 0 else part._take(np.flatnonzero(~part.is_padding)) for part in data]
+        parts = [part if part._num_padding() == 0 else part.without_padding() for part in data]
         return data[0]._join(parts, {} if fill is None else fill, merge)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DataProto":

@@ -71,6 +71,12 @@ class BatchState:
         """bool `[B]`, a copy: the rows that `pad_dataproto_to_divisor` has added."""
         return np.zeros(len(self), dtype=bool) if self._padding is None else self._padding.copy()
 
+    def without_padding(self) -> Self:
+        """The rows that `pad_dataproto_to_divisor` has not added; where all rows are such, views of them."""
+        if self._num_padding() > 0:
+            return self._take(np.flatnonzero(~self.is_padding))
+        return self._of(len(self), *self._pick(None, None, None), self._padding)
+
     def check_consistency(self) -> None:
         """Checks that all columns are columns, and of the same number of rows; runs before each operation.
 

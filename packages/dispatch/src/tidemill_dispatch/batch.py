@@ -17,7 +17,8 @@ class Batch(Protocol):
 
     `chunk(n)` returns n parts in row order, `concat(parts)` is its inverse (a static or class method), and `len` is
     the number of rows. A type whose `chunk` refuses rows that do not divide by n unless asked says so by a keyword
-    `allow_unequal`; it is then called as `chunk(n, allow_unequal=True)`.
+    `allow_unequal`; it is then called as `chunk(n, allow_unequal=True)`. A type whose rows can be marked as padding has
+    a method `without_padding()`, which is called on what workers return.
     """
 
     def chunk(self, n: int, /) -> Sequence[Any]: ...
@@ -40,6 +41,11 @@ def _is_batch_type(kind: type) -> bool:
 @runtime_checkable
 class _Sliceable(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
+
+
+@runtime_checkable
+class _MarksPadding(Protocol):
+    def without_padding(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,11 @@ def take_rows(batch: Batch, start: int, stop: int) -> Any:
     step = math.gcd(len(batch), start, stop)
     parts = split_rows(batch, len(batch) // step)[start // step : stop // step]
     return parts[0] if len(parts) == 1 else type(batch).concat(parts)  # pyright: ignore[reportCallIssue]
+
+
+def real_rows(result: Any) -> Any:
+    """A worker's result, without the rows that it has marked as padding if it is a batch."""
+    return result.without_padding() if is_batch(result) and isinstance(result, _MarksPadding) else result
 
 
 def join_results(results: list[Any]) -> Any:

@@ -96,17 +96,17 @@ class PaddedShard:
         return padded
 
     def unpad(self, result: Any, padding: Padding) -> Any:
-        """What the method returned, without the padding.
+        """What the method returned, without the padding; the method may have taken it out itself.
 
         Raises:
             ValueError: a batch with another number of rows than the shard had, so that its padding cannot be told.
         """
-        if self.num_real == self.num_rows or not is_batch(result) or len(result) == 0:
+        if self.num_real == self.num_rows or not is_batch(result) or len(result) in (0, self.num_real):
             return result
         if len(result) != self.num_rows:
             raise ValueError(
-                f"a method that is registered with padding got {self.num_rows} rows and returned {len(result)}; it "
-                "must return as many as it gets, none, or something that is not a batch"
+                f"a method that is registered with padding got {self.num_rows} rows, {self.num_real} of them real, "
+                f"and returned {len(result)}; it must return all of them, the real ones, none, or no batch"
             )
         return padding.unpad(result, self.num_rows - self.num_real)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill_dispatch.batch import real_rows
 from tidemill_dispatch.ray.arguments import Packed
 from tidemill_dispatch.ray.chain import ChainedShard
 from tidemill_dispatch.sharding import PaddedShard, Padding
@@ -50,7 +51,7 @@ class CallInputs:
             )
 
     def finish(self, result: Any) -> Any:
-        """The method's result without padding; raises as `PaddedShard.unpad` does."""
-        if self._shard is None or self._padding is None:
-            return result
-        return self._shard.unpad(result, self._padding)
+        """The method's result without padding, whoever added it; raises as `PaddedShard.unpad` does."""
+        if self._shard is not None and self._padding is not None:
+            result = self._shard.unpad(result, self._padding)
+        return real_rows(result)
