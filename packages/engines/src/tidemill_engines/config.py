@@ -55,6 +55,8 @@ class ModelConfig:
 
     Attributes:
         path: a local folder with `config.json` and safetensors.
+        init_seed: train from scratch: draw the weights by the model's own rule, with this seed, and read no tensor from
+            `path`. None reads them all.
         dtype: of the master weights, which the optimizer updates.
         attn_implementation: "varlen" (packed attention of this package) or a name known to transformers, such as
             "sdpa", which builds an [N, N] mask over the packed rows.
@@ -66,14 +68,16 @@ class ModelConfig:
             "model.embed_tokens.*".
         router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added to every loss: that of
             each row by itself, averaged over the rows that are trained on, so that it does not depend on micro-batches.
+        output_router_logits: hand losses, and `infer_batch`, the logits of a mixture's routers (`Outputs`).
         lora: train low-rank adapters and freeze everything else; needs the extra `lora`.
         trust_remote_code: let transformers run code found in `path`.
 
     Raises:
-        ValueError: an unknown dtype.
+        ValueError: an unknown dtype, or settings that do not go together.
     """
 
     path: str
+    init_seed: int | None = None
     dtype: Dtype = "float32"
     attn_implementation: str = "varlen"
     gradient_checkpointing: bool = False
@@ -81,6 +85,7 @@ class ModelConfig:
     compile_layers: bool = False
     frozen: tuple[str, ...] = ()
     router_aux_loss_coef: float = 0.0
+    output_router_logits: bool = False
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
 
@@ -90,6 +95,8 @@ class ModelConfig:
         _check_range(self, "router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
         if self.lora is not None and self.frozen:
             raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
+        if self.lora is not None and self.init_seed is not None:
+            raise ValueError("ModelConfig.lora adapts a trained model; leave ModelConfig.init_seed out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint, lora
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
+from tidemill_engines.fsdp2.random_weights import draw_weights
 from tidemill_engines.fsdp2.weights import (
     checkpoint_tensors,
     load_weights,
@@ -130,20 +131,23 @@ class FSDP2Engine(BaseEngine):
                 parked.offload()
 
     def _load_model(self) -> None:
-        """Makes the model without memory, shards it, and has each rank read its own part of the weights."""
+        """Makes the model without memory, shards it, and has each rank read or draw its own part of the weights."""
+        seed = self.model_config.init_seed
         with ExitStack() as opened:
             with together(self.groups.control):
                 model = self.build_model()
                 freeze(model, self.model_config.frozen)
-                files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
-                self._layout = plan_layout(
-                    model,
-                    dict(named_weights(model)),
-                    tied_aliases(model),
-                    files.shapes,
-                    absent=self.new_weights,
-                    unused=self.unused_weights,
-                )
+                files = None
+                if seed is None:
+                    files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
+                    self._layout = plan_layout(
+                        model,
+                        dict(named_weights(model)),
+                        tied_aliases(model),
+                        files.shapes,
+                        absent=self.new_weights,
+                        unused=self.unused_weights,
+                    )
                 if self.model_config.lora is not None:
                     lora.add_adapters(model, self.model_config.lora, self.new_weights)
                     self._layout = lora.adapted_layout(model, self._layout)
@@ -151,7 +155,11 @@ class FSDP2Engine(BaseEngine):
             with together(self.groups.control):
                 param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device
                 materialize(model, self.device, param_device)
-                load_weights(model, self._layout, files)
+                if files is not None:
+                    load_weights(model, self._layout, files)
+                else:
+                    assert seed is not None
+                    draw_weights(model, seed, self.device, zero=self.new_weights)
                 lora.initialize_adapters(model)
         self._model = model
 

@@ -1,0 +1,134 @@
+"""Training steps measured: tokens/s, MFU and peak memory of the engines, beside a plain loop in the same run.
+
+    python bench/engine.py --models 0.6b,1.7b,4b,8b              one GPU, all that is compared
+    python bench/engine.py --models 4b --cases compile --gpus 1,2,4
+    python bench/engine.py --models 4b --cases base --backend megatron --gpus 4 --tp 2 --pp 2
+    python bench/engine.py --models tiny --device cpu             no GPU
+
+A case is some of the words below joined with "+", "base" none of them; several are separated by commas. Rows are of 512
+to 8,192 tokens, log-uniform, one eighth of them prompt; weights are random. Every GPU has the same work, however many
+there are. MFU counts what the model needs (tidemill_engines.throughput): nothing that is recomputed, no padding, and
+the head for response tokens only. A line is printed when a case was measured, ratios at the end. If OUT is set, all is
+also written to OUT/engine.json.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from engine.case import DEFAULT_CASES, WORDS, Case, parse
+from engine.report import Report
+from engine.session import ENVIRONMENT, PATIENCE_S, Effort, run_rank
+from engine.shapes import MODELS
+from weight_update.supervisor import run_ranks
+
+LIMIT_S = 540.0
+
+
+def main() -> int:
+    """Returns 0 if every case was measured or ran out of memory."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end the ranks
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Compiled kernels outlive the ranks, each of which has a TMPDIR of its own.
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
+    )
+    effort = Effort(steps=args.steps, case_s=args.case_s, profile=args.profile, device=args.device)
+    end = time.monotonic() + args.limit_s
+    out = os.environ.get("OUT")
+    report = Report(Path(out, "engine.json") if out else None)
+    report.fact({"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]})
+    report.heading()
+    for num_gpus in args.gpus:
+        cases = _cases(args, num_gpus)
+        while cases:
+            cases = _run(cases, effort, report, end - time.monotonic())
+    report.close()
+    return 1 if any("error" in result for _, result in report.results) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    words = "\n".join(f"  {word:10} {meaning}" for word, meaning in WORDS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"words of cases:\n{words}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=_names, default=["0.6b", "1.7b", "4b", "8b"], help=", ".join(MODELS))
+    parser.add_argument("--cases", type=_names, help="of every model; by default those of each model")
+    parser.add_argument("--gpus", type=lambda text: [int(number) for number in text.split(",")], default=[1])
+    parser.add_argument("--backend", choices=("fsdp2", "megatron"), default="fsdp2")
+    for size in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{size}", type=int, default=1, help="of Megatron")
+    parser.add_argument("--tokens", type=int, help="of a step, for each GPU")
+    parser.add_argument("--micro-tokens", type=int, help="of a micro-batch, for each GPU")
+    parser.add_argument("--steps", type=int, default=Effort().steps, help="that are measured")
+    parser.add_argument("--case-s", type=float, default=Effort().case_s, help="after these no further step is begun")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all cases together")
+    parser.add_argument("--profile", action="store_true", help="also where the time goes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=Effort().device)
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _cases(args: argparse.Namespace, num_gpus: int) -> list[Case]:
+    cases = [
+        parse(
+            model,
+            words,
+            num_gpus=num_gpus,
+            backend=args.backend,
+            sizes=(args.tp, args.pp, args.ep),
+            tokens=args.tokens,
+            micro_tokens=args.micro_tokens,
+        )
+        for model in args.models
+        for words in (args.cases or DEFAULT_CASES[model].split(","))
+    ]
+    return [case for case in cases if num_gpus == 1 or not {"plain", "logprobs"} & set(case.words)]
+
+
+def _run(cases: list[Case], effort: Effort, report: Report, limit_s: float) -> list[Case]:
+    """Runs cases in processes of their own until one ends them, which is its result; returns those that remain."""
+    if limit_s < effort.case_s:
+        for case in cases:
+            report.add(case, {"error": "not run, the time is over"})
+        return []
+    done = 0
+
+    def on_message(kind: str, value: object) -> None:
+        nonlocal done
+        if kind == "fact":
+            assert isinstance(value, dict)
+            report.fact(value)
+        elif kind == "text":
+            report.text(str(value))
+        elif kind == "result":
+            assert isinstance(value, dict)
+            report.add(cases[done], {name: item for name, item in value.items() if name != "number"})
+            done += 1
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = (cases, port, effort)
+    try:
+        run_ranks(run_rank, cases[0].num_gpus, arguments, on_message, silence_s=PATIENCE_S, limit_s=limit_s)
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        if done < len(cases):
+            report.add(cases[done], {"error": str(error).strip().splitlines()[-1]})
+            done += 1
+    return cases[done:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

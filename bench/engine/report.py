@@ -1,0 +1,140 @@
+"""What is printed and kept of the measurements."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.case import Case
+
+MFU, SPEEDUP, HEAD_RATIO, EFFICIENCY = 0.45, 1.5, 1 / 8, 0.9
+"""What is to be reached: of MFU (4b and 8b), times the plain loop's tokens/s, of its peak memory, of linear scaling."""
+
+_HEADER = (
+    f"{'model':5} {'case':32} {'GPUs':>4} {'master':6} {'micro':>6} {'tokens/s':>9} {'per GPU':>8} {'TFLOP/s':>8} "
+    f"{'MFU':>6} {'peak GiB':>8} {'step s':>7} {'n':>2} {'first s':>7} {'loss':>7}"
+)
+
+
+class Report:
+    """The results of all cases, printed and written as they come.
+
+    Args:
+        path: of the JSON file; None: none is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._facts: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self.results: list[tuple[Case, dict[str, Any]]] = []
+
+    def fact(self, facts: dict[str, Any]) -> None:
+        new = {name: value for name, value in facts.items() if self._facts.get(name) != value}
+        if not new:
+            return
+        self._facts |= new
+        self._print("# " + ", ".join(f"{name} {value}" for name, value in new.items()))
+
+    def text(self, text: str) -> None:
+        self._print(text)
+
+    def heading(self) -> None:
+        self._print(_HEADER)
+
+    def add(self, case: Case, result: dict[str, Any]) -> None:
+        """Takes the result of a case; an "error" or "out_of_memory" in it is a result, too."""
+        self.results.append((case, result))
+        self._print(_line(case, result))
+
+    def close(self) -> None:
+        """Prints the ratios that the benchmark is about."""
+        for line in [*self._heads(), *self._speedups(), *self._efficiencies()]:
+            self._print(line)
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+        self._lines.append(text)
+        if self._path is not None:
+            cases = [{"case": case.key, "tokens": case.tokens, **result} for case, result in self.results]
+            self._path.write_text(json.dumps({"facts": self._facts, "cases": cases, "printed": self._lines}, indent=1))
+
+    def _measured(self, model: str, *, num_gpus: int = 1) -> list[tuple[Case, dict[str, Any]]]:
+        return [
+            (case, result)
+            for case, result in self.results
+            if case.model == model and case.num_gpus == num_gpus and "tokens_per_s" in result
+        ]
+
+    def _heads(self) -> list[str]:
+        lines = []
+        for case, result in self.results:
+            if result.get("fused_bytes"):
+                ratio = result["fused_bytes"] / result["plain_bytes"]
+                lines.append(
+                    f"{case.model}: fused log-probs take {ratio:.3f} of the plain peak of extra memory, at most "
+                    f"{HEAD_RATIO:.3f}: {_said(ratio <= HEAD_RATIO)}"
+                )
+        return lines
+
+    def _speedups(self) -> list[str]:
+        lines = []
+        for model in dict.fromkeys(case.model for case, _ in self.results):
+            measured = self._measured(model)
+            ours = [item for item in measured if "plain" not in item[0].words]
+            if ours and ours[0][1]["mfu"] is not None:
+                case, result = max(ours, key=lambda item: item[1]["mfu"])
+                lines.append(
+                    f"{model}: MFU of at most {result['mfu']:.1%} ({case.name}, masters {case.precision})"
+                    + (f", at least {MFU:.0%}: {_said(result['mfu'] >= MFU)}" if model in ("4b", "8b") else "")
+                )
+            for precision in ("fp32", "bf16"):
+                pairs = [[i for i in ours if i[0].precision == precision]]
+                pairs += [[i for i in measured if "plain" in i[0].words and i[0].precision == precision]]
+                if all(pairs):
+                    (a, fast), (b, slow) = (max(items, key=lambda i: i[1]["tokens_per_s"]) for items in pairs)
+                    ratio = fast["tokens_per_s"] / slow["tokens_per_s"]
+                    lines.append(
+                        f"{model}, masters {precision}: {a.name} trains {ratio:.2f} times as many tokens/s as "
+                        f"{b.name}, at least {SPEEDUP}: {_said(ratio >= SPEEDUP)}"
+                    )
+        return lines
+
+    def _efficiencies(self) -> list[str]:
+        lines = []
+        alone = {(c.model, c.words, c.backend): r for c, r in self.results if c.num_gpus == 1 and "tokens_per_s" in r}
+        for case, result in self.results:
+            one = alone.get((case.model, case.words, case.backend))
+            if case.num_gpus > 1 and "tokens_per_s" in result and one is not None:
+                share = result["tokens_per_s"] / case.num_gpus / one["tokens_per_s"]
+                goal = f", at least {EFFICIENCY:.0%}: {_said(share >= EFFICIENCY)}" if case.num_gpus == 4 else ""
+                lines.append(f"{case.key}: {share:.1%} of what one GPU does, on each{goal}")
+        return lines
+
+
+def _said(is_reached: bool) -> str:
+    return "reached" if is_reached else "missed"
+
+
+def _line(case: Case, result: dict[str, Any]) -> str:
+    start = f"{case.model:5} {case.name:32} {case.num_gpus:4} "
+    if "error" in result:
+        return f"{start}failed: {result['error']}"
+    if result.get("out_of_memory"):
+        return f"{start}{case.precision:6} {case.micro_tokens:6} out of memory: {result['out_of_memory']}"
+    if "fused_s" in result:
+        return start + (
+            f"{result['num_tokens']} tokens, forward and backward: fused {_gib(result['fused_bytes'])} GiB extra in "
+            f"{result['fused_s'] * 1e3:.1f} ms, plain {_gib(result['plain_bytes'])} GiB in "
+            f"{result['plain_s'] * 1e3:.1f} ms; largest difference {result['largest_difference']:.2g}"
+        )
+    mfu = "-" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    return start + (
+        f"{case.precision:6} {case.micro_tokens:6} {result['tokens_per_s']:9.0f} "
+        f"{result['tokens_per_s'] / case.num_gpus:8.0f} {result['tflops']:8.1f} {mfu:>6} "
+        f"{_gib(result['peak_bytes']):>8} {result['step_s']:7.3f} {len(result['steps_s']):2} {result['first_s']:7.1f} "
+        f"{result['loss']:7.3f}"
+    )
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / (1 << 30):.2f}"

@@ -1,0 +1,194 @@
+"""Cases one after another, on each rank of a group of processes."""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tidemill_engines.throughput import known_peak_tflops, training_flops
+from weight_update.supervisor import Tell
+
+from engine.case import Case
+from engine.data import LONGEST, SHORTEST, TINY_LONGEST, TINY_SHORTEST, make_batch, row_lengths, warm_up_rows
+from engine.head import compare_heads
+from engine.profile import profiled
+from engine.shapes import MODELS
+from engine.subject import Subject, count_outputs, make_subject, write_config
+
+PATIENCE_S = 150.0
+"""How long a case may be silent: it loads, compiles, and makes its first step."""
+
+ENVIRONMENT = {
+    # NVLink multicast can put GPUs that others share out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # All on one machine, whatever its host name resolves to.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # Sizes change from micro-batch to micro-batch.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much of each case is run.
+
+    Attributes:
+        steps: that are measured.
+        case_s: after which no further step is begun; one is measured anyway.
+        profile: whether one more step, of two micro-batches, is recorded by torch's profiler.
+        device: "cuda" or "cpu".
+    """
+
+    steps: int = 3
+    case_s: float = 25.0
+    profile: bool = False
+    device: str = "cuda"
+
+
+def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: int, effort: Effort) -> None:
+    """Runs the cases, all of which have as many GPUs, and tells the results of all ranks from rank 0."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(cases[0].num_gpus),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    is_cuda = effort.device == "cuda"
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    say: Tell = tell if rank == 0 else lambda kind, value: None
+    say("fact", _facts(device))
+    for number, case in enumerate(cases):
+        say("begin", number)
+        tell("patience", PATIENCE_S)
+        result, problem = {}, None
+        try:
+            result = _head(case, device) if "logprobs" in case.words else _train(case, folder, device, effort, say)
+        except torch.OutOfMemoryError as error:
+            problem = str(error).split(". ")[0]
+        gc.collect()  # the error is gone here, and with it what its frames held
+        if is_cuda:
+            torch.cuda.empty_cache()
+        problems: list[Any] = [None] * case.num_gpus
+        dist.all_gather_object(problems, problem)
+        problem = next((item for item in problems if item is not None), None)
+        say("result", {"number": number, "out_of_memory": problem} | ({} if problem else result))
+    dist.destroy_process_group()
+
+
+def _train(case: Case, folder: str, device: torch.device, effort: Effort, say: Tell) -> dict[str, Any]:
+    started = time.perf_counter()
+    subject = make_subject(case, write_config(case.model, folder), device)
+    try:
+        return {"setup_s": time.perf_counter() - started} | _measure(case, subject, device, effort, started, say)
+    finally:
+        subject.close()
+
+
+def _measure(
+    case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, say: Tell
+) -> dict[str, Any]:
+    shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
+    share = case.tokens * case.num_gpus // subject.num_parts  # as much for each GPU, however many share the rows
+    lengths = row_lengths(share, shortest=shortest, longest=longest, seed=0)
+    vocab_size = MODELS[case.model]["vocab_size"]
+    batch = make_batch(lengths, vocab_size, seed=subject.part)
+    warm_up = make_batch(warm_up_rows(lengths, case.micro_tokens), vocab_size, seed=subject.part)
+    first_s, _ = _step(subject, warm_up, device)
+    _step(subject, warm_up, device)
+    if effort.profile:
+        say("text", profiled(lambda: _step(subject, warm_up, device), device))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, loss, peak = [], 0.0, 0
+    while len(seconds) < effort.steps:
+        taken, loss = _step(subject, batch, device)
+        seconds.append(_largest(taken))
+        if device.type == "cuda":
+            peak = max(peak, torch.cuda.max_memory_allocated(device))  # an engine resets it at each step
+        if _largest(time.perf_counter() - started) > effort.case_s:
+            break
+    step_s = statistics.median(seconds)
+    flops = training_flops(_on_meta(case.model), lengths, count_outputs(batch)).total * subject.num_parts
+    peak_tflops = known_peak_tflops(device, "bfloat16")
+    tflops = flops / step_s / case.num_gpus / 1e12
+    return {
+        "first_s": first_s,
+        "steps_s": seconds,
+        "step_s": step_s,
+        "rows": len(lengths) * subject.num_parts,
+        "tokens": sum(lengths) * subject.num_parts,
+        "tokens_per_s": sum(lengths) * subject.num_parts / step_s,
+        "tflops": tflops,
+        "mfu": None if peak_tflops is None else tflops / peak_tflops,
+        "peak_bytes": int(_largest(float(peak))) if device.type == "cuda" else None,
+        "loss": loss,
+    }
+
+
+def _step(subject: Subject, batch: Any, device: torch.device) -> tuple[float, float]:
+    """Seconds, from when all ranks are ready until this one's device is, and the loss."""
+    _synchronize(device)
+    _largest(0.0)  # a barrier
+    started = time.perf_counter()
+    loss = subject.train(batch)
+    _synchronize(device)
+    return time.perf_counter() - started, loss
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _largest(value: float) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def _on_meta(model: str) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**MODELS[model])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _head(case: Case, device: torch.device) -> dict[str, Any]:
+    config = MODELS[case.model]
+    tokens = 64 if case.model == "tiny" else 16384
+    return compare_heads(tokens, config["hidden_size"], config["vocab_size"], device)
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    import tidemill_engines
+    import transformers
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tidemill_engines": getattr(tidemill_engines, "__version__", "?"),
+    }
+    if device.type != "cuda":
+        return facts | {"device": "cpu"}
+    import triton
+
+    gib = torch.cuda.get_device_properties(device).total_memory / (1 << 30)
+    return facts | {
+        "device": torch.cuda.get_device_name(device),
+        "memory_gib": round(gib, 1),
+        "triton": triton.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "environment": " ".join(f"{name}={os.environ.get(name)}" for name in ENVIRONMENT),
+    }
