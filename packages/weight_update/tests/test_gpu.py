@@ -48,6 +48,8 @@ for line in sys.stdin:
 class PlainReceiver:
     """An engine client whose engine is RECEIVER."""
 
+    has_loader = False
+
     def __init__(self) -> None:
         command = [sys.executable, "-c", RECEIVER]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -33,16 +33,16 @@ def _mix32(number):
 
 @triton.jit
 def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
-    """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
+    """What numbers, uint32 [R, C], add to the sum, int64 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
     if BITS * PACKED == 32:
         factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
         if PACKED == 1:
-            return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
+            return (numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64)
         total = (numbers & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
         for lane in tl.static_range(1, PACKED):
             factors *= _LANE
             total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
-        return tl.sum(total.to(tl.int64))
+        return total.to(tl.int64)
     # Numbers smaller than the 4 bytes that share a mix, which may begin anywhere in them.
     LANES: tl.constexpr = 32 // BITS
     SHIFT: tl.constexpr = 1 if LANES == 2 else 2
@@ -52,7 +52,7 @@ def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UN
     factors = _mix32(((position >> SHIFT).to(tl.uint32) + _MIX_START)[:, None] + (within >> SHIFT)) | 1
     for lane in tl.static_range(1, LANES):
         factors = tl.where((within & (LANES - 1)) >= lane, factors * _LANE, factors)
-    return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
+    return (numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64)
 
 
 @triton.constexpr_function
@@ -62,21 +62,22 @@ def _repeat(packed):
 
 
 @triton.jit
-def _carries(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
-    """Numbers whose elements have their highest bit set if all bits NON_FINITE of the element are set, only then.
+def _non_finite(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
+    """Numbers whose elements are 1 where all bits NON_FINITE of the element are set, else 0.
 
-    Adding the lowest of these bits carries into the highest. What the other bits hold means nothing.
+    Adding the lowest of these bits carries into the highest.
     """
-    return (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
+    carried = (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
+    return (carried >> (BITS - 1)) & _repeat(PACKED)
 
 
 @triton.jit
-def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
-    bits = (found >> (BITS - 1)) & 1
+def _sum_of_elements(numbers, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """Of numbers, uint32 [R, C], the sum of their elements, int32."""
+    total = numbers & ((1 << BITS) - 1)
     for lane in tl.static_range(1, PACKED):
-        bits += (found >> (BITS * (lane + 1) - 1)) & 1
-    return tl.sum(bits.to(tl.int32))
+        total += (numbers >> (BITS * lane)) & ((1 << BITS) - 1)
+    return tl.sum(total.to(tl.int32))
 
 
 @triton.jit
@@ -125,9 +126,9 @@ def copy_tiles(
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
-    total = tl.zeros((), tl.int64)
-    number = tl.zeros((), tl.int32)
-    HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
+    # Each thread sums for itself: a sum over the block, where its threads wait for each other, comes once, in the end.
+    total = tl.zeros((R, C), tl.int64)
+    counts = tl.zeros((R, C), tl.uint32)
     for step in range(STEPS):
         if R == 1:
             row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
@@ -154,14 +155,14 @@ def copy_tiles(
             position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
             total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         if NON_FINITE:
-            found = _carries(sent, BITS, PACKED, NON_FINITE)
+            found = _non_finite(sent, BITS, PACKED, NON_FINITE)
             if HALVES:
                 odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
                 found = tl.where(odd, found, 0)
-            if tl.max(found & HIGHEST) != 0:
-                number += _count(found, BITS, PACKED)
+            counts += found  # elements hold the number of steps
     if DIGEST:
-        tl.atomic_add(digests + tensor, total, sem="relaxed")
-    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
+        tl.atomic_add(digests + tensor, tl.sum(total), sem="relaxed")
+    if NON_FINITE:
+        number = _sum_of_elements(counts, BITS, PACKED)
         if number != 0:
             tl.atomic_add(non_finite + tensor, number, sem="relaxed")
