@@ -183,5 +183,5 @@ def save_and_load(
     return seen
 
 
-OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "decay_norms_and_biases": False}
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5, "decay_norms_and_biases": False}
 NUM_ROWS = 6

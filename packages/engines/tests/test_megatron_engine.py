@@ -63,7 +63,7 @@ def _reference(folder: Path) -> dict[str, Any]:
         rows = plain_log_probs(model, batch)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
-    settings = {"lr": OPTIMIZER["lr"], "eps": 1e-8, "betas": (0.9, 0.999)}
+    settings = {"lr": OPTIMIZER["lr"], "eps": OPTIMIZER["eps"], "betas": (0.9, 0.999)}
     groups = [
         {"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
         {"params": others, "weight_decay": 0.0},

@@ -1,6 +1,7 @@
 """Tensors that give up their memory on the device while nobody needs them, and get it back with what was in it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,11 +15,15 @@ class Parked:
 
     Args:
         tensors: what to send away, asked each time; of DTensors, this rank's part.
+        are_zero: whether they are zero everywhere at the time, so that nothing has to be copied.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, tensors: Callable[[], Iterable[torch.Tensor]], *, are_zero: Callable[[], bool] = lambda: False
+    ) -> None:
         self._tensors = tensors
-        self._held: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._are_zero = are_zero
+        self._held: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
         self._away = False
 
     @property
@@ -30,22 +35,27 @@ class Parked:
         """Sends the tensors away; does nothing if they are."""
         if self._away:
             return
+        zero = self._are_zero()
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
             if storage._cdata not in self._held and storage.size() > 0:
-                on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                copy.copy_(on_device)
-                self._held[storage._cdata] = storage, copy
-        for storage, _ in self._held.values():
+                copy = None
+                if not zero:
+                    copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                    copy.copy_(_bytes(storage))
+                self._held[storage._cdata] = storage, copy, storage.size()
+        for storage, _, _ in self._held.values():
             storage.resize_(0)
         self._away = True
 
     def load(self) -> None:
         """Brings the tensors back; does nothing if they are there."""
-        for storage, copy in self._held.values():
-            storage.resize_(copy.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        for storage, copy, num_bytes in self._held.values():
+            storage.resize_(num_bytes)
+            if copy is None:
+                _bytes(storage).zero_()
+            else:
+                _bytes(storage).copy_(copy)
         self._held.clear()
         self._away = False
 
@@ -66,8 +76,47 @@ class Parked:
         held = self._held.get(local.untyped_storage()._cdata)
         if held is None:
             return like(tensor, local.clone())
-        flat = held[1].to(local.device, copy=True).view(local.dtype)
+        _, copy, _ = held
+        if copy is None:
+            return like(tensor, torch.zeros_like(local, memory_format=torch.contiguous_format))
+        flat = copy.to(local.device, copy=True).view(local.dtype)
         return like(tensor, flat.as_strided(local.shape, local.stride(), local.storage_offset()))
+
+
+class Parking:
+    """The sets of tensors that an engine sends away, by kind, such as "params", "grads" and "optimizer"."""
+
+    def __init__(self, parked: Mapping[str, Parked]) -> None:
+        self._parked = dict(parked)
+        for each in self._parked.values():
+            each.offload()
+
+    def get(self, kind: str) -> Parked | None:
+        """None for a kind that is never sent away."""
+        return self._parked.get(kind)
+
+    @contextmanager
+    def at_hand(self, *kinds: str) -> Iterator[None]:
+        """Brings what is away back from the CPU, and sends it away again."""
+        brought = [self._parked[kind] for kind in kinds if kind in self._parked and self._parked[kind].away]
+        for parked in brought:
+            parked.load()
+        try:
+            yield
+        finally:
+            for parked in brought:
+                parked.offload()
+
+    def check(self, *kinds: str) -> None:
+        """Raises RuntimeError if one of the kinds is away."""
+        away = [kind for kind in kinds if kind in self._parked and self._parked[kind].away]
+        if away:
+            context = "train_mode() or eval_mode()" if away == ["params"] else "train_mode()"
+            raise RuntimeError(f"{', '.join(away)}: offloaded to the CPU; call this within {context}")
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

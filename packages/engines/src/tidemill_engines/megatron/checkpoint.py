@@ -1,16 +1,20 @@
 """Checkpoints through Megatron's dist_checkpointing: sharded, and loadable under other parallel sizes."""
 
+import copy
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -26,29 +30,43 @@ from tidemill_engines.megatron.optimizer import torch_optimizers
 from tidemill_engines.megatron.weights import unwrapped
 
 
-class _TorchWriter(TorchDistSaveShardedStrategy):
-    """Megatron's format by torch's writer. Megatron's own starts processes to write, which import all there is (15 s)
-    and which a daemon may not have."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Content:
+    """What this rank has to save.
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        state_dict_saver.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+    Attributes:
+        sharded: tensors and objects with their places in those of the whole model, as torch's writer takes them.
+        common: what is the same on all ranks.
+        random: random states.
+    """
+
+    sharded: dict[str, Any]
+    common: dict[str, Any]
+    random: dict[str, torch.Tensor]
 
 
-def save(
-    path: Path,
-    chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer | None,
-    progress: Progress,
-    group: dist.ProcessGroup,
-    *,
-    keep_last: int | None,
-) -> None:
-    """Writes weights, optimizer state and random states to the new folder `path`, all or nothing. Collective.
+def collect(
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, device: torch.device, *, copied: bool
+) -> Content:
+    """Weights, optimizer state and random states. Collective over all ranks.
+
+    Args:
+        copied: have copies on the CPU, so that saving them need not stop the training that goes on.
+    """
+    sharded, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
+    state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    if copied:
+        for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
+            part.data = part.data.detach().to("cpu", copy=True)
+        common = copy.deepcopy(common)
+    return Content(sharded=mcore_to_pyt_state_dict(state, False), common=common, random=_random_states(device))
+
+
+def save(path: Path, content: Content, progress: Progress, group: dist.ProcessGroup, *, keep_last: int | None) -> None:
+    """Writes to the new folder `path`, all or nothing. Collective over `group` (gloo).
+
+    The format is Megatron's, the writer torch's: Megatron's own starts processes to write, which import all there is
+    (15 s) and which a daemon may not have.
 
     Raises:
         OSError: a rank could not write; raised on every rank.
@@ -56,11 +74,23 @@ def save(
 
     def write(folder: Path) -> list[str]:
         rank = dist.get_rank(group)
-        state = _sharded_state(chunks, optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(folder), _TorchWriter("torch_dist", 1))
-        torch.save(_random_states(), folder / f"rng_{rank}.pt")
-        common = [".metadata", "common.pt", "metadata.json"] if rank == 0 else []
-        return [f"rng_{rank}.pt", *common, *(file.name for file in folder.glob(f"__{rank}_*"))]
+        try:
+            state_dict_saver.save(
+                content.sharded,
+                storage_writer=FileSystemWriter(folder),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=group,
+            )
+        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+            free_mib = shutil.disk_usage(folder).free >> 20
+            raise OSError(f"could not save the checkpoint {path} ({free_mib} MiB are free there): {error}") from error
+        torch.save(content.random, folder / f"rng_{rank}.pt")
+        written = [f"rng_{rank}.pt", *(file.name for file in folder.glob(f"__{rank}_*"))]
+        if rank == 0:
+            torch.save(content.common, folder / "common.pt")
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            written += [".metadata", "common.pt", "metadata.json"]
+        return written
 
     save_folder(path, write, progress, group, keep_last=keep_last)
 
@@ -71,8 +101,9 @@ def load(
     optimizer: MegatronOptimizer | None,
     progress: Progress,
     group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
-    """Reads weights and optimizer state, and random states if as many ranks saved them. Collective.
+    """Reads weights and optimizer state, and random states if as many ranks saved them on such devices. Collective.
 
     Raises:
         ValueError: the checkpoint is of another model, or of experts that were divided otherwise; raised on every rank.
@@ -92,8 +123,8 @@ def load(
             _part_steps(optimizer)
         if progress.world_size == dist.get_world_size(group):
             states = torch.load(path / f"rng_{dist.get_rank(group)}.pt", weights_only=True)
-            torch.set_rng_state(states.pop("cpu"))
-            _tracker().set_states(states)
+            if ("cuda" in states) == (device.type == "cuda"):
+                _set_random_states(states, device)
 
 
 def _named(chunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -117,12 +148,20 @@ def _sharded_state(
 def _part_steps(optimizer: MegatronOptimizer) -> None:
     """Megatron gives all parameters one tensor for Adam's step, which would then count each of them."""
     for each in torch_optimizers(optimizer):
-        for state in each.state.values():
-            state["step"] = state["step"].clone()
+        for param, state in each.state.items():
+            state["step"] = state["step"].to(param.device, copy=True)
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    return {"cpu": torch.get_rng_state(), **_tracker().get_states()}
+def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state(), **_tracker().get_states()}
+    return {**states, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+
+
+def _set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states.pop("cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states.pop("cuda"), device)
+    _tracker().set_states(states)
 
 
 def _tracker() -> tensor_parallel.random.CudaRNGStatesTracker:

@@ -6,6 +6,8 @@ from typing import Literal, get_args
 from tidemill_engines.config import Device, Dtype
 from tidemill_engines.megatron.architecture import Architecture
 
+_RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -89,6 +91,15 @@ class MegatronConfig(ParallelConfig):
         param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters.
         use_distributed_optimizer: divide the optimizer's state among data-parallel ranks.
         overlap_grad_reduce: reduce gradients while the backward goes on.
+        overlap_param_gather: gather the weights that other ranks have updated while the next forward goes on.
+        recompute_modules: what `ModelConfig.recompute="selective"` computes again in the backward, by Megatron's names:
+            "layernorm", "mlp", "core_attn", and of a mixture of experts "moe".
+        fuse_elementwise: on CUDA make one kernel each of activation and rotary embedding, with torch.compile.
+        param_offload: keep weights on the CPU except while a context needs them: `train_mode`, `eval_mode`, or a method
+            that reads or writes weights.
+        grad_offload: likewise for gradients, which `train_mode` needs.
+        optimizer_offload: likewise for the optimizer's state, which `train_mode` needs.
+        peak_tflops: of one device in `param_dtype`, for `performance`; None knows those of common GPUs.
         max_token_len_per_gpu: tokens (prompt and response) of a micro-batch on each rank, padding not counted; a row
             may have as many on each of the context-parallel ranks.
         micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
@@ -104,6 +115,13 @@ class MegatronConfig(ParallelConfig):
     param_dtype: Dtype = "float32"
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
+    fuse_elementwise: bool = True
+    param_offload: bool = False
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    peak_tflops: float | None = None
     max_token_len_per_gpu: int = 16384
     micro_batch_size_per_gpu: int | None = None
     seed: int = 1
@@ -123,6 +141,18 @@ class MegatronConfig(ParallelConfig):
             raise ValueError(
                 f"MegatronConfig.micro_batch_size_per_gpu must be at least 1; got {self.micro_batch_size_per_gpu}"
             )
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "MegatronConfig.overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
+            )
+        unknown = set(self.recompute_modules) - _RECOMPUTED
+        if unknown:
+            raise ValueError(
+                f"MegatronConfig.recompute_modules must be of {', '.join(sorted(_RECOMPUTED))}; "
+                f"got {', '.join(sorted(unknown))}"
+            )
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ValueError(f"MegatronConfig.peak_tflops must be above 0; got {self.peak_tflops!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
 

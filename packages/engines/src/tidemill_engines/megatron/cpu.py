@@ -14,22 +14,18 @@ Tensor. Upstream places are those of megatron-core 0.16.1.
   `dist_checkpointing/exchange_utils.py:336`).
 - `Tensor.type()` says `torch.cuda.` to callers in `megatron.core.optimizer`, which compare dtypes by that name
   (`optimizer.py:671`, `distrib_optimizer.py:361`, `clip_grads.py:167`).
-- `te_general_gemm` is None: without Transformer Engine the name is undefined, so every router fails
-  (`moe_utils.py:1192`).
 - `maybe_move_tensor_to_cpu` converts to numpy, which it does for CUDA tensors only (`moe_utils.py:1093`).
-- Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
-  fails (`distrib_optimizer.py:938`).
 """
 
 import importlib
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tidemill_engines.megatron.redirect import Changes, Redirection
 
 _CPU = torch.device("cpu")
 # Modules that others import only when they are needed; they have to be there to be redirected.
@@ -40,70 +36,22 @@ _NEEDED = (
     *("dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.fully_parallel"),
     "dist_checkpointing.exchange_utils",
 )
-_lock = threading.Lock()
-_open: list["_Redirections"] = []
-"""The redirections that hold in this process, once for each context: modules are of the process, so this is, too."""
 
 
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Lets megatron-core run on the CPU while the context is open; contexts may overlap.
-
-    Raises:
-        ImportError: megatron-core is not installed.
-    """
-    with _lock:
-        _open.append(_open[0] if _open else _Redirections())
-    try:
-        yield
-    finally:
-        with _lock:
-            redirections = _open.pop()
-            if not _open:
-                redirections.undo()
-
-
-class _Redirections:
-    """Replaces attributes and remembers what was there."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-        for name in _NEEDED:
-            importlib.import_module(f"megatron.core.{name}")
-        stand_in = _torch()
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-                self._set(module, "torch", stand_in)
-        self._set(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
-        self._set(torch.Tensor, "type", _type_for_optimizers(torch.Tensor.type))
-        self._set_random_state(sys.modules["megatron.core.tensor_parallel.random"])
-        self._set_experts()
-        optimizer = sys.modules["megatron.core.optimizer.distrib_optimizer"].DistributedOptimizer
-        name = "_set_main_param_and_optimizer_states"
-        self._set(optimizer, name, _without_step(getattr(optimizer, name)))
-
-    def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _set(self, owner: Any, name: str, value: object) -> None:
-        if name in vars(owner):
-            before = vars(owner)[name]
-            self._undo.append(lambda: setattr(owner, name, before))
-        else:
-            self._undo.append(lambda: delattr(owner, name))
-        setattr(owner, name, value)
-
-    def _set_random_state(self, module: types.ModuleType) -> None:
-        self._set(module, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
-        self._set(module, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
-
-    def _set_experts(self) -> None:
-        moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
-        if "te_general_gemm" not in vars(moe_utils):
-            self._set(moe_utils, "te_general_gemm", None)
-        dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
-        self._set(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy)
+def _redirect(changes: Changes) -> None:
+    for name in _NEEDED:
+        importlib.import_module(f"megatron.core.{name}")
+    stand_in = _torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            changes.set(module, "torch", stand_in)
+    changes.set(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+    changes.set(torch.Tensor, "type", _type_for_optimizers(torch.Tensor.type))
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    changes.set(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    changes.set(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    changes.set(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy)
 
 
 class _Idle:
@@ -179,17 +127,5 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _without_step(real: Callable[..., None]) -> Callable[..., None]:
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        state = self.optimizer.state[main_param]
-        if "step" not in state:
-            real(self, model_param, tensors)
-            return
-        with torch.no_grad():
-            for name, target in {"param": main_param, **state}.items():
-                if name != "step":
-                    target.copy_(tensors[name])
-
-    return set_states
+on_cpu = Redirection(_redirect)
+"""Lets megatron-core run on the CPU while a context of it is open. ImportError if megatron-core is not installed."""

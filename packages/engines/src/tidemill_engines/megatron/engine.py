@@ -1,6 +1,6 @@
 """What every Megatron engine is, whatever its model computes: life cycle, optimizer and export."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.module import Float16Module
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
@@ -21,16 +21,20 @@ from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.cpu import on_cpu
+from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
 from tidemill_engines.megatron.layout import padded_vocab_size
-from tidemill_engines.megatron.model import build_chunks, transformer_config
-from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer
+from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, transformer_config
+from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors
 from tidemill_engines.megatron.packed import Division
 from tidemill_engines.megatron.pipeline import finalize_without_scaling, is_last_stage
 from tidemill_engines.megatron.weights import MegatronWeights, unwrapped
+from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.process_group import resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
+from tidemill_engines.saving import Saver
+from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_shard import WeightShard
 
 T = TypeVar("T")
@@ -40,7 +44,14 @@ class MegatronEngine(BaseEngine):
     """A Hugging Face model as Megatron's; abstract in the step, which depends on the type of model.
 
     Megatron keeps its process groups once a process, so a process has one such engine at a time.
+
+    Attributes:
+        new_weights: names of the model that a checkpoint may lack; they start at zero.
+        unused_weights: names of a checkpoint that the model has no place for.
     """
+
+    new_weights: tuple[str, ...] = ()
+    unused_weights: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -52,6 +63,7 @@ class MegatronEngine(BaseEngine):
     ) -> None:
         if not isinstance(engine, MegatronConfig):
             raise TypeError(f"the Megatron engine is configured by a MegatronConfig, got a {type(engine).__name__}")
+        _refuse(model)
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)  # type: ignore[arg-type]
         self.config = engine
         self.device = torch.device("meta")
@@ -62,11 +74,16 @@ class MegatronEngine(BaseEngine):
         self._groups: MegatronGroups | None = None
         self._weights: MegatronWeights | None = None
         self._optimizer: MegatronOptimizer | None = None
+        self._parking = Parking({})
+        self._saver = Saver()
+        self._grads_are_zero = True
+        self._weights_are_whole = True  # not while other ranks' part of an update has yet to be gathered
 
     def initialize(self) -> None:
         if self._groups is not None:
             raise RuntimeError("the engine is initialized already; close() it first")
-        self.device = resolve_device(self.config.device)
+        self.device = self.meter.device = resolve_device(self.config.device)
+        self._redirections.enter_context(without_transformer_engine())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
@@ -82,8 +99,15 @@ class MegatronEngine(BaseEngine):
         self.step = self.skipped_steps = 0
 
     def _read(self, world_size: int) -> None:
-        self._architecture = Architecture.read(Path(self.model_config.path))
+        self._architecture = self.read_architecture()
         self.config.check(self._architecture, world_size)
+
+    def read_architecture(self) -> Architecture:
+        """The architecture of the model at `ModelConfig.path`."""
+        return Architecture.read(Path(self.model_config.path))
+
+    def adapt(self, model: HiddenStatesModel) -> None:
+        """Changes a freshly made chunk of the model into what this engine trains."""
 
     def _build(self) -> None:
         parallel, dtype = self.config, getattr(torch, self.config.param_dtype)
@@ -92,38 +116,73 @@ class MegatronEngine(BaseEngine):
             cp_size=parallel.context_parallel_size,
             sp_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
         )
-        config = transformer_config(self.architecture, parallel, dtype)
+        config = transformer_config(
+            self.architecture,
+            parallel,
+            dtype,
+            fused=self.config.fuse_elementwise and self.device.type == "cuda",
+            recompute=self._recompute(),
+        )
         config.finalize_model_grads_func = finalize_without_scaling  # type: ignore[assignment]
-        models = [model.to(self.device) for model in build_chunks(self.architecture, config)]
-        self._weights = MegatronWeights(models, self.architecture, own_placement(), self.groups.control)
+        models = build_chunks(self.architecture, config)
+        for model in models:
+            self.adapt(model)
+            model.to(self.device).requires_grad_(self.optimizer_config is not None)
+        group = _initialized(dist.group.WORLD)  # also takes tensors on GPUs
+        self._weights = MegatronWeights(models, self.architecture, own_placement(), group)
         with SafetensorsFiles(Path(self.model_config.path)) as files, together(self.groups.control):
-            self._weights.load(files)
-        wrapped = models if dtype == torch.float32 else [Float16Module(config, model) for model in models]
+            self._weights.load(files, new=self.new_weights, unused=self.unused_weights)
+        is_trained = self.optimizer_config is not None
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self.config.use_distributed_optimizer,
-            overlap_grad_reduce=self.config.overlap_grad_reduce,
+            use_distributed_optimizer=is_trained and self.config.use_distributed_optimizer,
+            overlap_grad_reduce=is_trained and self.config.overlap_grad_reduce,
+            overlap_param_gather=is_trained and self.config.overlap_param_gather,
         )
         self.chunks = [
             DistributedDataParallel(config, settings, model, disable_bucketing=number > 0)
-            for number, model in enumerate(wrapped)
+            for number, model in enumerate(models)
         ]
-        if self.config.overlap_grad_reduce:
+        if settings.overlap_grad_reduce:
             no_sync: Any = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if self.optimizer_config is not None:
             self.reset_optimizer(self.optimizer_config)
         self._train(training=False)
+        kinds = {
+            "params": (self.config.param_offload, Parked(self._params)),
+            "grads": (self.config.grad_offload, Parked(self._grads, are_zero=lambda: self._grads_are_zero)),
+            "optimizer": (self.config.optimizer_offload, Parked(self._optimizer_tensors)),
+        }
+        self._parking = Parking({kind: parked for kind, (wanted, parked) in kinds.items() if wanted})
+
+    def _recompute(self) -> Sequence[str] | None:
+        if not self.model_config.gradient_checkpointing:
+            return None
+        return self.config.recompute_modules if self.model_config.recompute == "selective" else ("full",)
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        return (param for chunk in self.chunks for param in chunk.parameters())
+
+    def _grads(self) -> Iterator[torch.Tensor]:
+        return (each.grad_data for chunk in self.chunks for each in chunk.buffers + chunk.expert_parallel_buffers)
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        return iter(()) if self._optimizer is None else own_tensors(self._optimizer, list(self._params()))
 
     def close(self) -> None:
-        groups, self._groups = self._groups, None
-        self._weights = self._optimizer = None
-        self.chunks = []
         try:
-            if groups is not None:
-                close_groups(groups)
+            self._saver.close()
         finally:
-            self._redirections.close()
+            groups, self._groups = self._groups, None
+            self._weights = self._optimizer = None
+            self.chunks = []
+            self._parking = Parking({})
+            try:
+                if groups is not None:
+                    close_groups(groups)
+            finally:
+                self._redirections.close()
 
     @property
     def groups(self) -> MegatronGroups:
@@ -149,9 +208,12 @@ class MegatronEngine(BaseEngine):
 
     def head(self) -> tuple[torch.Tensor, int, int]:
         """On the last stage, the rows of the head of this rank, the token of the first, and how many are tokens."""
-        model: Any = unwrapped(self.chunks[-1])
+        chunk = self.chunks[-1]
+        model: Any = unwrapped(chunk)
         is_tied = self.architecture.tie_word_embeddings
         weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
+        if chunk.use_forward_hook:  # it is of modules that run, and the head's does not
+            chunk.param_to_bucket_group[weight].finish_param_sync()
         size = self.config.tensor_model_parallel_size
         rows = padded_vocab_size(self.architecture.vocab_size, size) // size
         first = dist.get_rank(self.groups.tp) * rows
@@ -159,12 +221,13 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self._mode(training=True):
+        with self._parking.at_hand("params", "grads", "optimizer"), self._mode(training=True):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self._mode(training=False), torch.no_grad():
+        with self._parking.at_hand("params"), self._mode(training=False), torch.no_grad():
+            self._gather_updates()
             yield
 
     @contextmanager
@@ -180,18 +243,40 @@ class MegatronEngine(BaseEngine):
         for chunk in self.chunks:
             chunk.train(training)
 
+    def check_at_hand(self, *kinds: str) -> None:
+        """Raises RuntimeError if "params", "grads" or "optimizer" are asked for and away on the CPU."""
+        self._parking.check(*kinds)
+
+    def _gather_updates(self) -> None:
+        """Completes the weights where an update is only gathered in the next forward of training. Collective."""
+        if not self._weights_are_whole:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._weights_are_whole = True
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        with self._parking.at_hand("params"):
+            self._gather_updates()
+            yield
+
     def optimizer_zero_grad(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        with self._parking.at_hand("grads"):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self._grads_are_zero = True
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
+        self.check_at_hand("grads")
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return grad_norm(self.optimizer, self.device)
 
     def apply_gradient(self, norm: float) -> None:
         assert self.optimizer_config is not None
+        self.check_at_hand("params", "grads", "optimizer")
+        self._weights_are_whole = not self.config.overlap_param_gather
         apply_gradient(self.optimizer, self.optimizer_config, norm, learning_rate(self.optimizer_config, self.step))
 
     def find_nonfinite(self) -> list[str]:
@@ -213,55 +298,83 @@ class MegatronEngine(BaseEngine):
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         if self.optimizer_config is None:
             raise ValueError("this engine was made without an optimizer; create it with an OptimizerConfig to train")
-        self._optimizer = build_optimizer(
-            self.chunks,
-            optimizer,
-            dtype=getattr(torch, self.config.param_dtype),
-            distributed=self.config.use_distributed_optimizer,
-        )
+        with self._whole_weights(), self._parking.at_hand("grads"):
+            self._optimizer = build_optimizer(
+                self.chunks,
+                optimizer,
+                dtype=getattr(torch, self.config.param_dtype),
+                distributed=self.config.use_distributed_optimizer,
+                overlap_param_gather=self.config.overlap_param_gather,
+            )
+        if (parked := self._parking.get("optimizer")) is not None:
+            parked.replace()
         self.optimizer_config = optimizer
         self.step = self.skipped_steps = 0
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.full_tensors(getattr(torch, dtype or self.config.param_dtype))
+        with self._whole_weights():
+            yield from self.weights.full_tensors(getattr(torch, dtype or self.config.param_dtype))
 
     def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-        yield from self.weights.shards(None if dtype is None else getattr(torch, dtype))
+        with self._whole_weights():
+            yield from self.weights.shards(None if dtype is None else getattr(torch, dtype))
 
     def save_checkpoint(self, path: str | Path) -> None:
-        if self.checkpoint_config.asynchronous:
-            raise ValueError("CheckpointConfig.asynchronous: the Megatron engine saves at once; leave it out")
+        self._saver.finish()
         progress = Progress(
             step=self.step,
             skipped_steps=self.skipped_steps,
             world_size=dist.get_world_size(),
             has_optimizer=self._optimizer is not None,
         )
-        keep_last = self.checkpoint_config.keep_last
-        checkpoint.save(Path(path), self.chunks, self._optimizer, progress, self.groups.control, keep_last=keep_last)
+        settings, group = self.checkpoint_config, self.groups.checkpoint
+        with self._whole_weights(), self._parking.at_hand("optimizer"):
+            content = checkpoint.collect(self.chunks, self._optimizer, self.device, copied=settings.asynchronous)
+            self._saver.run(
+                lambda: checkpoint.save(Path(path), content, progress, group, keep_last=settings.keep_last),
+                asynchronous=settings.asynchronous,
+            )
 
     def finish_checkpoint(self) -> None:
-        """Does nothing: a checkpoint is whole when `save_checkpoint` returns."""
+        self._saver.finish()
 
     def load_checkpoint(self, path: str | Path) -> None:
+        self._saver.finish()
         progress = read_progress(Path(path), self.groups.control)
         if self._optimizer is not None and not progress.has_optimizer:
             raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
-        checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control)
+        with self._whole_weights(), self._parking.at_hand("optimizer"):
+            checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
     def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
-        from transformers import AutoConfig
-
         target, source = Path(path), Path(self.model_config.path)
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
-                config = AutoConfig.from_pretrained(source)
+                config = self.export_config()
                 config.dtype = dtype or self.config.param_dtype
                 config.save_pretrained(target)
                 copy_side_files(source, target)
         write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+
+    def export_config(self) -> PretrainedConfig:
+        """The configuration of the model, for `save_hf`."""
+        return AutoConfig.from_pretrained(self.model_config.path)
+
+    def performance(self) -> dict[str, float]:
+        parallel, meter = self.config, self.meter
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model_config.path))
+        known = known_peak_tflops(self.device, parallel.param_dtype)
+        return meter.report(
+            training_flops(model, meter.lengths, meter.num_outputs).total,
+            ranks_per_row=parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size,
+            peak_tflops=known if parallel.peak_tflops is None else parallel.peak_tflops,
+            group=self.groups.control,
+        )
 
     def get_data_parallel_rank(self) -> int:
         return parallel_state.get_data_parallel_rank()
@@ -280,3 +393,17 @@ def _initialized(part: T | None) -> T:
     if part is None:
         raise RuntimeError("the engine is not initialized; call initialize() first")
     return part
+
+
+def _refuse(model: ModelConfig) -> None:
+    """What would be left undone in silence."""
+    unused = {
+        "dtype": model.dtype != "float32",
+        "compile_layers": model.compile_layers,
+        "frozen": bool(model.frozen),
+        "lora": model.lora is not None,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    found = [name for name, is_set in unused.items() if is_set]
+    if found:
+        raise ValueError(f"the Megatron engine has no ModelConfig.{', '.join(found)}; leave it as it is by default")

@@ -23,6 +23,7 @@ class MegatronGroups:
 
     Attributes:
         control: gloo over all ranks, for plain data and error agreement.
+        checkpoint: likewise, for checkpoints, which may be saved by another thread meanwhile.
         stages: gloo over the pipeline stages of this rank's model, the last one at its end.
         last_stage: gloo over all ranks that have the last layers; None on others.
         data_parallel: gloo over the ranks that work on different rows.
@@ -31,6 +32,7 @@ class MegatronGroups:
     """
 
     control: dist.ProcessGroup
+    checkpoint: dist.ProcessGroup
     stages: dist.ProcessGroup
     last_stage: dist.ProcessGroup | None
     data_parallel: dist.ProcessGroup
@@ -59,18 +61,25 @@ def make_groups(
         seed: of Megatron's random states, from which those of the ranks are derived.
 
     Raises:
-        RuntimeError: there is a division already.
+        RuntimeError: there is a division already, or a default group without NCCL for ranks on GPUs.
     """
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("this process has a Megatron engine already, and Megatron keeps its groups once a process")
     timeout = timedelta(seconds=timeout_s)
     owns_default = init_default_group(device, timeout)
-    control = _group(list(range(dist.get_world_size())), timeout)
+    if device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        raise RuntimeError(
+            f"torch's default process group is {dist.get_backend_config()}, and Megatron makes its groups like it; "
+            "initialize it with backend='cpu:gloo,cuda:nccl', or leave it to the engine"
+        )
+    everybody = list(range(dist.get_world_size()))
+    control, for_checkpoints = _group(everybody, timeout), _group(everybody, timeout)
     try:
         with together(control):
             check(dist.get_world_size())
     except BaseException:
-        dist.destroy_process_group(None if owns_default else control)
+        for group in [None] if owns_default else [control, for_checkpoints]:
+            dist.destroy_process_group(group)
         raise
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -94,6 +103,7 @@ def make_groups(
     assert own_stages is not None
     return MegatronGroups(
         control=control,
+        checkpoint=for_checkpoints,
         stages=own_stages,
         last_stage=last_stage if dist.get_rank() in last else None,
         data_parallel=_checked(parallel_state.get_data_parallel_group_gloo()),
@@ -109,7 +119,7 @@ def close_groups(groups: MegatronGroups) -> None:
     if groups.owns_default:
         dist.destroy_process_group()
         return
-    for group in (groups.control, groups.stages, groups.last_stage):
+    for group in (groups.control, groups.checkpoint, groups.stages, groups.last_stage):
         if group is not None:
             dist.destroy_process_group(group)
 

@@ -11,10 +11,12 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.agreement import together
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.batch_loop import collect, with_normalizer
+from tidemill_engines.log_probs import Head, head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.megatron.engine import MegatronEngine
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
+from tidemill_engines.megatron.rotary import rotary_angles
 from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import TokenLimit, plan_batch
@@ -47,6 +49,8 @@ class MegatronLanguageModel(MegatronEngine):
             else parallel.pipeline_model_parallel_size,
             with_loss=loss_fn is not None,
         )
+        self.check_at_hand("params", *([] if forward_only else ["grads"]))
+        self.meter.count(plan.micro_batches)
         loss = None if loss_fn is None else with_normalizer(loss_fn, plan)
         steps = self._run(plan.micro_batches, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
         output = None
@@ -70,7 +74,11 @@ class MegatronLanguageModel(MegatronEngine):
     def prepare_model_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: DataProto
     ) -> MegatronInputs:
-        return pack_rows(micro_batch, self.device, self.division)
+        inputs = pack_rows(micro_batch, self.device, self.division)
+        a, dtype = self.architecture, getattr(torch, self.config.param_dtype)
+        angles = rotary_angles(inputs.position_ids, a.head_dim, a.rope_theta)
+        inputs.packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, inputs: MegatronInputs, *, calculate_entropy: bool
@@ -80,19 +88,38 @@ class MegatronLanguageModel(MegatronEngine):
             hidden_states: [n, H] of all tokens of this context-parallel rank.
         """
         weight, first, num_tokens = self.head()
-        log_probs, entropy = vocab_parallel_log_probs(
-            hidden_states[inputs.predictors],
-            VocabShard(weight=weight, first=first, num_tokens=num_tokens, group=self.groups.tp),
-            inputs.labels,
-            temperature=inputs.temperature,
-            entropy=calculate_entropy,
-        )
+        hidden_states = hidden_states[inputs.predictors]
+        if self.config.tensor_model_parallel_size == 1:
+            log_probs, entropy = head_log_probs(
+                hidden_states,
+                Head(weight=weight),
+                inputs.labels,
+                temperature=inputs.temperature,
+                entropy=calculate_entropy,
+            )
+        else:
+            log_probs, entropy = vocab_parallel_log_probs(
+                hidden_states,
+                VocabShard(weight=weight, first=first, num_tokens=num_tokens, group=self.groups.tp),
+                inputs.labels,
+                temperature=inputs.temperature,
+                entropy=calculate_entropy,
+            )
         return ModelOutput(
-            log_probs=self._of_all_tokens(log_probs, inputs),
-            entropy=None if entropy is None else self._of_all_tokens(entropy, inputs),
+            log_probs=self.of_all_tokens(log_probs, inputs),
+            entropy=None if entropy is None else self.of_all_tokens(entropy, inputs),
         )
 
-    def _of_all_tokens(self, own: torch.Tensor, inputs: MegatronInputs) -> torch.Tensor:
+    def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """From those of the last stage, which sequence parallelism divides among ranks, to those of all tokens.
+
+        Backwards, the shares of the gradient that the parts of the head have are added up.
+        """
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_states)
+        return copy_to_tensor_model_parallel_region(hidden_states)
+
+    def of_all_tokens(self, own: torch.Tensor, inputs: MegatronInputs) -> torch.Tensor:
         """The outputs [M] of all response tokens from those [m] of this context-parallel rank."""
         if self.division.cp_size == 1:
             return own
@@ -119,10 +146,7 @@ class MegatronLanguageModel(MegatronEngine):
         def finish(
             micro_batch: DataProto, inputs: MegatronInputs, hidden_states: torch.Tensor
         ) -> tuple[torch.Tensor, StepOutput]:
-            if self.config.sequence_parallel:
-                hidden_states = gather_from_sequence_parallel_region(hidden_states)
-            else:
-                hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+            hidden_states = self.gather_hidden_states(hidden_states)
             output = self.prepare_model_outputs(hidden_states.squeeze(1), inputs, calculate_entropy=calculate_entropy)
             if loss_fn is None:
                 return hidden_states.new_zeros(()), StepOutput(loss=None, metrics={}, model_output=output)
@@ -132,6 +156,7 @@ class MegatronLanguageModel(MegatronEngine):
             step = StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output.detached())
             return loss, step
 
+        self._grads_are_zero &= forward_only
         return run_schedule(self.chunks, micro_batches, self.prepare_model_inputs, finish, forward_only=forward_only)
 
 

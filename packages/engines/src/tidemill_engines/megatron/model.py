@@ -1,5 +1,6 @@
 """Megatron's model from a Hugging Face architecture."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,20 @@ class HiddenStatesModel(GPTModel):
         return hidden_states
 
 
-def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    fused: bool = False,
+    recompute: Sequence[str] | None = None,
+) -> TransformerConfig:
     """Megatron's own configuration.
 
-    Fusions are off: without Transformer Engine they are torch.compile's, which costs 35 s at the first step.
+    Args:
+        fused: make one kernel each of the activation and of the rotary embedding, by torch.compile; what else Megatron
+            fuses needs Transformer Engine or Apex, or is nothing here, where there are no biases and no dropout.
+        recompute: what the backward computes again: modules by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture
     experts: dict[str, Any] = {}
@@ -65,26 +76,42 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig, dty
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
+        # Memory for weights that are read from a checkpoint, or drawn, later.
+        init_method=_as_it_is,
+        output_layer_init_method=_as_it_is,
+        embedding_init_method=_as_it_is,
         calculate_per_token_loss=True,
         # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
         moe_token_dispatcher_type="alltoall",
         **experts,
+        **_recompute(recompute),
         # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
         overlap_p2p_comm=parallel.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=parallel.virtual_pipeline_model_parallel_size is None,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
 
 
+def _as_it_is(weight: torch.Tensor) -> None:
+    pass
+
+
+def _recompute(what: Sequence[str] | None) -> dict[str, Any]:
+    if what is None:
+        return {}
+    if tuple(what) == ("full",):
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(what)}
+
+
 def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[HiddenStatesModel]:
-    """The model chunks of this rank's pipeline stage, with weights of Megatron's initialization."""
+    """The model chunks of this rank's pipeline stage, their weights not yet made."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     return [_chunk(architecture, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
 
@@ -101,8 +128,7 @@ def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int 
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,  # type: ignore[arg-type] - it is only divided by
+        position_embedding_type="none",  # `PackedAttention` has it
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
         vp_stage=vp_stage,
     )

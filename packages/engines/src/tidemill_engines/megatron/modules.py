@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from tidemill_engines.attention import varlen_cuda, varlen_padded
-from tidemill_engines.megatron.packed import PackedRows, own_positions
+from tidemill_engines.megatron.context_parallel import PartLayout, context_parallel_attention
+from tidemill_engines.megatron.packed import PackedRows
+from tidemill_engines.megatron.rotary import rotate
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -24,11 +24,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each of the packed rows.
+    """Rotary embedding and causal attention within each of the packed rows, of which a context-parallel rank has parts.
 
-    Where each rank has whole rows it is that of the other engines. With context parallelism each rank has the chunks
-    `rank` and `2 * cp - 1 - rank` of the 2 cp chunks of each row, keys and values are gathered, and scores of all pairs
-    of tokens are made: fit for a CPU.
+    Megatron's own rotary embedding asks the device for the lengths of the rows in every layer.
     """
 
     def __init__(
@@ -45,6 +43,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         assert config.kv_channels is not None
         self._group = pg_collection.cp
+        self._fused = config.bias_activation_fusion
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -67,32 +66,12 @@ class PackedAttention(MegatronModule):
             [n, H * D].
         """
         assert isinstance(packed_seq_params, PackedRows)
-        layout = packed_seq_params.layout
-        if layout is None:
-            return self._of_parts(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())
+        layout, rotary = packed_seq_params.layout, packed_seq_params.rotary
+        assert layout is not None
+        assert rotary is not None
+        query, key = (rotate(x, *rotary, fused=self._fused) for x in (query, key))
+        if isinstance(layout, PartLayout):
+            return context_parallel_attention(query, key, value, layout, self._scale, self._group).flatten(1)
         if query.is_cuda and query.dtype == torch.bfloat16:
             return varlen_cuda(query, key, value, layout, self._scale, None).flatten(1)
         return varlen_padded(query, key, value, layout, self._scale, None).flatten(1)
-
-    def _of_parts(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor:
-        size, rank = self._group.size(), self._group.rank()
-        key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
-        q_at = _positions(lengths, size, rank)
-        kv_at = torch.cat([_positions(lengths, size, other) for other in range(size)], dim=1)
-        visible = (q_at[0][:, None] == kv_at[0][None]) & (kv_at[1][None] <= q_at[1][:, None])
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
-            attn_mask=visible.to(query.device),
-            scale=self._scale,
-            enable_gqa=True,
-        )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
-
-
-def _positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
-    """Number of the sequence and position in it of each token of a rank, [2, n]."""
-    own = [own_positions(length, size, rank) for length in lengths]
-    numbers = torch.repeat_interleave(torch.tensor([len(positions) for positions in own]))
-    return torch.stack([numbers, torch.cat(own)])

@@ -1,8 +1,11 @@
 """Megatron's optimizer under the configuration of all engines."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreConfig
@@ -11,7 +14,12 @@ from tidemill_engines.config import OptimizerConfig
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, *, dtype: torch.dtype, distributed: bool
+    chunks: Sequence[DistributedDataParallel],
+    config: OptimizerConfig,
+    *,
+    dtype: torch.dtype,
+    distributed: bool,
+    overlap_param_gather: bool = False,
 ) -> MegatronOptimizer:
     """AdamW over this rank's chunks, with its state made at once. Clipping and schedule are the engine's own.
 
@@ -36,12 +44,14 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap_param_gather,
     )
     # None: no decay of biases and of weights with one dimension.
     overrides = {} if config.decay_norms_and_biases else None
     optimizer = get_megatron_optimizer(core, list(chunks), config_overrides=overrides)
     for group in optimizer.param_groups:  # Megatron's scheduler would do it, which is not used
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        group["fused"] = True  # one kernel for many parameters, which Megatron does not ask torch's AdamW for
     for each in torch_optimizers(optimizer):
         _fill(each)
     return optimizer
@@ -49,7 +59,37 @@ def build_optimizer(
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """Those that do the work: one, or one more for the experts."""
-    return [each.optimizer for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [each.optimizer for each in _parts(optimizer)]
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def own_tensors(optimizer: MegatronOptimizer, params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The state, and the master weights where they are not `params` themselves, the parameters of the model."""
+    storages = {param.untyped_storage()._cdata for param in params}
+    for each in torch_optimizers(optimizer):
+        for group in each.param_groups:
+            yield from (main for main in group["params"] if main.untyped_storage()._cdata not in storages)
+        for state in each.state.values():
+            yield from state.values()
+
+
+def grad_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+    """The L2 norm of the prepared gradient over all ranks. Collective.
+
+    Megatron's own, without Transformer Engine and Apex, asks the device for the norm of one tensor after another.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in _parts(optimizer):
+        own = torch.zeros_like(total)
+        grads = part.get_main_grads_for_grad_norm()
+        if grads:
+            own += torch.stack(torch._foreach_norm(grads, 2.0)).double().square().sum()
+        dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
+        total += own
+    return math.sqrt(total.item())
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +97,7 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -67,8 +107,7 @@ def apply_gradient(optimizer: MegatronOptimizer, config: OptimizerConfig, norm: 
     """Clips the prepared gradient, whose norm is `norm`, and updates the parameters with the learning rate `lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-        if norm > config.clip_grad:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(config.clip_grad / norm)
+        grads = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        if norm > config.clip_grad and grads:
+            torch._foreach_mul_(grads, config.clip_grad / norm)
     optimizer.step_with_ready_grads()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.megatron.context_parallel import PartLayout, own_tokens
 from tidemill_engines.packing import PackedLayout, response_positions
 
 
@@ -36,9 +37,15 @@ class Division:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What Megatron knows of packed rows, and their layout, where each rank has whole rows."""
+    """What Megatron knows of packed rows, and what attention needs to know of this rank's tokens.
 
-    layout: PackedLayout | None = None
+    Attributes:
+        layout: where the rows lie, or with context parallelism, where this rank's parts of them do.
+        rotary: cosine and sine [n, 1, D / 2] of the angles that queries and keys are turned by.
+    """
+
+    layout: PackedLayout | PartLayout | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,18 +72,6 @@ class MegatronInputs:
     temperature: float
 
 
-def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """The positions in a sequence that a context-parallel rank has: int64 [length / size].
-
-    Args:
-        length: of the sequence, a multiple of 2 * size if size is above 1.
-    """
-    if size == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
-
-
 def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) -> MegatronInputs:
     """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU).
 
@@ -97,8 +92,8 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     at = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths[lengths > 0])
     input_ids = torch.zeros(int(starts[-1]), dtype=torch.int64)
     input_ids[at] = ragged.values(tokens).long()
-    positions = [own_positions(length, division.cp_size, division.cp_rank) for length in padded.tolist()]
-    own = torch.cat([row + start for row, start in zip(positions, starts.tolist(), strict=False)])
+    own = own_tokens(padded.tolist(), division.cp_size, division.cp_rank)
+    positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(padded)
     targets = response_positions(lengths, ragged.lengths(responses))
     here = torch.full_like(input_ids, -1)
     here[own] = torch.arange(len(own))
@@ -110,7 +105,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
 
     return MegatronInputs(
         input_ids=move(input_ids[own].unsqueeze(0)),
-        position_ids=move(torch.cat(positions).unsqueeze(0)),
+        position_ids=move(positions[own].unsqueeze(0)),
         packed=_packed(padded, move(starts.int()), division),
         predictors=move(predictors[outputs]),
         outputs=move(outputs),
@@ -121,7 +116,11 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
 
 
 def _packed(lengths: torch.Tensor, cu_seqlens: torch.Tensor, division: Division) -> PackedRows:
-    longest = int(lengths.max())
+    longest, device = int(lengths.max()), cu_seqlens.device
+    if division.cp_size == 1:
+        layout = PackedLayout.from_lengths(lengths, device)
+    else:
+        layout = PartLayout.from_lengths(lengths.tolist(), division.cp_size, division.cp_rank, device)
     return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -130,5 +129,5 @@ def _packed(lengths: torch.Tensor, cu_seqlens: torch.Tensor, division: Division)
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        layout=PackedLayout.from_lengths(lengths, cu_seqlens.device) if division.cp_size == 1 else None,
+        layout=layout,
     )

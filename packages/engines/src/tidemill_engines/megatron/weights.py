@@ -56,15 +56,19 @@ class MegatronWeights:
         self._replicas = {key: _replica(key, self._parts, dist.get_rank(group)) for key in held}
 
     @torch.no_grad()
-    def load(self, files: SafetensorsFiles) -> None:
+    def load(self, files: SafetensorsFiles, *, new: Sequence[str] = (), unused: Sequence[str] = ()) -> None:
         """Reads this rank's parts, and nothing else, into the parameters; padding becomes zero.
+
+        Args:
+            new: tensors that the checkpoint may lack; they become zero.
+            unused: tensors of the checkpoint that the model has no place for.
 
         Raises:
             ValueError: the checkpoint lacks a tensor, or has one that the model does not have or of another shape.
         """
         wanted = {name for part in self._parts for name, _ in part}
-        missing = wanted - files.shapes.keys()
-        unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set())
+        missing = wanted - files.shapes.keys() - set(new)
+        unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set()) - set(unused)
         if missing:
             raise ValueError(f"the checkpoint lacks {_some(missing)}")
         if unknown:
@@ -72,6 +76,8 @@ class MegatronWeights:
         for parameter, blocks in self._blocks + self._copies:
             end = 0
             for block in blocks:
+                if block.name not in files.shapes:
+                    continue
                 shape = files.shapes[block.name]
                 if shape != block.global_shape:
                     raise ValueError(f"{block.name} has shape {shape}; config.json says {block.global_shape}")

@@ -1,0 +1,45 @@
+"""Two places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
+
+Nothing happens at import. `without_transformer_engine()` is a context in which they are closed; where Transformer
+Engine is installed it changes nothing that matters. Upstream places are those of megatron-core 0.16.1.
+
+- `te_general_gemm` is None: the name is undefined otherwise, so every router fails (`moe_utils.py:1192`).
+- Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
+  fails (`distrib_optimizer.py:938`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tidemill_engines.megatron.redirect import Changes, Redirection
+
+
+def _close(changes: Changes) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    if "te_general_gemm" not in vars(moe_utils):
+        changes.set(moe_utils, "te_general_gemm", None)
+    name = "_set_main_param_and_optimizer_states"
+    changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
+
+
+def _without_step(real: Callable[..., None]) -> Callable[..., None]:
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        state = self.optimizer.state[main_param]
+        if "step" not in state:
+            real(self, model_param, tensors)
+            return
+        with torch.no_grad():
+            for name, target in {"param": main_param, **state}.items():
+                if name != "step":
+                    target.copy_(tensors[name])
+
+    return set_states
+
+
+without_transformer_engine = Redirection(_close)
