@@ -117,3 +117,15 @@ def test_the_tables_of_a_large_model_are_small():
     (group,) = cut_aligned(table(BF16, rows=np.ones_like(sizes), cols=sizes))
     assert sizes.sum() * 2 > 30e9
     assert group.segments.nbytes + group.tile_segment.nbytes < 16 << 20
+
+
+def test_whole_rows_go_with_parts_of_rows_in_one_launch():
+    """Read over a link, the parts would else begin when the whole rows are done."""
+    parts = {"rows": [1, 512, 1, 512], "cols": [8192 * 64, 192, 8192 * 32, 192], "src_pitch": [0, 768, 0, 768]}
+    (group,) = cut_aligned(table(BF16, **parts, dst_pitch=[0, 192] * 2, tensor=[0, 1, 2, 3]))
+    assert group.shape == (128, 32)
+    assert len(group.tile_segment) == 64 + 12 + 32 + 12
+    tensor = SEGMENT_FIELDS.index("tensor")
+    assert group.segments[:, tensor].tolist() == [0, 1, 2, 3]
+    odd = parts | {"cols": [8192 * 64 + 8, 192, 8192 * 32, 192]}  # cannot be folded without a rest
+    assert len(cut_aligned(table(BF16, **odd, dst_pitch=[0, 192] * 2))) == 2

@@ -300,9 +300,12 @@ class WeightUpdater:
         threads: list[threading.Thread] = []
 
         def ask() -> None:
-            threads.extend(
-                fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
-            )
+            if not threads:
+                threads.extend(
+                    fleet.load(
+                        lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox
+                    )
+                )
 
         def give_up() -> None:  # the engines would wait
             self._fast.fail()
@@ -315,6 +318,10 @@ class WeightUpdater:
                     raise TypeError(
                         "a generator can be read once, but engines of both paths need it; pass a collection"
                     )
+                # The only rank has much for its GPU to read before the engines can copy, so it is asked once that has
+                # begun. Of several each has less, and the way of a request to all ranks of an engine is longer.
+                if self._ranks.size > 1:
+                    ask()
                 lines: Iterable[Prepared]
                 if is_stream:
                     lines = self._fast.stream(named_tensors)

@@ -1,5 +1,6 @@
 """Tiles: copy tables cut into pieces of one size for a GPU's thread blocks. Pure, numpy only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,11 +111,7 @@ def _by_shape(
     table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int, steps: int
 ) -> list[TileGroup]:
     shapes = [(width, tile_elements // width) for width in TILE_WIDTHS]
-    down = [-(-part["rows"] // rows) for rows, _ in shapes]
-    right = [-(-part["cols"] * unit // cols) for _, cols in shapes]
-    tiles = np.stack([d * r for d, r in zip(down, right, strict=True)])
-    # The widest shape that needs hardly more tiles than the best one.
-    chosen = np.argmax(tiles * 10 <= tiles.min(axis=0) * 11, axis=0)
+    chosen = _fold(part, unit, shapes, _choose(part, unit, shapes))
     groups = []
     for index, shape in enumerate(shapes):
         mask = chosen == index
@@ -141,3 +138,33 @@ def _by_shape(
             )
         )
     return groups
+
+
+def _choose(part: dict[str, NDArray[np.int64]], unit: int, shapes: Sequence[tuple[int, int]]) -> NDArray[np.intp]:
+    """For each copy the index of the widest shape that needs hardly more tiles than the best one."""
+    down = [-(-part["rows"] // rows) for rows, _ in shapes]
+    right = [-(-part["cols"] * unit // cols) for _, cols in shapes]
+    tiles = np.stack([d * r for d, r in zip(down, right, strict=True)])
+    return np.argmax(tiles * 10 <= tiles.min(axis=0) * 11, axis=0)
+
+
+def _fold(
+    part: dict[str, NDArray[np.int64]], unit: int, shapes: Sequence[tuple[int, int]], chosen: NDArray[np.intp]
+) -> NDArray[np.intp]:
+    """Folds single rows to many short ones, in place, where the other copies have short rows; returns what is chosen.
+
+    Then one launch does them all, in their order. Of a model that is cut along both dims, copies of whole rows come
+    from this GPU and copies of parts of rows from all others: one after the other they would need the memory's time
+    and then the link's, together only the longer of the two.
+    """
+    others = np.bincount(chosen[chosen > 0], weights=(part["rows"] * part["cols"])[chosen > 0], minlength=len(shapes))
+    index = int(others.argmax())
+    cols = shapes[index][1] // unit
+    folded = (chosen == 0) & (part["rows"] == 1) & (part["cols"] % cols == 0)
+    if index == 0:
+        return chosen
+    part["rows"] = np.where(folded, part["cols"] // cols, part["rows"])
+    part["cols"] = np.where(folded, cols, part["cols"])
+    for name, pitch in (("src_pitch", cols), ("dst_pitch", cols), ("pos_pitch", cols * unit)):
+        part[name] = np.where(folded, pitch, part[name])
+    return np.where(folded, index, chosen)
