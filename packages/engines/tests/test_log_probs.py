@@ -14,6 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 M, H, V = 23, 8, 37
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
 
 
 def plain(hidden, head, labels, *, temperature=1.0):
@@ -25,22 +32,23 @@ def plain(hidden, head, labels, *, temperature=1.0):
     return log_p[torch.arange(len(labels)), labels], -(log_p.exp() * log_p).sum(-1)
 
 
-def make(dtype, *, num_tokens=M, bias=False, seed=0, **head):
+def make(dtype, *, num_tokens=M, bias=False, seed=0, device="cpu", **head):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
 
-    labels = torch.randint(0, V, (num_tokens,), generator=generator)
+    labels = torch.randint(0, V, (num_tokens,), generator=generator).to(device)
     return draw(num_tokens, H), Head(weight=draw(V, H), bias=draw(V) if bias else None, **head), labels
 
 
 def gradients(outputs, inputs, *, seed=1):
     """Of a random combination of the outputs."""
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=outputs[0].device)
     for output in outputs:
-        total = total + (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum()
+        weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
+        total = total + (output.double() * weights).sum()
     return torch.autograd.grad(total, inputs, retain_graph=True)
 
 
@@ -53,14 +61,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 5, M, 1000])
+@pytest.mark.parametrize("chunk_columns", [1, 5, V, 1000])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
-def test_values_and_gradients_equal_the_plain_computation(dtype, tolerance, case, chunk_tokens):
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_and_gradients_equal_the_plain_computation(device, dtype, tolerance, case, chunk_columns):
     settings = dict(CASES[case])
     temperature = settings.pop("temperature", 1.0)
-    hidden, head, labels = make(dtype, **settings)
-    chunk_bytes = chunk_tokens * V * dtype.itemsize
+    hidden, head, labels = make(dtype, device=device, **settings)
+    chunk_bytes = chunk_columns * M * dtype.itemsize
     actual = head_log_probs(hidden, head, labels, temperature=temperature, entropy=True, chunk_bytes=chunk_bytes)
     expected = plain(hidden, head, labels, temperature=temperature)
     inputs = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
@@ -85,22 +94,28 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, (hidden, head.weight, head.bias))
 
 
-def test_bfloat16_sums_chunks_in_full_precision():
-    hidden, head, labels = make(torch.bfloat16, num_tokens=2048)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_rounds_neither_logits_nor_sums_over_chunks(device):
+    hidden, head, labels = make(torch.bfloat16, num_tokens=2048, device=device)
     inputs = [hidden, head.weight]
     exact = plain(hidden.double(), Head(weight=head.weight.double()), labels)
     wanted = gradients(exact, inputs)
-    for chunk_tokens in (2048, 16):
-        actual = head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_tokens * V * 4)
-        assert actual[0].dtype == torch.float32
+    rounded = plain(hidden, head, labels)
+    for chunk_columns in (V, 1):
+        actual = head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_columns * 2048 * 4)
+        for ours, theirs, with_rounded_logits in zip(actual, exact, rounded, strict=True):
+            assert ours.dtype == torch.float32
+            error = (ours - theirs).abs().max()
+            assert error < 1e-5 < (with_rounded_logits - theirs).abs().max()
         for ours, theirs in zip(gradients(actual, inputs), wanted, strict=True):
             assert ours.dtype == torch.bfloat16
             error = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
-            assert error < 0.01, (chunk_tokens, error)
+            assert error < 0.01, (chunk_columns, error)
 
 
-def test_no_tokens_and_frozen_parts():
-    hidden, head, labels = make(torch.float32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens_and_frozen_parts(device):
+    hidden, head, labels = make(torch.float32, device=device)
     for nothing in gradients(head_log_probs(hidden[:0], head, labels[:0], entropy=True), [hidden, head.weight]):
         assert not nothing.any()
     frozen = Head(weight=head.weight.detach())

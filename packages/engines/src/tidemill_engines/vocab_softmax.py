@@ -1,0 +1,154 @@
+"""Softmax over a vocabulary that comes in slices: what is kept of each token, and the gradient of a slice's logits.
+
+On CUDA the passes over float32 logits are Triton kernels (`head_kernels`), elsewhere and in float64 they are torch's.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitRule:
+    """How a logit x with its bias b becomes z, which softmax is over: softcap * tanh(scale * (x + b) / softcap) / T."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def inner(self) -> float:
+        """z = outer * f(inner * (x + b)), where f is tanh with a softcap, and nothing without."""
+        return 1.0 if self.softcap is None else self.scale / self.softcap
+
+    @property
+    def outer(self) -> float:
+        return (self.scale if self.softcap is None else self.softcap) / self.temperature
+
+
+class LogitSlice(NamedTuple):
+    """The logits of M tokens for a run of the vocabulary.
+
+    Attributes:
+        logits: [M, C] float32 or float64, contiguous; overwritten by whoever is given them.
+        bias: [C] or None.
+        first: which token of the vocabulary the first column is.
+    """
+
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    first: int
+
+
+class SoftmaxParts:
+    """What is kept of the slices seen so far; more slices, or those of other ranks, can be added in any order.
+
+    Attributes:
+        values: [4, M] float32 or float64. Rows: the largest z; the sum of exp(z - largest); the sum of
+            exp(z - largest) (z - largest), which makes the entropy; the z of the label, 0 if no slice had it.
+    """
+
+    def __init__(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros(4, num_tokens, dtype=dtype, device=device)
+        self.values[0] = torch.finfo(dtype).min  # not -inf, of which differences are not numbers
+
+    def add(self, piece: LogitSlice, labels: torch.Tensor, rule: LogitRule) -> None:
+        """Adds a slice; labels: [M] int64, of the whole vocabulary."""
+        if _has_kernels(piece.logits):
+            from tidemill_engines.head_kernels import add_slice
+
+            add_slice(self.values, piece, labels, rule)
+            return
+        z, _ = _softened(piece, rule)
+        before, total, moment, label = self.values
+        own, index = _own_labels(piece, labels)
+        label.copy_(torch.where(own, z.gather(-1, index).squeeze(-1), label))
+        largest = torch.maximum(before, z.amax(-1))
+        z.sub_(largest.unsqueeze(-1))
+        exp = z.exp()
+        shift = before - largest
+        moment.add_(shift * total).mul_(shift.exp()).add_(torch.linalg.vecdot(exp, z))
+        total.mul_(shift.exp()).add_(exp.sum(-1))
+        before.copy_(largest)
+
+    def combine(self, group: dist.ProcessGroup) -> None:
+        """Adds the slices of all ranks of a group, each of which has its own. Collective."""
+        before, total, moment, _ = self.values
+        largest = before.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shift = before - largest
+        moment.add_(shift * total).mul_(shift.exp())
+        total.mul_(shift.exp())
+        dist.all_reduce(self.values[1:], group=group)
+        before.copy_(largest)
+
+    def log_probs(self) -> torch.Tensor:
+        """log p(label) [M]."""
+        # Not label - logsumexp: it loses the digits that matter where the model is nearly certain and logits are large.
+        return self.values[3] - self.values[0] - self.values[1].log()
+
+    def statistics(self) -> torch.Tensor:
+        """[3, M]: the largest z, the logarithm of the sum, and the entropy in nats."""
+        largest, total, moment, _ = self.values
+        return torch.stack([largest, total.log(), total.log() - moment / total])
+
+
+def logit_gradients(
+    piece: LogitSlice,
+    labels: torch.Tensor,
+    statistics: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    rule: LogitRule,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient [M, C] in the logits x of a slice, in `dtype`; in their memory, if that is of the same dtype.
+
+    With z of the softmax, d log p(y) / dz_j = [j = y] - p_j, and of the entropy S, dS / dz_j = -p_j (log p_j + S).
+
+    Args:
+        statistics: of all slices, as `SoftmaxParts.statistics` has them.
+        grad_log_probs: [M]; and grad_entropy: [M], None without.
+    """
+    if _has_kernels(piece.logits):
+        from tidemill_engines.head_kernels import slice_gradients
+
+        return slice_gradients(piece, labels, statistics, grad_log_probs, grad_entropy, rule, dtype)
+    z, slope = _softened(piece, rule)
+    largest, log_total, entropy = statistics.unsqueeze(-1)
+    log_p = z.sub_(largest).sub_(log_total)
+    p = log_p.exp()
+    if grad_entropy is None:
+        grad = p.mul_(-grad_log_probs.unsqueeze(-1))
+    else:
+        weights = log_p.add_(entropy).mul_(grad_entropy.unsqueeze(-1)).add_(grad_log_probs.unsqueeze(-1))
+        grad = weights.mul_(p).neg_()
+    own, index = _own_labels(piece, labels)
+    grad.scatter_add_(-1, index, torch.where(own, grad_log_probs, 0.0).unsqueeze(-1))
+    return grad.mul_(slope).to(dtype)
+
+
+def _has_kernels(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype == torch.float32
+
+
+def _softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """z [M, C], in the memory of the logits, and dz / dx, [M, C] or the same for all."""
+    x = piece.logits
+    if piece.bias is not None:
+        x.add_(piece.bias)
+    if rule.softcap is None:
+        return x if rule.outer == 1.0 else x.mul_(rule.outer), rule.outer
+    bounded = x.mul_(rule.inner).tanh_()
+    slope = bounded.square().neg_().add_(1.0).mul_(rule.inner * rule.outer)
+    return bounded.mul_(rule.outer), slope
+
+
+def _own_labels(piece: LogitSlice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which labels [M] are in the slice, and their columns [M, 1]; any column for the others."""
+    num_columns = piece.logits.shape[1]
+    column = labels - piece.first
+    own = (column >= 0) & (column < num_columns)
+    return own, column.clamp(0, num_columns - 1).unsqueeze(-1)
