@@ -7,7 +7,7 @@ import pytest
 import torch
 from batch_cases import make
 from tensordict import TensorDict
-from tidemill_dataproto import DataProto
+from tidemill_dataproto import DataProto, karmarkar_karp
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ from tidemill_dataproto import DataProto
         (lambda: DataProto.from_dict(non_tensors={"a": np.array(1)}), TypeError, "'a'"),
         (lambda: DataProto(non_tensor_batch={"a": [1]}), TypeError, "'a': expected a numpy array"),
         (lambda: DataProto(non_tensor_batch={"a": np.empty((2, 2), object)}), ValueError, r"'a'.*object \[2, 2\]"),
+        (lambda: DataProto({"a": torch.zeros(2)}), TypeError, r"a TensorDict .*, got dict; see DataProto.from_dict"),
         (lambda: DataProto(TensorDict({}, batch_size=[2, 2])), ValueError, r"batch_size \[B\], got \[2, 2\]"),
         (lambda: DataProto(TensorDict({"a": TensorDict({}, [2])}, [2])), TypeError, "'a'.*got TensorDict"),
         (lambda: make()[4], IndexError, "row 4 is out of range for a batch of 4"),
@@ -35,7 +36,7 @@ from tidemill_dataproto import DataProto
         (lambda: DataProto()[[0]], IndexError, "row 0 is out of range for a batch of 0"),
         (lambda: make()[[0.5]], TypeError, "float64"),
         (lambda: make()[torch.zeros(2)], TypeError, "float32"),
-        (lambda: make()[["x"]], TypeError, "integers or a bool mask"),
+        (lambda: make()[["x"]], TypeError, r"integers or a bool mask, got <U1; select\(\) chooses columns"),
         (lambda: make()[torch.zeros(1, 1, dtype=torch.int64)], ValueError, "one dimension"),
         (lambda: make()[[True, False]], ValueError, "mask of 4 rows"),
         (lambda: make()[None], TypeError, "NoneType"),
@@ -67,6 +68,10 @@ from tidemill_dataproto import DataProto
         (lambda: make().chunk(0), ValueError, "at least one chunk"),
         (lambda: make().chunk(3), ValueError, "4 rows do not divide into 3"),
         (lambda: make().chunk(8), ValueError, "4 rows do not divide into 8"),
+        (lambda: DataProto.concat(make()), TypeError, "a list of DataProto, part 0 of it, got DataProtoItem"),
+        (lambda: DataProto.concat([make(), {"x": 1}]), TypeError, "part 1 of it, got dict"),
+        (lambda: make().union({"y": torch.zeros(4)}), TypeError, "a DataProto to unite with, got dict"),
+        (lambda: karmarkar_karp([1, 2.5], 2), TypeError, r"integer lengths, one per row, got float32 \[2\]"),
         (lambda: make().split(0), ValueError, "at least one row"),
         (lambda: make().make_iterator(2).load_state_dict({}), ValueError, "expected a state_dict"),
         (

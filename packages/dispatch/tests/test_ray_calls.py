@@ -306,7 +306,10 @@ def test_actor_handles_travel_and_answer_to_the_worker_s_own_methods(group):
 
 def test_wrong_calls_fail_before_anything_is_sent(group):
     before = group.num_calls()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+    with pytest.raises(
+        TypeError,
+        match=r"echo\(self, batch, .*\) of group 'echo' cannot be called so: .*'temprature'",
+    ):
         group.echo(ListBatch([1]), temprature=1)
     with pytest.raises(TypeError, match=r"argument 'extra' of EchoWorker.echo cannot be pickled: keep out"):
         group.echo(ListBatch([1]), extra=Unpicklable())

@@ -243,8 +243,11 @@ def test_wrong_groups(cluster):
         TypeError, match=r"subclass of tidemill_dispatch.Worker \(the plain class, without ray.remote\)"
     ):
         RayClassWithInitArgs(ray.remote(BadLuckWorker))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fail_at'"):
+    message = r"BadLuckWorker\(.*\) cannot be called with these arguments: .*unexpected keyword argument 'fail_at'"
+    with pytest.raises(TypeError, match=message):
         RayClassWithInitArgs(BadLuckWorker, fail_at=1)
+    with pytest.raises(TypeError, match=r"list with a count for each node, got 2; write \[2\]"):
+        RayResourcePool(2)
     with pytest.raises(ValueError, match=r"ClashingWorker registers \['shutdown'\], which a worker group has itself"):
         RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker), name_prefix="x")
     init = RayClassWithInitArgs(BadLuckWorker)

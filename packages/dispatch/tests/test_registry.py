@@ -131,6 +131,15 @@ def test_custom_modes_are_registered_once():
         register_dispatch_mode("ONE_TO_ALL", mode.dispatch_fn, mode.collect_fn)
 
 
+def test_wrong_uses_of_register_are_refused():
+    with pytest.raises(TypeError, match=r"got <function .*; write @register\(\.\.\.\) above a method"):
+        register(lambda self: None)
+    with pytest.raises(ValueError, match="'rank_zero' is not a valid Execute"):
+        register(Dispatch.ONE_TO_ALL, "rank_zero")
+    only_zero = register(Dispatch.ONE_TO_ALL, "RANK_ZERO")(lambda self: None)  # a string means what it says
+    assert registered_methods(type("W", (), {"f": only_zero}))["f"].mode.name == "RANK_ZERO"
+
+
 def test_an_unknown_mode_lists_the_known():
     with pytest.raises(ValueError, match=r"unknown dispatch mode 'DP'; known modes: .*'DP_COMPUTE_PROTO'.*'RANK_ZERO'"):
         register(dispatch_mode="DP")

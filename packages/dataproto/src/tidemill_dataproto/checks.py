@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["check_counts", "check_disjoint", "check_known", "pick"]
+__all__ = ["check_counts", "check_disjoint", "check_known", "check_type", "pick"]
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -25,10 +25,19 @@ def pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> di
     return {name: source[name] for name in names}
 
 
+def check_type(value: Any, kind: type, what: str) -> None:
+    """Raises TypeError unless `value` is of that kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {what}, got {type(value).__name__}; see DataProto.from_dict and from_items")
+
+
 def check_counts(counts: Mapping[str, int]) -> None:
     """Raises ValueError unless all columns have the same number of rows."""
     if len(set(counts.values())) > 1:
-        raise ValueError(f"expected the same number of rows in all columns, got {dict(counts)}")
+        raise ValueError(
+            f"expected the same number of rows in all columns, got {dict(counts)}; cut those that have more, and put "
+            f"what is not per row into meta_info"
+        )
 
 
 def check_disjoint(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ def as_row_index(index: Any, num_rows: int) -> np.ndarray:
         raise TypeError(f"expected rows as a list, mask, tensor or array, got {type(index).__name__}")
     rows = _host_numbers(index)
     if rows.size > 0 and rows.dtype.kind not in "iub":
-        raise TypeError(f"expected rows as integers or a bool mask, got {rows.dtype}")
+        raise TypeError(f"expected rows as integers or a bool mask, got {rows.dtype}; select() chooses columns")
     if rows.ndim != 1:
         raise ValueError(f"expected rows as one dimension, got shape {list(rows.shape)}")
     if rows.dtype == bool:

@@ -140,9 +140,11 @@ def rows_of_groups(groups: Sequence[Hashable], num_rows: int) -> list[list[int]]
 
 def checked_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     """Lengths as a list. TypeError unless integers, one per row; ValueError for a negative one."""
-    rows = torch.as_tensor(lengths).tolist()
+    given = torch.as_tensor(lengths)
+    rows = given.tolist()
     if not all(isinstance(length, int) and not isinstance(length, bool) for length in rows):
-        raise TypeError("expected integer lengths, one per row")
+        kind = str(given.dtype).removeprefix("torch.")
+        raise TypeError(f"expected integer lengths, one per row, got {kind} {list(given.shape)}; round or sum them")
     if rows and min(rows) < 0:
         raise ValueError(f"expected lengths >= 0, got {min(rows)} for row {rows.index(min(rows))}")
     return rows

@@ -200,7 +200,10 @@ class DataProto(BatchState):
             raise ValueError(f"expected at least one chunk, got {chunks}")
         size, more = divmod(len(self), chunks)
         if more and not allow_unequal:
-            raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True")
+            raise ValueError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True, or use "
+                f"pad_dataproto_to_divisor() before"
+            )
         return self._cut([part * size + min(part, more) for part in range(chunks + 1)])
 
     def split(self, split_size: int) -> list[Self]:
@@ -306,6 +309,7 @@ class DataProto(BatchState):
             ValueError: another number of rows, or a column or fact that both have with different values; the error
                 names it. `merge` and its defaults are those of `concat`.
         """
+        checks.check_type(other, DataProto, "a DataProto to unite with")
         columns, others = self._read(), other._read()
         if not self._is_bare() and not other._is_bare() and len(self) != len(other):
             raise ValueError(f"expected batches of equally many rows, got {len(self)} and {len(other)}")
@@ -345,6 +349,8 @@ class DataProto(BatchState):
         """
         if len(data) == 0:
             raise ValueError("expected at least one part to concatenate")
+        for number, part in enumerate(data):
+            checks.check_type(part, DataProto, f"a list of DataProto, part {number} of it")
         parts = [part if part._num_padding() == 0 else part.without_padding() for part in data]
         return data[0]._join(parts, {} if fill is None else fill, merge)
 

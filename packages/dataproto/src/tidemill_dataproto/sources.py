@@ -87,8 +87,10 @@ def of_tensordict(data: Any, meta_info: Mapping[str, Any]) -> tuple[_Tensors, _O
 
 def read_parquet(path: str | Path, columns: Sequence[str] | None) -> Any:
     """A parquet file as an Arrow table."""
-    import pyarrow.parquet  # an extra of this package
-
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("reading parquet needs pyarrow: pip install 'tidemill-dataproto[arrow]'") from error
     return pyarrow.parquet.read_table(path, columns=None if columns is None else list(columns))
 
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from tidemill_dataproto import checks
 from tidemill_dataproto.layout import JaggedColumn, Layout, on_device
 from tidemill_dataproto.ragged.columns import is_ragged, open_column
 from tidemill_dataproto.row_copy import RowCopy
@@ -51,6 +52,7 @@ class TensorColumns:
     @classmethod
     def of(cls, shown: TensorDictBase) -> "TensorColumns":
         """The columns of a TensorDict, which stays the one that is shown. Raises as `read`."""
+        checks.check_type(shown, TensorDictBase, "a TensorDict with batch_size [B]")
         columns = cls({}, None)
         columns._shown = shown
         columns.read()

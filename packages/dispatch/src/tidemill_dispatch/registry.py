@@ -172,7 +172,7 @@ def register_dispatch_mode(
 
 def _add_mode(mode: DispatchMode) -> DispatchMode:
     if mode.name in _MODES:
-        raise ValueError(f"dispatch mode {mode.name!r} is registered already; known modes: {sorted(_MODES)}")
+        raise ValueError(f"dispatch mode {mode.name!r} is registered already; take another name than {sorted(_MODES)}")
     _MODES[mode.name] = mode
     return mode
 
@@ -197,9 +197,12 @@ def get_dispatch_mode(mode: DispatchMode | str) -> DispatchMode:
 
     Raises:
         ValueError: no mode of that name; the text lists the known ones.
+        TypeError: neither a mode nor a name, for example a method, because `@register` stands without parentheses.
     """
     if isinstance(mode, DispatchMode):
         return mode
+    if not isinstance(mode, str):
+        raise TypeError(f"expected a dispatch mode or its name, got {mode!r}; write @register(...) above a method")
     if mode not in _MODES:
         raise ValueError(f"unknown dispatch mode {mode!r}; known modes: {sorted(_MODES)}")
     return _MODES[mode]
@@ -225,9 +228,10 @@ def register(
 
     Raises:
         ValueError: an unknown mode, or `Execute.RANK_ZERO` with a mode that spreads data over ranks.
-        TypeError: a generator function.
+        TypeError: a generator function, or `@register` without parentheses.
     """
     mode = get_dispatch_mode(dispatch_mode)
+    execute_mode = Execute(execute_mode)
     if execute_mode is Execute.RANK_ZERO:
         if mode.name not in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
             raise ValueError(

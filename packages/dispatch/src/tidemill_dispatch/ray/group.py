@@ -32,8 +32,17 @@ class GroupMethod:
     signature: inspect.Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Dispatches the call; returns the collected result, or a `CallFuture` if registered with `blocking=False`."""
-        self.signature.bind(None, *args, **kwargs)  # a wrong keyword fails here, not on every rank
+        """Dispatches the call; returns the collected result, or a `CallFuture` if registered with `blocking=False`.
+
+        Raises:
+            TypeError: the method does not take these arguments, or one cannot be pickled.
+            What the mode raises of the arguments, and, if it waits, what `CallFuture.get` raises.
+        """
+        try:
+            self.signature.bind(None, *args, **kwargs)  # a wrong keyword fails here, not on every rank
+        except TypeError as error:
+            name = f"{self.spec.name}{self.signature}"
+            raise TypeError(f"{name} of group {self.group.name!r} cannot be called so: {error}") from None
         future = self.group.call(self.spec, args, kwargs)
         return future.get() if self.spec.blocking else future
 

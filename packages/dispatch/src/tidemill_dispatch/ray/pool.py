@@ -24,6 +24,7 @@ class RayResourcePool:
     Raises:
         ValueError: no nodes, a count below 1, negative or no resources, or a share of several GPUs that is no whole
             number of them.
+        TypeError: `process_on_nodes` is one number.
     """
 
     def __init__(
@@ -35,6 +36,11 @@ class RayResourcePool:
         max_colocate_count: int = 1,
         placement_timeout_s: float = 30.0,
     ):
+        if isinstance(process_on_nodes, int):
+            raise TypeError(
+                f"process_on_nodes must be a list with a count for each node, got {process_on_nodes}; "
+                f"write [{process_on_nodes}]"
+            )
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(
                 f"process_on_nodes must hold a count of at least 1 for each node, got {list(process_on_nodes)}"

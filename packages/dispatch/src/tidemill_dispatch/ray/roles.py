@@ -25,7 +25,11 @@ class RayClassWithInitArgs:
             raise TypeError(
                 f"expected a subclass of tidemill_dispatch.Worker (the plain class, without ray.remote), got {cls!r}"
             )
-        inspect.signature(cls).bind(*args, **kwargs)
+        signature = inspect.signature(cls)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}{signature} cannot be called with these arguments: {error}") from None
         self.cls = cls
         self.args = args
         self.kwargs = kwargs
