@@ -1,5 +1,6 @@
 """Batches, engines, and an independent reference: plain transformers and plain PyTorch, one unpadded row at a time."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -10,6 +11,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 
 VOCAB = 61
+IMAGE_TOKEN, VIDEO_TOKEN = 58, 59  # of vision-language models
 
 
 def make_batch(num_rows: int, *, seed: int = 0, temperature: float = 1.0, longest: int = 9) -> DataProto:
@@ -59,7 +61,12 @@ def pad_batch(batch: DataProto, *, prompt_width: int = 12, response_width: int =
         "advantages": right(batch["advantages"], torch.nan),
         "per_row": torch.arange(float(len(batch))),
     }
-    return DataProto.from_dict(columns, meta_info=batch.meta_info)
+    if "position_ids" in batch.batch.keys():  # noqa: SIM118 - a TensorDict
+        positions, answers = ragged.split_rows(
+            batch["position_ids"], ragged.lengths(batch["input_ids"]) - ragged.lengths(batch["responses"])
+        )
+        columns["position_ids"] = torch.cat([left(positions, 99), right(answers, 99)], 1)
+    return DataProto.from_dict(columns, batch.non_tensor_batch, batch.meta_info)
 
 
 def policy_like_loss(
@@ -87,8 +94,12 @@ def policy_like_loss(
 def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per row: log-probabilities and entropies of the response tokens, from an unpadded forward of that row alone."""
     out = []
-    for ids, response in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), strict=True):
-        logits = model(input_ids=ids[None]).logits[0] / batch.meta_info.get("temperature", 1.0)
+    images = batch.non_tensor_batch.get("multi_modal_inputs", [None] * len(batch))
+    for ids, response, entries in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), images, strict=True):
+        if entries:
+            types = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
+            entries = entries | {"mm_token_type_ids": types[None]}
+        logits = model(input_ids=ids[None], **(entries or {})).logits[0] / batch.meta_info.get("temperature", 1.0)
         log_p = torch.log_softmax(logits, -1)[len(ids) - len(response) - 1 : -1][: len(response)]
         out.append((log_p.gather(-1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
     return out
@@ -159,7 +170,9 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     attention = "eager" if dtype == torch.float32 else "sdpa"  # eager has its softmax in float32 always
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    sees_images = "vision_config" in json.loads((path / "config.json").read_text())
+    cls = transformers.AutoModelForImageTextToText if sees_images else transformers.AutoModelForCausalLM
+    return cls.from_pretrained(path, dtype=dtype, attn_implementation=attention)
 
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -214,6 +227,7 @@ def build_engine(
     path: Path,
     *,
     backend: str = "fsdp2",
+    model_type: str = "language_model",
     optimizer: bool | dict[str, Any] = True,
     model: dict[str, Any] | None = None,
     **engine: Any,
@@ -222,7 +236,7 @@ def build_engine(
 
     settings = OPTIMIZER if optimizer is True else optimizer
     new = EngineRegistry.new(
-        model_type="language_model",
+        model_type=model_type,
         backend=backend,
         model=ModelConfig(path=str(path), **({} if model is None else model)),
         engine=EngineConfig(device="cpu", **engine),

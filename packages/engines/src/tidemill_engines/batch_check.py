@@ -5,12 +5,21 @@ import math
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.multi_modal import COLUMN, VisionRule, rows_with_images
 from tidemill_engines.packing import response_positions
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, limit: str, training: bool) -> None:
+def check_batch(
+    batch: DataProto,
+    *,
+    vocab_size: int,
+    max_token_len: int,
+    limit: str,
+    training: bool,
+    vision: VisionRule | None = None,
+) -> None:
     """Checks what every engine relies on; cheap beside a forward pass.
 
     Args:
@@ -18,11 +27,12 @@ def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, limit:
         max_token_len: the longest row that fits into a micro-batch.
         limit: where that comes from, for the message.
         training: whether `response_mask` is needed too.
+        vision: of a model that takes images; None refuses them.
 
     Raises:
         ValueError: a column is missing or has other lengths, `input_ids` does not end with `responses`, a response
             has no token before it, a token id is outside the vocabulary, a row is longer than `max_token_len`, or the
-            temperature is not a positive number.
+            temperature is not a positive number; images do not go with their row, or with the model.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
     _check_columns(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
@@ -48,6 +58,10 @@ def check_batch(batch: DataProto, *, vocab_size: int, max_token_len: int, limit:
     temperature = batch.meta_info.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")
+    if vision is not None:
+        vision.check(batch)
+    elif rows_with_images(batch):
+        raise ValueError(f"row {rows_with_images(batch)[0][0]} has {COLUMN}, but the model takes text only; drop them")
 
 
 def _check_columns(batch: DataProto, names: list[str]) -> None:

@@ -12,7 +12,18 @@ from tidemill_engines.metrics import Metric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What a model says about the N response tokens of a micro-batch: its fields are [N] float32, or None."""
+    """What a model says about the N response tokens of a micro-batch, row after row: tensors [N, ...], or None.
+
+    Attributes:
+        router_loss: [N] float32 with gradient, of a mixture of experts that is trained with
+            `ModelConfig.router_aux_loss_coef`: what adds up over a row to its load-balancing loss; else None.
+        router_logits: [N, L, E] with gradient, of a mixture of experts with `ModelConfig.output_router_logits`: what
+            the router of each of L layers said about E experts, for the token before each response token (whose
+            hidden state predicts it); else None.
+    """
+
+    router_loss: torch.Tensor | None = None
+    router_logits: torch.Tensor | None = None
 
     def columns(self) -> dict[str, torch.Tensor]:
         """The fields that are there, by name."""
@@ -31,13 +42,10 @@ class ModelOutput(Outputs):
     Attributes:
         log_probs: [N] float32, log p(token | everything before it) at the batch's temperature, with gradient.
         entropy: [N] float32 of the predicting distributions, with gradient; None unless it was asked for.
-        router_loss: [N] float32 with gradient, of a mixture of experts that is trained with
-            `ModelConfig.router_aux_loss_coef`: what adds up over a row to its load-balancing loss; else None.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
-    router_loss: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from tidemill_dataproto.balance import count_micro_batches, rearrange_micro_batc
 from tidemill_engines.agreement import describe, gather, raise_first
 from tidemill_engines.batch_check import check_batch
 from tidemill_engines.losses import Normalizer
+from tidemill_engines.multi_modal import VisionRule, kinds_in
 from tidemill_engines.padded import is_padded, response_attention_mask, to_padded, to_ragged
 
 
@@ -102,6 +103,7 @@ class _Report:
     fingerprint: tuple[int, ...]
     num_micro_batches: int
     trained: tuple[float, float]
+    vision_kinds: frozenset[str]
 
 
 def plan_batch(
@@ -114,24 +116,37 @@ def plan_batch(
     micro_batch_size: int | None,
     with_loss: bool,
     multiple_of: int = 1,
+    vision: VisionRule | None = None,
 ) -> BatchPlan:
     """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
+
+    Where a row of any rank has images or videos, `meta_info["vision_kinds"]` of every micro-batch says so, since all
+    ranks have to compute the same layers.
 
     Args:
         group: of gloo, over all ranks.
         data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
         multiple_of: what the number of micro-batches has to be a multiple of.
+        vision: of a model that takes images.
 
     Raises:
         ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
             ranks of one part with different rows; on every rank, naming the rank that it was found on.
     """
-    error, fingerprint, count, trained, padding = None, (), 0, (0.0, 0.0), None
+    error, fingerprint, count, trained, padding, vision_kinds = None, (), 0, (0.0, 0.0), None, frozenset[str]()
     try:
         if is_padded(batch):
             padding = response_attention_mask(batch)
             batch = to_ragged(batch)
-        check_batch(batch, vocab_size=vocab_size, max_token_len=limit.total, limit=str(limit), training=with_loss)
+        check_batch(
+            batch,
+            vocab_size=vocab_size,
+            max_token_len=limit.total,
+            limit=str(limit),
+            training=with_loss,
+            vision=vision,
+        )
+        vision_kinds = kinds_in(batch)
         fingerprint = _fingerprint(batch)
         count = num_micro_batches_needed(batch, max_token_len=limit.total, micro_batch_size=micro_batch_size)
         if micro_batch_size is not None:
@@ -145,6 +160,7 @@ def plan_batch(
         fingerprint=fingerprint,
         num_micro_batches=count,
         trained=trained,
+        vision_kinds=vision_kinds,
     )
     reports: list[_Report] = gather(own, group)
     raise_first([report.error for report in reports], error)
@@ -156,6 +172,10 @@ def plan_batch(
         micro_batch_size=micro_batch_size,
         num_micro_batches=-(-needed // multiple_of) * multiple_of,
     )
+    if vision is not None:
+        kinds = sorted(frozenset[str]().union(*(report.vision_kinds for report in parts)))
+        for micro_batch in micro_batches:
+            micro_batch.meta_info["vision_kinds"] = kinds
     normalizer = None
     if with_loss:
         tokens, sequences = (sum(column) for column in zip(*(report.trained for report in parts), strict=True))

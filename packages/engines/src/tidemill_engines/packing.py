@@ -1,10 +1,13 @@
 """The rows of a micro-batch as one packed sequence, without padding."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.multi_modal import VisionInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,13 +50,16 @@ class ModelInputs:
 
     Attributes:
         input_ids: [1, N] int64.
-        position_ids: [1, N] int64, from 0 in each row.
+        position_ids: [1, N] int64, from 0 in each row. Of a vision-language model [4, 1, N]: these, then time, height
+            and width.
         layout: where the rows lie, for all ranks that share them.
         predictors: [M] int64, the index in N of the token before each response token; logits are needed there only.
         labels: [M] int64, the response tokens.
         temperature: that the logits are divided by.
         first_output: which of the response tokens of all sharing ranks `labels` begins with.
         num_outputs: response tokens of all sharing ranks.
+        vision: tensors of images and videos, by the names of the model's arguments.
+        all_input_ids: [1, N * S] int64, of all S ranks that share the rows.
     """
 
     input_ids: torch.Tensor
@@ -64,6 +70,8 @@ class ModelInputs:
     temperature: float
     first_output: int
     num_outputs: int
+    vision: Mapping[str, torch.Tensor]
+    all_input_ids: torch.Tensor
 
 
 def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
@@ -73,7 +81,14 @@ def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tens
     return torch.arange(int(response_lengths.sum())) + shift.repeat_interleave(response_lengths)
 
 
-def pack_rows(micro_batch: DataProto, device: torch.device, *, share: int = 0, num_shares: int = 1) -> ModelInputs:
+def pack_rows(
+    micro_batch: DataProto,
+    device: torch.device,
+    *,
+    share: int = 0,
+    num_shares: int = 1,
+    vision: VisionInputs | None = None,
+) -> ModelInputs:
     """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU) for a model on `device`.
 
     A batch without tokens becomes one token that nothing is predicted from, so that its rank still runs the model and
@@ -83,17 +98,23 @@ def pack_rows(micro_batch: DataProto, device: torch.device, *, share: int = 0, n
     Args:
         share: which of the `num_shares` equal runs of the packed tokens is wanted. Labels are those of the whole rows,
             so a run knows the token behind its last one.
+        vision: of a vision-language model.
     """
     tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
     lengths, input_ids = ragged.lengths(tokens), ragged.values(tokens).long()
     targets = response_positions(lengths, ragged.lengths(responses))
     labels, predictors = input_ids[targets], targets - 1
+    placeholders = input_ids.new_tensor([] if vision is None else vision.placeholders)
+    input_ids = torch.cat([input_ids, placeholders])
     filling = -len(input_ids) % num_shares if len(input_ids) else num_shares
-    lengths = torch.cat([lengths, lengths.new_full((1,), filling)])
+    lengths = torch.cat([lengths, lengths.new_tensor([len(placeholders), filling])])
     lengths = lengths[lengths > 0]  # attention kernels need not know of empty rows
     input_ids = F.pad(input_ids, (0, filling))
     starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
-    position_ids = torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)
+    position_ids = (torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)).unsqueeze(0)
+    if vision is not None:
+        spatial = F.pad(vision.positions, (0, 0, 0, filling))
+        position_ids = torch.cat([position_ids, spatial.T]).unsqueeze(1)
     size = len(input_ids) // num_shares
     run = slice(share * size, (share + 1) * size)
     first, end = torch.searchsorted(predictors, torch.tensor([run.start, run.stop])).tolist()
@@ -101,13 +122,16 @@ def pack_rows(micro_batch: DataProto, device: torch.device, *, share: int = 0, n
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
+    all_input_ids = move(input_ids.unsqueeze(0))
     return ModelInputs(
-        input_ids=move(input_ids[run].unsqueeze(0)),
-        position_ids=move(position_ids[run].unsqueeze(0)),
+        input_ids=all_input_ids[:, run],
+        position_ids=move(position_ids[..., run]),
         layout=PackedLayout.from_lengths(lengths, device),
         predictors=move(predictors[first:end] - run.start),
         labels=move(labels[first:end]),
         temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
         first_output=first,
         num_outputs=len(labels),
+        vision={} if vision is None else {name: move(tensor) for name, tensor in vision.tensors.items()},
+        all_input_ids=all_input_ids,
     )

@@ -51,9 +51,9 @@ def to_ragged(batch: DataProto) -> DataProto:
 
 
 def to_padded(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The inverse of `ragged.from_padded(padded, mask)`: [B, R] with zeros where the mask [B, R] is 0."""
+    """The inverse of `ragged.from_padded(padded, mask)`: [B, R, ...] with zeros where the mask [B, R] is 0."""
     flat = ragged.values(column)
-    padded = flat.new_zeros(mask.shape)
+    padded = flat.new_zeros((*mask.shape, *flat.shape[1:]))
     padded[mask.bool()] = flat
     return padded
 

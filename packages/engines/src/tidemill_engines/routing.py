@@ -1,16 +1,26 @@
-"""How evenly a mixture of experts is used, and the loss that keeps it even, for each row by itself."""
+"""How evenly a mixture of experts is used, and the loss that keeps it even, for each row by itself.
+
+Where ranks share the tokens of rows, each has the router logits of its own tokens, and sums over rows are sums over
+these ranks.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.losses import LossFn, ModelOutput, Normalizer
+from tidemill_engines.losses import LossFn, Normalizer, Outputs
 from tidemill_engines.packing import ModelInputs
 
 
-def row_balance_losses(router_logits: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, top_k: int) -> torch.Tensor:
+def row_balance_losses(
+    router_logits: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    top_k: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """The load-balancing loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) of each row.
 
     It is E * sum_e(f_e * p_e): f_e is how many of the row's tokens are sent to expert e, p_e the probability that they
@@ -18,15 +28,18 @@ def row_balance_losses(router_logits: Sequence[torch.Tensor], cu_seqlens: torch.
     micro-batches, it does not depend on how a batch is split.
 
     Args:
-        router_logits: per layer [N, E].
+        router_logits: per layer [n, E], of this rank's run of the N tokens.
         cu_seqlens: [B + 1], where the rows begin and end in N.
         top_k: experts that a token is sent to.
+        group: ranks that share the rows; None: the run is all of them.
 
     Returns:
-        [B], float32 at least.
+        [B], float32 at least, the same on each rank of the group.
     """
     lengths = cu_seqlens.diff().long()
     row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    if group is not None:
+        row_of_token = row_of_token.chunk(dist.get_world_size(group))[dist.get_rank(group)]
     num_experts = router_logits[0].shape[-1]
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     sent, expected = router_logits[0].new_zeros(2, len(lengths), num_experts, dtype=dtype)
@@ -35,17 +48,76 @@ def row_balance_losses(router_logits: Sequence[torch.Tensor], cu_seqlens: torch.
         chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
         sent = sent.index_add(0, row_of_token, chosen)
         expected = expected.index_add(0, row_of_token, probabilities)
+    if group is not None:
+        sent, expected = _sum_over(sent, group), _sum_over(expected, group)
     tokens = (lengths * len(router_logits)).to(dtype)
     return num_experts * (sent * expected).sum(-1) / tokens.square()
 
 
-def router_losses(router_logits: Sequence[torch.Tensor], inputs: ModelInputs, top_k: int) -> torch.Tensor:
+def router_losses(
+    router_logits: Sequence[torch.Tensor], inputs: ModelInputs, top_k: int, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """`row_balance_losses` as a column of the response tokens [M]: each has an equal part of its row's loss."""
     ends = inputs.layout.cu_seqlens[1:].long()
-    row_of_output = torch.searchsorted(ends, inputs.predictors, right=True)
-    outputs_per_row = torch.bincount(row_of_output, minlength=len(ends))
-    of_rows = row_balance_losses(router_logits, inputs.layout.cu_seqlens, top_k)
+    first = 0 if group is None else dist.get_rank(group) * inputs.input_ids.shape[1]
+    row_of_output = torch.searchsorted(ends, inputs.predictors + first, right=True)
+    of_rows = row_balance_losses(router_logits, inputs.layout.cu_seqlens, top_k, group)
+    outputs_per_row = torch.bincount(row_of_output, minlength=len(ends)).to(of_rows.dtype)
+    if group is not None:
+        outputs_per_row = _sum_over(outputs_per_row, group)
     return (of_rows / outputs_per_row.clamp(min=1))[row_of_output]
+
+
+def router_logits_of_outputs(router_logits: Sequence[torch.Tensor], inputs: ModelInputs) -> torch.Tensor:
+    """[M, L, E]: the logits [n, E] of L layers at the tokens that response tokens are predicted from."""
+    return torch.stack([logits[inputs.predictors] for logits in router_logits], 1)
+
+
+def behind(router_logits: Sequence[torch.Tensor], hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same logits, with a gradient of zero for the hidden states behind the layers that they come from.
+
+    A sharded layer gathers its weights for the backward pass when the gradient of its output arrives. Where a loss
+    depends on its router only, none would.
+    """
+    *others, last = router_logits
+    tied = _Behind.apply(last, hidden_states)
+    assert isinstance(tied, torch.Tensor)
+    return *others, tied
+
+
+class _Behind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(hidden_states)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [hidden_states] = ctx.saved_tensors
+        return grad, torch.zeros_like(hidden_states)
+
+
+def _sum_over(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = _Sum.apply(own, group)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Each rank's outputs are a part of the loss of their own, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def with_router_loss(loss_fn: LossFn, coefficient: float) -> LossFn:
@@ -54,9 +126,7 @@ def with_router_loss(loss_fn: LossFn, coefficient: float) -> LossFn:
     It reports that mean as the metric "router_loss".
     """
 
-    def loss(
-        output: ModelOutput, micro_batch: DataProto, normalizer: Normalizer
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def loss(output: Outputs, micro_batch: DataProto, normalizer: Normalizer) -> tuple[torch.Tensor, dict[str, Any]]:
         own, metrics = loss_fn(output, micro_batch, normalizer)
         if "router_loss" in metrics:
             raise ValueError("the loss reports a metric under the engine's own name 'router_loss'; rename it")

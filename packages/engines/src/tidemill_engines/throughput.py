@@ -113,6 +113,7 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
 
     A weight matrix takes 2 operations per element and token forwards, 2 for the gradient of its input, and 2 for its
     own if it is trained. The head works on response tokens only; of stacked experts, those that a token is sent to.
+    What images take in a vision-language model is left out.
 
     Args:
         model: its parameters may be DTensors or on the meta device.
@@ -124,8 +125,8 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
     head = model.get_output_embeddings()
     head_weight = None if head is None else head.weight
     per_token = 0.0
-    for param in model.parameters():
-        if param is head_weight or id(param) in embeddings or param.dim() < 2:
+    for name, param in model.named_parameters():
+        if param is head_weight or id(param) in embeddings or param.dim() < 2 or "visual" in name.split("."):
             continue
         share = fields["num_experts_per_tok"] / param.shape[0] if param.dim() == 3 else 1.0
         per_token += param.numel() * share * _operations(param)

@@ -4,6 +4,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -24,6 +25,30 @@ def expose_backbone(model: PreTrainedModel) -> None:
     model.set_reshard_after_forward(False, recurse=False)
     setattr(model, _METHOD, MethodType(_forward_without_head, model))
     register_fsdp_forward_method(model, _METHOD)
+
+
+def share_tokens(language_model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Has the decoder of a vision-language model take this rank's run of the tokens, after images were put into them.
+
+    Each rank of the group computes the embeddings of all tokens and images; the gradient is that of its own run, as
+    everywhere in sequence parallelism.
+    """
+    share, num_shares = dist.get_rank(group), dist.get_world_size(group)
+
+    def take_run(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = dict(kwargs)
+        kwargs["inputs_embeds"] = kwargs["inputs_embeds"].chunk(num_shares, 1)[share]
+        is_visual = kwargs.get("visual_pos_masks")
+        if is_visual is not None:  # features of images that are added to the first layers
+            runs = is_visual.chunk(num_shares, 1)
+            start, size = (sum(int(run.sum()) for run in part) for part in (runs[:share], runs[share : share + 1]))
+            kwargs["visual_pos_masks"] = runs[share]
+            kwargs["deepstack_visual_embeds"] = [
+                features[start : start + size] for features in kwargs["deepstack_visual_embeds"]
+            ]
+        return args, kwargs
+
+    language_model.register_forward_pre_hook(take_run, with_kwargs=True)
 
 
 def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:

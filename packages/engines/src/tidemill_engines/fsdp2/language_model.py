@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,15 +11,16 @@ from tidemill_dataproto import DataProto
 from tidemill_engines.attention import check_attention
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.batch_loop import collect, run_micro_batches
-from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone
+from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone, share_tokens
 from tidemill_engines.fsdp2.engine import FSDP2Engine
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import TokenLimit, plan_batch
+from tidemill_engines.multi_modal import MODEL_TYPES, VisionRule
 from tidemill_engines.packing import ModelInputs, pack_rows
-from tidemill_engines.routing import router_losses, with_router_loss
+from tidemill_engines.routing import behind, router_logits_of_outputs, router_losses, with_router_loss
 from tidemill_engines.sequence_parallel import gather_output
 
 
@@ -33,16 +35,12 @@ class FSDP2LanguageModel(FSDP2Engine):
                 f"got {self.model_config.attn_implementation!r}"
             )
         self._balances_experts = self.model_config.router_aux_loss_coef > 0
-        if self._balances_experts and ranks_per_row > 1:
-            raise ValueError(
-                "ModelConfig.router_aux_loss_coef needs whole rows; EngineConfig.ulysses_sequence_parallel_size must "
-                f"be 1, got {ranks_per_row}"
-            )
         super().initialize()
         try:
             self._check_experts()
             check_attention(self.model.config, ranks_per_row)
             expose_backbone(self.model)
+            self._vision = self._vision_rule()
         except BaseException:
             self.close()
             raise
@@ -71,6 +69,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             with_loss=loss_fn is not None,
+            vision=self._vision,
         )
         self.meter.count(plan.micro_batches)
 
@@ -97,11 +96,14 @@ class FSDP2LanguageModel(FSDP2Engine):
         inputs = self.prepare_model_inputs(micro_batch)
         hidden_states, router_logits = self.run_model(inputs)
         output = self.prepare_model_outputs(hidden_states, inputs, calculate_entropy=calculate_entropy)
-        if loss_fn is not None and router_logits:
+        sharing = self.groups.sequence_parallel
+        if self.model_config.output_router_logits:
+            output = replace(output, router_logits=router_logits_of_outputs(router_logits, inputs))
+        if loss_fn is not None and self._balances_experts:
             top_k = self.model.config.get_text_config().to_dict()["num_experts_per_tok"]
-            output = replace(output, router_loss=router_losses(router_logits, inputs, top_k))
-        if self.groups.sequence_parallel is not None:
-            output = gather_output(output, inputs, self.groups.sequence_parallel)
+            output = replace(output, router_loss=router_losses(router_logits, inputs, top_k, sharing))
+        if sharing is not None:
+            output = gather_output(output, inputs, sharing)
         if loss_fn is None:
             return StepOutput(loss=None, metrics={}, model_output=output)
         loss, metrics = loss_fn(output, micro_batch.to(self.device))
@@ -113,30 +115,36 @@ class FSDP2LanguageModel(FSDP2Engine):
         return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
 
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
+        vision = None
+        if self._vision is not None:
+            vision = self._vision.prepare(micro_batch, micro_batch.meta_info.get("vision_kinds", ()))
         group = self.groups.sequence_parallel
         if group is None:
-            return pack_rows(micro_batch, self.device)
-        return pack_rows(micro_batch, self.device, share=dist.get_rank(group), num_shares=dist.get_world_size(group))
+            return pack_rows(micro_batch, self.device, vision=vision)
+        share, num_shares = dist.get_rank(group), dist.get_world_size(group)
+        return pack_rows(micro_batch, self.device, share=share, num_shares=num_shares, vision=vision)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Runs all but the head, which is left to `prepare_model_outputs`.
 
         Returns:
-            The hidden states [M, H] at `inputs.predictors`, and of a mixture of experts whose use is balanced the
+            The hidden states [M, H] at `inputs.predictors`, and of a mixture of experts whose router is asked for the
             logits [N, E] of each layer's router.
         """
-        wanted = {"output_router_logits": True} if self._balances_experts else {}
+        wanted = {"output_router_logits": True} if self._asks_router else {}
         output = run_backbone(
             self.model,
-            input_ids=inputs.input_ids,
+            input_ids=inputs.input_ids if self._vision is None else inputs.all_input_ids,
             position_ids=inputs.position_ids,
             tidemill_layout=inputs.layout,
             tidemill_group=self.groups.sequence_parallel,
             use_cache=False,
+            **inputs.vision,
             **wanted,
         )
-        router_logits = output.router_logits if wanted else ()
-        return output.last_hidden_state.squeeze(0)[inputs.predictors], router_logits
+        hidden_states = output.last_hidden_state
+        router_logits = behind(output.router_logits, hidden_states) if wanted else ()
+        return hidden_states.squeeze(0).index_select(0, inputs.predictors), router_logits
 
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
@@ -150,18 +158,38 @@ class FSDP2LanguageModel(FSDP2Engine):
         )
         return ModelOutput(log_probs=log_probs, entropy=entropy)
 
+    @property
+    def _asks_router(self) -> bool:
+        return self._balances_experts or self.model_config.output_router_logits
+
     def _check_experts(self) -> None:
         fields = self.model.config.get_text_config().to_dict()
-        if self._balances_experts and "num_experts_per_tok" not in fields:
+        if self._asks_router and "num_experts_per_tok" not in fields:
+            option = "router_aux_loss_coef" if self._balances_experts else "output_router_logits"
             raise ValueError(
-                f"ModelConfig.router_aux_loss_coef is for mixtures of experts; a {self.model.config.model_type} is none"
+                f"ModelConfig.{option} is for mixtures of experts; a {self.model.config.model_type} is none"
             )
 
+    def _vision_rule(self) -> VisionRule | None:
+        """How images become tokens; None for a model that takes text only."""
+        if self.model.config.model_type not in MODEL_TYPES:
+            return None
+        backbone: Any = self.model.base_model
+        if self.groups.sequence_parallel is not None:
+            share_tokens(backbone.language_model, self.groups.sequence_parallel)
+        return VisionRule.of(self.model.config, backbone.get_rope_index)
+
     def _set_gradient_sync(self, *, is_last: bool) -> None:
-        """Without resharding, the gradients of all micro-batches are added up before they are reduced once."""
-        if self.engine_config.reshard_after_forward:
+        """Adds up the gradients of all micro-batches before they are reduced once, where that takes no more memory.
+
+        So it is where weights stay gathered, and where each rank has whole weights anyway.
+        """
+        config = self.engine_config
+        keeps_weights = not config.reshard_after_forward
+        if not keeps_weights and (self.groups.mesh.size(-1) > 1 or config.offload_policy):
             return
         root = fsdp_modules(self.model)[0]
         root.set_requires_gradient_sync(is_last)
-        root.set_reshard_after_backward(is_last)
-        root.set_is_last_backward(is_last)
+        if keeps_weights:
+            root.set_reshard_after_backward(is_last)
+            root.set_is_last_backward(is_last)

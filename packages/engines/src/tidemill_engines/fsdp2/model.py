@@ -1,4 +1,4 @@
-"""Making a causal language model and sharding it."""
+"""Making a causal language model, which may see images, and sharding it."""
 
 import importlib
 import logging
@@ -12,9 +12,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from tidemill_engines import attention
+from tidemill_engines import attention, multi_modal
 from tidemill_engines.config import EngineConfig, ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -32,15 +32,19 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             f"expected a local folder with a Hugging Face model, but {config.path!r} has no config.json; "
             "download one first, for example with `hf download ORG/MODEL --local-dir FOLDER`"
         )
-    implementation = config.attn_implementation
+    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    sees_images = hf_config.model_type in multi_modal.MODEL_TYPES
+    implementation: str | dict[str, str] = config.attn_implementation
     if implementation == "varlen":
         attention.register_attention()
         implementation = attention.NAME
-    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        if sees_images:  # images attend in both directions, each by itself
+            implementation = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}
     if hf_config.to_dict().get("quantization_config") is not None:
         raise ValueError(f"{config.path} is quantized, which is not trained here; use the checkpoint in bfloat16")
+    auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class.from_config(
             hf_config,
             dtype=getattr(torch, config.dtype),
             attn_implementation=implementation,

@@ -20,11 +20,6 @@ class FSDP2ValueModel(FSDP2LanguageModel):
 
     new_weights = ("score.weight", "score.bias")
 
-    def initialize(self) -> None:
-        if self.model_config.router_aux_loss_coef > 0:
-            raise ValueError("ModelConfig.router_aux_loss_coef is for language models; leave it 0 for a value model")
-        super().initialize()
-
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
         self.unused_weights = tuple(_remove_head(model))

@@ -1,0 +1,198 @@
+"""Images and videos of vision-language models: the column `multi_modal_inputs`, and positions in three dimensions."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tidemill_dataproto import DataProto, ragged
+
+COLUMN = "multi_modal_inputs"
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+_OTHERS = ("second_per_grid_ts",)
+_KNOWN = (*_PIXELS.values(), *_GRIDS.values(), *_OTHERS)
+_TOKEN_TYPES = {"image": 1, "video": 2}
+
+RopeIndex = Callable[..., tuple[torch.Tensor, Any]]
+"""transformers' `get_rope_index` of a model: positions [3, 1, j] of a row, and something else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VisionInputs:
+    """What a model of the Qwen-VL families is given for a micro-batch beside its tokens.
+
+    Attributes:
+        tensors: `pixel_values` [P, W] float and `image_grid_thw` [n, 3] int64 of all images, and likewise of videos, in
+            the order of the rows; the names are those of the model's arguments.
+        placeholders: tokens of one more row that nothing is predicted from, for images that stand for none.
+        positions: [N, 3] int64, of all tokens and then of the placeholders.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    placeholders: list[int]
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionRule:
+    """How images and videos become tokens in a model of the Qwen-VL families.
+
+    Attributes:
+        token_ids: of the token that stands for a part of an image or of a video, by "image" and "video".
+        merge_size: a square of this many patches in each direction is one token.
+        patch_size: numbers in a patch.
+        rope_index: the model's own rule for the positions of a row that comes without.
+    """
+
+    token_ids: Mapping[str, int]
+    merge_size: int
+    patch_size: int
+    rope_index: RopeIndex = field(repr=False)
+
+    @classmethod
+    def of(cls, config: Any, rope_index: RopeIndex) -> "VisionRule":
+        """From the configuration of a model whose `model_type` is one of `MODEL_TYPES`."""
+        vision = config.vision_config
+        return cls(
+            token_ids={"image": config.image_token_id, "video": config.video_token_id},
+            merge_size=vision.spatial_merge_size,
+            patch_size=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+            rope_index=rope_index,
+        )
+
+    def check(self, batch: DataProto) -> None:
+        """Checks `multi_modal_inputs`, that each row has the tokens of its images, and `position_ids` if it is there.
+
+        Raises:
+            ValueError, TypeError: which name the row and what is wrong with it.
+        """
+        tokens = batch["input_ids"]
+        expected = {kind: torch.zeros(len(batch), dtype=torch.int64) for kind in _PIXELS}
+        for row, entries in rows_with_images(batch):
+            for kind in _PIXELS:
+                expected[kind][row] = self._num_tokens(entries, kind, f"{COLUMN} of row {row}")
+        for kind, token_id in self.token_ids.items():
+            is_placeholder = (ragged.values(tokens) == token_id).long()
+            found = ragged.segment_sum(is_placeholder, tokens)
+            if (found != expected[kind]).any():
+                row = int((found != expected[kind]).nonzero()[0])
+                raise ValueError(
+                    f"row {row} of input_ids has the {kind} token {token_id} {int(found[row])} times, but the {kind}s "
+                    f"in its {COLUMN} have {int(expected[kind][row])} tokens; they must be equal"
+                )
+        if "position_ids" in _tensor_columns(batch):
+            _check_positions(batch["position_ids"], tokens)
+
+    def _num_tokens(self, entries: Mapping[str, torch.Tensor], kind: str, where: str) -> int:
+        """The tokens of a row's images, checked."""
+        pixels, grid = entries.get(_PIXELS[kind]), entries.get(_GRIDS[kind])
+        if pixels is None and grid is None:
+            return 0
+        if pixels is None or grid is None:
+            raise ValueError(f"{where} must have both {_PIXELS[kind]} and {_GRIDS[kind]}, or neither")
+        if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point() or (grid < 1).any():
+            raise ValueError(f"{where}: {_GRIDS[kind]} must be [n, 3] whole numbers from 1, got {tuple(grid.shape)}")
+        if (grid[:, 1:] % self.merge_size).any():
+            raise ValueError(f"{where}: height and width in {_GRIDS[kind]} must be multiples of {self.merge_size}")
+        wanted = (int(grid.prod(-1).sum()), self.patch_size)
+        if pixels.shape != wanted or not pixels.is_floating_point():
+            raise ValueError(
+                f"{where}: {_PIXELS[kind]} must be floating-point numbers {wanted} for its {_GRIDS[kind]}, got "
+                f"{pixels.dtype} {tuple(pixels.shape)}"
+            )
+        return wanted[0] // self.merge_size**2
+
+    def prepare(self, micro_batch: DataProto, kinds: Collection[str]) -> VisionInputs:
+        """The images of a checked micro-batch, and for each of `kinds` that it has none of, one that stands for none.
+
+        The model then computes the same layers as on a rank that has images. The extra image is black, one token large
+        and in a row of its own, so it changes nothing, and the gradient through it is zero.
+        """
+        collected: dict[str, list[torch.Tensor]] = {}
+        for _, entries in rows_with_images(micro_batch):
+            for name, value in entries.items():
+                collected.setdefault(name, []).append(value)
+        placeholders: list[int] = []
+        for kind in _PIXELS:
+            if kind in kinds and _PIXELS[kind] not in collected:
+                collected[_PIXELS[kind]] = [torch.zeros(self.merge_size**2, self.patch_size)]
+                collected[_GRIDS[kind]] = [torch.tensor([[1, self.merge_size, self.merge_size]])]
+                placeholders.append(self.token_ids[kind])
+        positions = self._positions(micro_batch)
+        return VisionInputs(
+            tensors={name: torch.cat(values) for name, values in collected.items() if name not in _OTHERS},
+            placeholders=placeholders,
+            positions=torch.cat([positions, positions.new_zeros(len(placeholders), 3)]),
+        )
+
+    def _positions(self, micro_batch: DataProto) -> torch.Tensor:
+        """[N, 3]: the column `position_ids`, or what the model's own rule says."""
+        if "position_ids" in _tensor_columns(micro_batch):
+            return ragged.values(micro_batch["position_ids"]).long()
+        images = dict(rows_with_images(micro_batch))
+        rows = [torch.zeros(0, 3, dtype=torch.int64)]
+        for row, token_ids in enumerate(micro_batch["input_ids"].unbind()):
+            entries = images.get(row)
+            if entries is None:
+                rows.append(torch.arange(len(token_ids)).unsqueeze(-1).expand(-1, 3))
+                continue
+            types = torch.zeros_like(token_ids, dtype=torch.int32)
+            for kind, number in _TOKEN_TYPES.items():
+                types[token_ids == self.token_ids[kind]] = number
+            grids = {name: value for name, value in entries.items() if name not in _PIXELS.values()}
+            positions, _ = self.rope_index(token_ids[None].long(), types[None], **grids)
+            rows.append(positions[:, 0].T)
+        return torch.cat(rows)
+
+
+def kinds_in(batch: DataProto) -> frozenset[str]:
+    """Which of "image" and "video" the rows of a checked batch have."""
+    present = {name for _, entries in rows_with_images(batch) for name in entries}
+    return frozenset(kind for kind, name in _PIXELS.items() if name in present)
+
+
+def rows_with_images(batch: DataProto) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """The numbers of the rows whose `multi_modal_inputs` are neither None nor empty, and what is not None in them.
+
+    Raises:
+        TypeError: an element of the column is not a dict of tensors.
+        ValueError: it has an entry of an unknown name.
+    """
+    column = batch.non_tensor_batch.get(COLUMN)
+    rows = []
+    for row, value in enumerate(() if column is None else column):
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise TypeError(f"{COLUMN} of row {row} must be a dict or None, got a {type(value).__name__}")
+        entries = {name: item for name, item in value.items() if item is not None}
+        for name, item in entries.items():
+            if name not in _KNOWN:
+                raise ValueError(f"{COLUMN} of row {row} has {name!r}; known are {', '.join(_KNOWN)}. Leave it out")
+            if not isinstance(item, torch.Tensor):
+                raise TypeError(f"{COLUMN} of row {row}: {name} must be a tensor, got a {type(item).__name__}")
+        if entries:
+            rows.append((row, entries))
+    return rows
+
+
+def _tensor_columns(batch: DataProto) -> Collection[str]:
+    return set() if batch.batch is None else set(map(str, batch.batch.keys()))
+
+
+def _check_positions(column: torch.Tensor, tokens: torch.Tensor) -> None:
+    if not ragged.is_ragged(column) or column.dim() != 3 or column.shape[2] != 3 or column.is_floating_point():
+        shape = f"a ragged column of {column.dim()} dims" if ragged.is_ragged(column) else str(tuple(column.shape))
+        raise TypeError(
+            "position_ids of a vision-language model must be whole numbers [B, j, 3] (time, height, width), ragged "
+            f"like input_ids; got {column.dtype}, {shape}. Leave them out to have them computed"
+        )
+    lengths, expected = ragged.lengths(column), ragged.lengths(tokens)
+    if (lengths != expected).any():
+        row = int((lengths != expected).nonzero()[0])
+        raise ValueError(
+            f"row {row} of position_ids has {int(lengths[row])} elements but input_ids {int(expected[row])}; they must "
+            "be equal"
+        )
