@@ -30,7 +30,9 @@ MODES = {
     "digest": {"write": False, "sums": True, "count": False},
     "digest, count": {"write": False, "sums": True, "count": True},
 }
-TILINGS = ((4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8))
+TILINGS = ((4096, 4, 1), (4096, 8, 1), (8192, 4, 1), (8192, 8, 1), (16384, 8, 1))
+READING_TILINGS = ((4096, 4, 2), (4096, 4, 4), (4096, 4, 8), (4096, 4, 16), (4096, 8, 4), (8192, 8, 4), (2048, 4, 8))
+"""Elements per tile, warps per block, tiles that a block does one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +131,20 @@ class Bench:
         source, target = self.source[:num_bytes], self.target[:num_bytes]
         return num_bytes / self.seconds(lambda: target.copy_(source))
 
-    def copier(self, case: Case, tiling: tuple[int, int] | None) -> Callable[..., None]:
+    def copier(self, case: Case, tiling: tuple[int, int, int] | None) -> Callable[..., None]:
         if self.device.type == "cpu":
             host = HostCopier([case.table], [self.target], "target")
             return lambda *sums, write: host.run([self.source], *sums, write=write)
         from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
-        chosen = None if tiling is None else Tiling(tile_elements=tiling[0], num_warps=tiling[1])
+        chosen = None
+        if tiling is not None:
+            chosen = Tiling(tile_elements=tiling[0], num_warps=tiling[1], steps=tiling[2])
         copier = CudaCopier([case.table], self.device, "target", chosen)
         addresses = [self.source.data_ptr()], [self.target.data_ptr()]
         return lambda *sums, write: copier.run(*addresses, *sums, write=write)
 
-    def run(self, case: Case, mode: str, plain: float, tiling: tuple[int, int] | None = None) -> None:
+    def run(self, case: Case, mode: str, plain: float, tiling: tuple[int, int, int] | None = None) -> None:
         write, sums, count = (MODES[mode][name] for name in ("write", "sums", "count"))
         digests = torch.zeros(len(case.shapes), dtype=torch.int64, device=self.device) if sums else None
         counts = torch.zeros(len(case.shapes), dtype=torch.int32, device=self.device) if count else None
@@ -156,7 +160,7 @@ class Bench:
         moved = case.read_bytes + case.payload_bytes * write
         # A plain copy of so many bytes read and written; a mode that only reads has half as many.
         floor = moved / 2 / plain
-        name = case.name if tiling is None else f"{case.name}, {tiling[0]} per block of {tiling[1]} warps"
+        name = case.name if tiling is None else f"{case.name}, {tiling[0]} x {tiling[2]} by {tiling[1]} warps"
         print(
             f"{name:45} {mode:20} {case.payload_bytes / 1e9:7.3f} {seconds * 1e3:9.3f} "
             f"{case.payload_bytes / seconds / 1e9:8.1f} {moved / seconds / 1e9:8.1f} {floor / seconds:7.1%} "
@@ -223,6 +227,8 @@ def main() -> None:
         for tiling in TILINGS:
             bench.run(todo[0], "copy, digest", plain, tiling)
             bench.run(todo[2], "copy, digest", plain, tiling)
+        for tiling in READING_TILINGS:
+            bench.run(todo[0], "digest, count", plain, tiling)
     print(f"{time.perf_counter() - started:.1f} s in all")
 
 

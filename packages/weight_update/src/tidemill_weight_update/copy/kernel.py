@@ -62,22 +62,26 @@ def _repeat(packed):
 
 
 @triton.jit
-def _non_finite(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
-    """Numbers whose elements are 1 where all bits NON_FINITE of the element are set, else 0.
+def _carries(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
+    """Numbers whose elements have their highest bit set if all bits NON_FINITE of the element are set, only then.
 
-    Adding the lowest of these bits carries into the highest.
+    Adding the lowest of these bits carries into the highest. What the other bits hold means nothing.
     """
-    carried = (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
-    return (carried >> (BITS - 1)) & _repeat(PACKED)
+    return (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
 
 
 @triton.jit
-def _sum_of_elements(numbers, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """Of numbers, uint32 [R, C], the sum of their elements, int32."""
-    total = numbers & ((1 << BITS) - 1)
+def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
+    bits = (found >> (BITS - 1)) & 1
     for lane in tl.static_range(1, PACKED):
-        total += (numbers >> (BITS * lane)) & ((1 << BITS) - 1)
-    return tl.sum(total.to(tl.int32))
+        bits += (found >> (BITS * (lane + 1) - 1)) & 1
+    return tl.sum(bits.to(tl.int32))
+
+
+@triton.jit
+def _sum_and_or(sum0, bits0, sum1, bits1):
+    return sum0 + sum1, bits0 | bits1
 
 
 @triton.jit
@@ -126,9 +130,10 @@ def copy_tiles(
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
-    # Each thread sums for itself: a sum over the block, where its threads wait for each other, comes once, in the end.
-    total = tl.zeros((R, C), tl.int64)
-    counts = tl.zeros((R, C), tl.uint32)
+    # Sums over the block: an element for each thread would take the registers that keep loads on the way.
+    total = tl.zeros((), tl.int64)
+    number = tl.zeros((), tl.int32)
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
     for step in range(STEPS):
         if R == 1:
             row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
@@ -153,16 +158,23 @@ def copy_tiles(
         sent = sent.to(tl.uint32)
         if DIGEST:
             position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
-            total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
+            terms = _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         if NON_FINITE:
-            found = _non_finite(sent, BITS, PACKED, NON_FINITE)
+            found = _carries(sent, BITS, PACKED, NON_FINITE)
             if HALVES:
                 odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
                 found = tl.where(odd, found, 0)
-            counts += found  # elements hold the number of steps
+            if DIGEST:  # one time in which threads wait for each other, not two
+                tile_total, any_found = tl.reduce((terms, found), None, _sum_and_or)
+                total += tile_total
+            else:
+                any_found = tl.max(found & HIGHEST)
+            if any_found & HIGHEST != 0:
+                number += _count(found, BITS, PACKED)
+        elif DIGEST:
+            total += tl.sum(terms)
     if DIGEST:
-        tl.atomic_add(digests + tensor, tl.sum(total), sem="relaxed")
-    if NON_FINITE:
-        number = _sum_of_elements(counts, BITS, PACKED)
+        tl.atomic_add(digests + tensor, total, sem="relaxed")
+    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
         if number != 0:
             tl.atomic_add(non_finite + tensor, number, sem="relaxed")
