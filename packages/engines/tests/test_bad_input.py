@@ -160,6 +160,27 @@ def test_non_finite_gradients_and_bad_losses_leave_the_engine_whole(tmp_path):
         assert good == expected
 
 
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16"}])
+def test_a_loss_that_fails_halfway_leaves_no_gradient_behind(tmp_path, settings):
+    path, batch = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB), make_batch(9, seed=1)
+    engine = build_engine(path, max_token_len_per_gpu=30, **settings)
+    calls = []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyError("a bug in the loss")
+        return policy_like_loss(*arguments)
+
+    with pytest.raises(KeyError):
+        engine.train_batch(batch, fails, calculate_entropy=True)
+    after = engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
+    engine.close()
+    fresh = build_engine(path, max_token_len_per_gpu=30, **settings)
+    assert after == fresh.train_batch(batch, policy_like_loss, calculate_entropy=True)
+    fresh.close()
+
+
 def run_late_peer(path, batch):
     engine = build_engine(path, timeout_s=2.0)
     if engine.get_data_parallel_rank() == 1:

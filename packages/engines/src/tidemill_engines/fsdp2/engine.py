@@ -14,7 +14,7 @@ from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint, lora
-from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
+from tidemill_engines.fsdp2.model import build_model, drop_unreduced_grads, freeze, shard_model
 from tidemill_engines.fsdp2.random_weights import draw_weights
 from tidemill_engines.fsdp2.weights import (
     checkpoint_tensors,
@@ -23,7 +23,7 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_export import copy_side_files, write_weights
+from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, write_weights
 from tidemill_engines.offload import Parked, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -228,6 +228,7 @@ class FSDP2Engine(BaseEngine):
     def optimizer_zero_grad(self) -> None:
         for param in self.model.parameters():
             param.grad = None
+        drop_unreduced_grads(self.model)
         if "grads" in self._parked:
             self._parked["grads"].forget()
 
@@ -320,7 +321,9 @@ class FSDP2Engine(BaseEngine):
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
-    def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
+    def save_hf(
+        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
+    ) -> None:
         target = Path(path)
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
@@ -329,7 +332,9 @@ class FSDP2Engine(BaseEngine):
                 config.dtype = self.model_config.dtype if dtype is None else dtype
                 config.save_pretrained(target)
                 copy_side_files(Path(self.model_config.path), target)
-        write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+        write_weights(
+            lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_size=max_shard_size
+        )
 
     def save_adapter(self, path: str | Path) -> None:
         settings = self.model_config.lora

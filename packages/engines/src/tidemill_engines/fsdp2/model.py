@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tidemill_engines import attention, multi_modal
-from tidemill_engines.config import EngineConfig, ModelConfig
+from tidemill_engines.config import EngineConfig, ModelConfig, Recompute
 
 _log = logging.getLogger(__name__)
 
@@ -52,14 +52,37 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
         )
     model.config.use_cache = False
     if config.gradient_checkpointing:
-        settings: dict[str, Any] = {"use_reentrant": False}
-        if config.recompute == "selective":
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, _heavy_operations())
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        recompute_layers(model, config.recompute)
     if config.compile_layers:
         for layer in decoder_layers(model):
             layer.compile(dynamic=True)
     return model
+
+
+def recompute_layers(model: PreTrainedModel, recompute: Recompute) -> None:
+    """Has each layer keep its inputs, and recompute in the backward pass what else that needs.
+
+    It happens within a layer's `forward`, so that a compiled layer knows of it, and leaves out what nobody needs.
+
+    Raises:
+        ValueError: transformers does not say what the layers of the model are.
+    """
+    layers = decoder_layers(model)
+    if not layers:
+        raise ValueError(
+            f"ModelConfig.gradient_checkpointing: {type(model).__name__} does not name its layers (_no_split_modules)"
+        )
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _heavy_operations())
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward, settings)
+
+
+def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **settings, **kwargs)
 
 
 def _heavy_operations() -> list[Any]:
@@ -138,9 +161,20 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
             offload_policy=offload,
         )
     for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # one rank divides by 1 in any case, but by none without another copy
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the alternative is a reduction that only NCCL has
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def drop_unreduced_grads(model: torch.nn.Module) -> None:
+    """Forgets gradients that a broken-off backward has left behind before they were reduced over the ranks."""
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for param in () if group is None else group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):  # from the first time that it is gathered
+                param._unsharded_param.grad = None
