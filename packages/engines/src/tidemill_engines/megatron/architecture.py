@@ -40,6 +40,7 @@ class Architecture:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    initializer_range: float = 0.02
 
     @classmethod
     def read(cls, folder: Path) -> "Architecture":
@@ -84,6 +85,7 @@ class Architecture:
             num_experts_per_tok=config["num_experts_per_tok"] if experts else 0,
             moe_intermediate_size=config["moe_intermediate_size"] if experts else 0,
             norm_topk_prob=bool(config.get("norm_topk_prob", False)) if experts else True,
+            initializer_range=config.get("initializer_range", 0.02),
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tidemill_engines.config import Device, Dtype
+from tidemill_engines.config import Device, Dtype, ModelConfig
 from tidemill_engines.megatron.architecture import Architecture
 
 _RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
@@ -164,3 +164,21 @@ class MegatronConfig(ParallelConfig):
                 "megatron-core 0.16 mixes up the distributed optimizer's state of tied embeddings in checkpoints of "
                 "pipelines; set MegatronConfig.use_distributed_optimizer=False for this model"
             )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuses what the engine would leave undone in silence.
+
+    Raises:
+        ValueError: a setting that it does not have, named.
+    """
+    unused = {
+        "dtype": model.dtype != "float32",
+        "compile_layers": model.compile_layers,
+        "frozen": bool(model.frozen),
+        "lora": model.lora is not None,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    found = [name for name, is_set in unused.items() if is_set]
+    if found:
+        raise ValueError(f"the Megatron engine has no ModelConfig.{', '.join(found)}; leave it as it is by default")

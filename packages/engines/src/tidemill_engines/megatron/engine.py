@@ -16,10 +16,10 @@ from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
-from tidemill_engines.hf_export import copy_side_files, write_weights
+from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_weights
 from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines.megatron.config import MegatronConfig, check_model
 from tidemill_engines.megatron.cpu import on_cpu
 from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
@@ -63,7 +63,7 @@ class MegatronEngine(BaseEngine):
     ) -> None:
         if not isinstance(engine, MegatronConfig):
             raise TypeError(f"the Megatron engine is configured by a MegatronConfig, got a {type(engine).__name__}")
-        _refuse(model)
+        check_model(model)
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)  # type: ignore[arg-type]
         self.config = engine
         self.device = torch.device("meta")
@@ -130,8 +130,7 @@ class MegatronEngine(BaseEngine):
             model.to(self.device).requires_grad_(self.optimizer_config is not None)
         group = _initialized(dist.group.WORLD)  # also takes tensors on GPUs
         self._weights = MegatronWeights(models, self.architecture, own_placement(), group)
-        with SafetensorsFiles(Path(self.model_config.path)) as files, together(self.groups.control):
-            self._weights.load(files, new=self.new_weights, unused=self.unused_weights)
+        self._fill_weights()
         is_trained = self.optimizer_config is not None
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -155,6 +154,14 @@ class MegatronEngine(BaseEngine):
             "optimizer": (self.config.optimizer_offload, Parked(self._optimizer_tensors)),
         }
         self._parking = Parking({kind: parked for kind, (wanted, parked) in kinds.items() if wanted})
+
+    def _fill_weights(self) -> None:
+        model = self.model_config
+        if model.init_seed is not None:
+            self.weights.draw(model.init_seed, self.architecture.initializer_range, zero=self.new_weights)
+            return
+        with SafetensorsFiles(Path(model.path)) as files, together(self.groups.control):
+            self.weights.load(files, new=self.new_weights, unused=self.unused_weights)
 
     def _recompute(self) -> Sequence[str] | None:
         if not self.model_config.gradient_checkpointing:
@@ -347,8 +354,10 @@ class MegatronEngine(BaseEngine):
             checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
-    def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
-        target, source = Path(path), Path(self.model_config.path)
+    def save_hf(
+        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
+    ) -> None:
+        target, source, max_shard_bytes = Path(path), Path(self.model_config.path), shard_bytes(max_shard_size)
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
@@ -356,7 +365,9 @@ class MegatronEngine(BaseEngine):
                 config.dtype = dtype or self.config.param_dtype
                 config.save_pretrained(target)
                 copy_side_files(source, target)
-        write_weights(lambda: self.get_per_tensor_param(dtype), target, self.groups.control)
+        write_weights(
+            lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_bytes=max_shard_bytes
+        )
 
     def export_config(self) -> PretrainedConfig:
         """The configuration of the model, for `save_hf`."""
@@ -393,17 +404,3 @@ def _initialized(part: T | None) -> T:
     if part is None:
         raise RuntimeError("the engine is not initialized; call initialize() first")
     return part
-
-
-def _refuse(model: ModelConfig) -> None:
-    """What would be left undone in silence."""
-    unused = {
-        "dtype": model.dtype != "float32",
-        "compile_layers": model.compile_layers,
-        "frozen": bool(model.frozen),
-        "lora": model.lora is not None,
-        "trust_remote_code": model.trust_remote_code,
-    }
-    found = [name for name, is_set in unused.items() if is_set]
-    if found:
-        raise ValueError(f"the Megatron engine has no ModelConfig.{', '.join(found)}; leave it as it is by default")

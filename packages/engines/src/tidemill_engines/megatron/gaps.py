@@ -1,4 +1,4 @@
-"""Two places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
+"""Three places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
 
 Nothing happens at import. `without_transformer_engine()` is a context in which they are closed; where Transformer
 Engine is installed it changes nothing that matters. Upstream places are those of megatron-core 0.16.1.
@@ -6,6 +6,7 @@ Engine is installed it changes nothing that matters. Upstream places are those o
 - `te_general_gemm` is None: the name is undefined otherwise, so every router fails (`moe_utils.py:1192`).
 - Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
   fails (`distrib_optimizer.py:938`).
+- `CheckpointWithoutOutput`, which computes norms again, takes `fp8=False` for True (`tensor_parallel/random.py:636`).
 """
 
 from collections.abc import Callable
@@ -18,12 +19,16 @@ from tidemill_engines.megatron.redirect import Changes, Redirection
 
 def _close(changes: Changes) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
     from megatron.core.transformer.moe import moe_utils
 
     if "te_general_gemm" not in vars(moe_utils):
         changes.set(moe_utils, "te_general_gemm", None)
     name = "_set_main_param_and_optimizer_states"
     changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
+    if not HAVE_TE:
+        make = CheckpointWithoutOutput.__init__
+        changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))
 
 
 def _without_step(real: Callable[..., None]) -> Callable[..., None]:

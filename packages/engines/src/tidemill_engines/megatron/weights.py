@@ -2,6 +2,7 @@
 
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -84,6 +85,24 @@ class MegatronWeights:
                 end = block.row + block.shape[0]
                 parameter[block.row : end].copy_(files.read(block.name, block.region))
             parameter[end:].zero_()  # the vocabulary is padded behind its last row
+
+    @torch.no_grad()
+    def draw(self, seed: int, std: float, *, zero: Sequence[str] = ()) -> None:
+        """Draws all weights anew, the same in any layout: matrices from N(0, std), norms are one, biases zero.
+
+        Args:
+            zero: tensors that become zero instead.
+        """
+        for parameter, blocks in self._blocks + self._copies:
+            parameter.zero_()
+            for block in blocks:
+                if block.name.endswith("norm.weight"):
+                    parameter.fill_(1.0)
+                elif not block.name.endswith(".bias") and block.name not in zero:
+                    generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, block.name))
+                    whole = torch.empty(block.global_shape, device=parameter.device)
+                    rows = parameter[block.row : block.row + block.shape[0]]
+                    rows.copy_(whole.normal_(0.0, std, generator=generator)[block.region])
 
     @torch.no_grad()
     def shards(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, WeightShard]]:
@@ -190,6 +209,10 @@ def _replica(key: _Key, parts: Sequence[dict[_Key, tuple[int, ...]]], rank: int)
     """Which of the ranks that hold a part a rank is, and how many they are."""
     holders = [other for other, part in enumerate(parts) if key in part]
     return holders.index(rank), len(holders)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return zlib.crc32(f"{seed} {name}".encode())
 
 
 def _whole_shape(parts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]) -> tuple[int, ...]:

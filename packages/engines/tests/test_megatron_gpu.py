@@ -1,0 +1,284 @@
+"""The Megatron engine on GPUs: its kernels, and training on one and two of them against a plain loop on the CPU."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import (
+    OPTIMIZER,
+    VOCAB,
+    make_batch,
+    plain_training,
+    policy_like_loss,
+    relative_error,
+    shard,
+    weights_of,
+)
+from tidemill_testing import run_ranks, tiny_model
+
+pytest.importorskip("megatron.core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(550),
+]
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
+SP = {"sequence_parallel": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+RECOMPUTE = {"gradient_checkpointing": True}
+SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""Family, configuration of the engine, and of the model."""
+
+ON_ONE: list[Case] = [
+    ("qwen3", {}, {}),
+    ("qwen3", {"use_distributed_optimizer": False, "max_token_len_per_gpu": 30}, RECOMPUTE),
+    ("qwen3", {**OVERLAP, **ALL_AWAY, "micro_batch_size_per_gpu": 2}, SELECTIVE),
+    ("qwen2", {"fuse_elementwise": False}, {}),
+    ("qwen3_moe", {"max_token_len_per_gpu": 30}, {}),
+]
+ON_TWO: list[Case] = [
+    ("qwen3", {"max_token_len_per_gpu": 30}, {}),
+    ("qwen3", {**OVERLAP}, {}),
+    ("qwen3", {TP: 2, **OVERLAP}, {}),
+    ("qwen3", {TP: 2, **SP, "max_token_len_per_gpu": 30}, RECOMPUTE),
+    ("qwen2", {PP: 2, "use_distributed_optimizer": False, "micro_batch_size_per_gpu": 2}, {}),
+    ("qwen3", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 2, **OVERLAP}, {}),
+    ("qwen3", {CP: 2, "max_token_len_per_gpu": 30}, SELECTIVE),
+    ("qwen3_moe", {EP: 2, "max_token_len_per_gpu": 30}, {}),
+    ("qwen3_moe", {TP: 2, EP: 2, "expert_tensor_parallel_size": 1, **SP}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Models of four layers; Qwen2's embeddings are tied."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        family: tiny_model(
+            folder / family, family, num_hidden_layers=4, vocab_size=VOCAB, tie_word_embeddings=family == "qwen2"
+        )
+        for family in ("qwen2", "qwen3", "qwen3_moe")
+    }
+
+
+@pytest.fixture(scope="module")
+def references(folders) -> dict[str, Any]:
+    """Metrics of each step and weights, from transformers and torch's AdamW on the CPU in float32."""
+    return {family: plain_training(folder, _batches()) for family, folder in folders.items()}
+
+
+def _batches() -> list[Any]:
+    return [make_batch(9, seed=1, temperature=0.8), make_batch(7, seed=2, temperature=0.8)]
+
+
+def engine_on_gpu(folder: str | Path, engine: dict[str, Any], model: dict[str, Any], **settings: Any) -> Any:
+    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    new = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model=ModelConfig(path=str(folder), **model),
+        engine=MegatronConfig(device="cuda", **engine),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        **settings,
+    )
+    new.initialize()
+    return new
+
+
+def join_gpus(store: str) -> None:
+    """Instead of the default process group of the tests, one that has NCCL too."""
+    import os
+
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", NCCL_NVLS_ENABLE="0")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def train(store: str, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Of each case the metrics and weights that `plain_training` gives, and the bytes that lay on the GPU meanwhile."""
+    join_gpus(store)
+    out = []
+    for folder, settings, model in cases:
+        print(f"case {settings} {model}", file=sys.stderr, flush=True)
+        engine = engine_on_gpu(folder, settings, model)
+        rows = [shard(engine, batch) for batch in _batches()]
+        history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
+        weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
+        away = torch.cuda.memory_allocated()
+        with engine.train_mode():
+            at_hand = torch.cuda.memory_allocated()
+        out.append((history, weights, away, at_hand, engine.performance()))
+        engine.close()
+    return out
+
+
+def _ranks(folders, tmp_path_factory, world_size: int, cases: list[Case], **settings: Any) -> list[Any]:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    store = tmp_path_factory.mktemp("store") / "ranks"
+    of_cases = [(str(folders[family]), engine | settings, model) for family, engine, model in cases]
+    return run_ranks(train, world_size, str(store), of_cases, timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def one(folders, tmp_path_factory):
+    return _ranks(folders, tmp_path_factory, 1, ON_ONE)
+
+
+@pytest.fixture(scope="module")
+def two(folders, tmp_path_factory):
+    return _ranks(folders, tmp_path_factory, 2, ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def one_in_bfloat16(folders, tmp_path_factory):
+    return _ranks(folders, tmp_path_factory, 1, ON_ONE, param_dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def two_in_bfloat16(folders, tmp_path_factory):
+    return _ranks(folders, tmp_path_factory, 2, ON_TWO, param_dtype="bfloat16")
+
+
+def _check(ranks, reference, index: int, *, rel: float, of_weights: float) -> None:
+    history, weights = reference
+    for actual, actual_weights, _, _, performance in (rank[index] for rank in ranks):
+        for step, expected in zip(actual, history, strict=True):
+            assert {name: step[name] for name in expected} == pytest.approx(expected, rel=rel, abs=rel / 10)
+        assert actual_weights.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert relative_error(actual_weights[name], weight) < of_weights, name
+        assert performance["perf/tokens_per_s"] > 0
+
+
+def _ids(cases: list[Case]) -> list[str]:
+    return [f"{family} {engine} {model}" for family, engine, model in cases]
+
+
+@pytest.mark.parametrize("index", range(len(ON_ONE)), ids=_ids(ON_ONE))
+def test_one_gpu_equals_a_plain_loop(one, references, index):
+    _check(one, references[ON_ONE[index][0]], index, rel=1e-4, of_weights=1e-4)
+
+
+@pytest.mark.parametrize("index", range(len(ON_TWO)), ids=_ids(ON_TWO))
+def test_two_gpus_equal_a_plain_loop(two, references, index):
+    _check(two, references[ON_TWO[index][0]], index, rel=1e-4, of_weights=1e-4)
+
+
+@pytest.mark.parametrize("index", range(len(ON_ONE)), ids=_ids(ON_ONE))
+def test_one_gpu_in_bfloat16_stays_near_a_plain_loop(one_in_bfloat16, references, index):
+    _check(one_in_bfloat16, references[ON_ONE[index][0]], index, rel=0.1, of_weights=0.25)
+
+
+@pytest.mark.parametrize("index", range(len(ON_TWO)), ids=_ids(ON_TWO))
+def test_two_gpus_in_bfloat16_stay_near_a_plain_loop(two_in_bfloat16, references, index):
+    _check(two_in_bfloat16, references[ON_TWO[index][0]], index, rel=0.1, of_weights=0.25)
+
+
+def test_what_is_offloaded_leaves_the_gpu(one_in_bfloat16):
+    _, weights, away, at_hand, _ = one_in_bfloat16[0][2]
+    num_params = sum(weight.numel() for weight in weights.values())
+    # bfloat16 weights, float32 gradients and masters and two moments
+    assert at_hand - away >= (2 + 4 + 4 + 8) * num_params
+
+
+def save_and_load(store: str, folder: str, target: str) -> list[Any]:
+    """Metrics and weights of two steps, uninterrupted and after loading what was saved in the background."""
+    from tidemill_engines import CheckpointConfig
+
+    join_gpus(store)
+    settings = {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30}
+
+    def steps(engine: Any) -> Any:
+        history = [
+            engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in _batches()
+        ]
+        return history, {name: weight.cpu() for name, weight in weights_of(engine).items()}
+
+    engine = engine_on_gpu(folder, settings, {}, checkpoint=CheckpointConfig(asynchronous=True))
+    steps(engine)
+    engine.save_checkpoint(f"{target}/two")
+    seen = [steps(engine)]
+    engine.finish_checkpoint()
+    engine.save_hf(f"{target}/hf")
+    engine.close()
+    engine = engine_on_gpu(folder, settings, {})
+    engine.load_checkpoint(f"{target}/two")
+    seen.append(steps(engine))
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_goes_on_where_it_was_saved(folders, tmp_path, world_size):
+    from safetensors.torch import load_file
+
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    target = tmp_path / "saved"
+    args = str(tmp_path / "store"), str(folders["qwen3"]), str(target)
+    for (history, weights), (resumed, after) in run_ranks(save_and_load, world_size, *args, timeout_s=500):
+        for step, expected in zip(resumed, history, strict=True):
+            assert step == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        exported = load_file(target / "hf" / "model.safetensors")
+        assert exported.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(exported[name], weight)
+            assert relative_error(after[name].float(), weight.float()) < 1e-2, name
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
+    from tidemill_engines.megatron.context_parallel import PartLayout, _padded, _varlen
+
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layout = PartLayout.from_lengths([8, 304, 16, 128, 512], 4, rank, device)
+    num_queries = len(layout.padded_q)
+    q = torch.randn(num_queries, 8, 64, device=device)
+    k, v = (torch.randn(4 * num_queries, 2, 64, device=device) for _ in range(2))
+    direction = torch.randn_like(q)
+
+    def run(attention: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(inputs[0], *(x[layout.keys] for x in inputs[1:]), layout, 0.1)
+        return [out, *torch.autograd.grad((out * direction.to(dtype)).sum(), inputs)]
+
+    exact = run(_padded, torch.float32)
+    kernel, padded = run(_varlen, torch.bfloat16), run(_padded, torch.bfloat16)
+    for name, truth, actual, same_dtype in zip(("out", "dq", "dk", "dv"), exact, kernel, padded, strict=True):
+        error = ((actual.float() - truth).norm() / truth.norm()).item()
+        rounding = ((same_dtype.float() - truth).norm() / truth.norm()).item()
+        assert error < max(2 * rounding, 1e-3), f"{name}: {error} against {rounding} of the padded path"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rotation_as_one_kernel_equals_that_of_several(dtype):
+    from tidemill_engines.megatron.rotary import rotary_angles, rotate
+
+    torch.manual_seed(0)
+    for num_tokens in (5, 700, 1333):
+        angles = rotary_angles(torch.arange(num_tokens, device="cuda")[None], 128, 1e6)
+        x = torch.randn(num_tokens, 8, 128, device="cuda", dtype=dtype)
+        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        plain = x.clone().requires_grad_()
+        fused = x.clone().requires_grad_()
+        out, expected = rotate(fused, *rotary, fused=True), rotate(plain, *rotary)
+        direction = torch.randn_like(out)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad((out * direction).sum(), fused),
+            torch.autograd.grad((expected * direction).sum(), plain),
+        )
