@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_model, policy_like_loss, shard, weights_of
 from safetensors.torch import load_file
-from tidemill_engines.hf_export import plan_shards, write_weights
+from tidemill_engines.hf_export import plan_shards, shard_bytes
 from tidemill_testing import run_ranks, tiny_model
 
 
@@ -22,9 +22,12 @@ def run_export(path, folder):
     halves = {name: weight.dtype for name, weight in engine.get_per_tensor_param("bfloat16")}
     engine.save_hf(folder / "full")
     engine.save_hf(folder / "half", dtype="bfloat16")
-    (folder / "sharded").mkdir(exist_ok=True)
-    group = engine.get_data_parallel_group()
-    write_weights(engine.get_per_tensor_param, folder / "sharded", group, max_shard_bytes=20_000)
+    for size in (20_000, "0.05MB"):  # the second takes the place of the first, and the third of the second
+        engine.save_hf(folder / f"sharded {size}", max_shard_size=size)
+        engine.save_hf(folder / "again", max_shard_size=size)
+    engine.save_hf(folder / "again")
+    with pytest.raises(ValueError, match="max_shard_size must be bytes above 0 or a text such as '5GB'; got '5 bytes'"):
+        engine.save_hf(folder / "never", max_shard_size="5 bytes")
     engine.close()
     return names, loaded, weights, halves
 
@@ -56,22 +59,39 @@ def test_export(tmp_path, family, tied):
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(half[name], weights[name].bfloat16()) for name in weights)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    check_sharded(tmp_path / "sharded", weights)
+    check_sharded(tmp_path / "sharded 20000", weights, max_bytes=20_000)
+    check_sharded(tmp_path / "sharded 0.05MB", weights, max_bytes=50_000)
+    assert [file.name for file in (tmp_path / "again").glob("model*")] == ["model.safetensors"]
 
 
-def check_sharded(folder: Path, weights):
+def check_sharded(folder: Path, weights, max_bytes):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2
     assert sorted(file.name for file in folder.glob("*.safetensors")) == files
     for file in files:
-        for name, weight in load_file(folder / file).items():
+        tensors = load_file(folder / file)
+        assert len(tensors) == 1 or sum(4 * tensor.numel() for tensor in tensors.values()) <= max_bytes
+        for name, weight in tensors.items():
             assert index["weight_map"][name] == file
             assert torch.equal(weight, weights[name])
     assert sorted(index["weight_map"]) == sorted(weights)
+    model = plain_model(folder)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
 def test_plan_shards():
     assert plan_shards([], 10) == []
     assert plan_shards([("a", 4), ("b", 6), ("c", 1)], 10) == [["a", "b"], ["c"]]
     assert plan_shards([("a", 40), ("b", 6), ("c", 50), ("d", 1)], 10) == [["a"], ["b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(7, 7), ("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2KB", 2000)])
+def test_sizes_are_those_of_transformers(size, expected):
+    assert shard_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, "", "5", "GB", "5GiB", "-5GB", "0GB"])
+def test_other_sizes_are_refused(size):
+    with pytest.raises(ValueError, match="max_shard_size"):
+        shard_bytes(size)

@@ -215,6 +215,7 @@ def run_inference(path, batch, output):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_of_the_batch_padding_and_export(tmp_path, family):
     path = vision_model(tmp_path / "model", family)
+    (path / "preprocessor_config.json").write_text("{}")
     batch = with_positions(BATCHES[0], change=2)
     model = plain_model(path)
     with torch.no_grad():
@@ -227,6 +228,7 @@ def test_positions_of_the_batch_padding_and_export(tmp_path, family):
     mask = pad_batch(batch, prompt_width=60)["attention_mask"][:, 60:].bool()
     for column, expected_column in zip(columns, expected, strict=True):
         torch.testing.assert_close(column[mask], expected_column, rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "saved" / "preprocessor_config.json").exists()
     saved = plain_model(tmp_path / "saved").state_dict()
     assert saved.keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.hf_export import MAX_SHARD_SIZE
 from tidemill_engines.losses import LossFn, Outputs
 from tidemill_engines.metrics import Metric
 from tidemill_engines.packing import ModelInputs
@@ -315,10 +316,18 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def save_hf(self, path: str | Path, dtype: Dtype | None = None) -> None:
+    def save_hf(
+        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
+    ) -> None:
         """Writes the model to `path` in Hugging Face format, with the tokenizer files of its origin. Collective.
 
+        Args:
+            dtype: that floating-point weights are cast to; None leaves the master weights' dtype.
+            max_shard_size: of a safetensors file, and of the memory that holds it while it is written: bytes, or a text
+                such as "5GB". More than one file have an index beside them.
+
         Raises:
+            ValueError: `max_shard_size` is not a size.
             OSError: a write failed; raised on every rank.
         """
 

@@ -1,6 +1,7 @@
 """Writing weights in Hugging Face format, one shard at a time."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,27 @@ _COPIED = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
     "*.py",
 )
+_UNITS_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+MAX_SHARD_SIZE = "5GB"
+
+
+def shard_bytes(max_shard_size: int | str) -> int:
+    """A size as transformers takes it: bytes, or a number with KB, MB, GB or TB, which are powers of 1000.
+
+    Raises:
+        ValueError: it is neither, or not above 0.
+    """
+    if isinstance(max_shard_size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.strip().upper())
+        size = 0 if match is None else int(float(match[1]) * _UNITS_BYTES[match[2]])
+    else:
+        size = max_shard_size
+    if size < 1:
+        raise ValueError(f"max_shard_size must be bytes above 0 or a text such as '5GB'; got {max_shard_size!r}")
+    return size
 
 
 def plan_shards(sizes_bytes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:
@@ -48,15 +68,17 @@ def write_weights(
     path: Path,
     group: dist.ProcessGroup,
     *,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int = 5 * 10**9,
     file_stem: str = "model",
 ) -> None:
     """Gathers the weights on the first rank and writes them there as safetensors. Collective over `group`.
 
-    At most one shard's worth of full tensors is held, by the first rank only.
+    Weights that were written there before are removed first. At most one shard's worth of full tensors is held, by the
+    first rank only.
 
     Args:
         weights: gives the named weights (DTensors or tensors) anew at each call, the same on all ranks.
+        max_shard_bytes: of a file; a tensor that is larger has one of its own.
         file_stem: what the files are called, before the number of the shard.
 
     Raises:
@@ -66,6 +88,11 @@ def write_weights(
     shards = plan_shards(sizes, max_shard_bytes)
     files = shard_file_names(len(shards), file_stem)
     is_writer = dist.get_rank(group) == 0
+    with together(group):
+        if is_writer:  # transformers would take a file of another number of shards for the weights
+            for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
+                for file in path.glob(pattern):
+                    file.unlink()
     named = weights()
     for file, names in zip(files, shards, strict=True):
         held: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, write_weights
+from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_weights
 from tidemill_engines.offload import Parked, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -324,7 +324,7 @@ class FSDP2Engine(BaseEngine):
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
-        target = Path(path)
+        target, max_shard_bytes = Path(path), shard_bytes(max_shard_size)
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
@@ -333,7 +333,7 @@ class FSDP2Engine(BaseEngine):
                 config.save_pretrained(target)
                 copy_side_files(Path(self.model_config.path), target)
         write_weights(
-            lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_size=max_shard_size
+            lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_bytes=max_shard_bytes
         )
 
     def save_adapter(self, path: str | Path) -> None:
