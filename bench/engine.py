@@ -20,10 +20,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from engine.case import DEFAULT_CASES, WORDS, Case, parse
+from engine.case import DEFAULT_CASES, ENVIRONMENT, PATIENCE_S, WORDS, Case, Effort, parse
 from engine.report import Report
-from engine.session import ENVIRONMENT, PATIENCE_S, Effort, run_rank
 from engine.shapes import MODELS
 from weight_update.supervisor import run_ranks
 
@@ -121,13 +121,19 @@ def _run(cases: list[Case], effort: Effort, report: Report, limit_s: float) -> l
         port = probe.getsockname()[1]
     arguments = (cases, port, effort)
     try:
-        run_ranks(run_rank, cases[0].num_gpus, arguments, on_message, silence_s=PATIENCE_S, limit_s=limit_s)
+        run_ranks(_rank_main, cases[0].num_gpus, arguments, on_message, silence_s=PATIENCE_S, limit_s=limit_s)
     except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
         if done < len(cases):
             report.add(cases[done], {"error": str(error).strip().splitlines()[-1]})
             done += 1
     return cases[done:]
+
+
+def _rank_main(*arguments: Any) -> None:
+    from engine.session import run_rank  # here, since only ranks need torch
+
+    run_rank(*arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one line of the table measures."""
+"""What one line of the table measures, and how."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,38 @@ WORDS = {
     "zero2": "weights stay gathered from forward to backward (FSDP2)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
+
+
+PATIENCE_S = 150.0
+"""How long a case may be silent: it loads, compiles, and makes its first step."""
+
+ENVIRONMENT = {
+    # NVLink multicast can put GPUs that others share out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # All on one machine, whatever its host name resolves to.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # Sizes change from micro-batch to micro-batch.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much of each case is run.
+
+    Attributes:
+        steps: that are measured.
+        case_s: after which no further step is begun; one is measured anyway.
+        profile: whether one more step, of two micro-batches, is recorded by torch's profiler.
+        device: "cuda" or "cpu".
+    """
+
+    steps: int = 3
+    case_s: float = 25.0
+    profile: bool = False
+    device: str = "cuda"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

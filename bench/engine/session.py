@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,43 +12,12 @@ import torch.distributed as dist
 from tidemill_engines.throughput import known_peak_tflops, training_flops
 from weight_update.supervisor import Tell
 
-from engine.case import Case
+from engine.case import ENVIRONMENT, PATIENCE_S, Case, Effort
 from engine.data import LONGEST, SHORTEST, TINY_LONGEST, TINY_SHORTEST, make_batch, row_lengths, warm_up_rows
 from engine.head import compare_heads
 from engine.profile import profiled
 from engine.shapes import MODELS
 from engine.subject import Subject, count_outputs, make_subject, write_config
-
-PATIENCE_S = 150.0
-"""How long a case may be silent: it loads, compiles, and makes its first step."""
-
-ENVIRONMENT = {
-    # NVLink multicast can put GPUs that others share out of service.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # All on one machine, whatever its host name resolves to.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    # Sizes change from micro-batch to micro-batch.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """How much of each case is run.
-
-    Attributes:
-        steps: that are measured.
-        case_s: after which no further step is begun; one is measured anyway.
-        profile: whether one more step, of two micro-batches, is recorded by torch's profiler.
-        device: "cuda" or "cpu".
-    """
-
-    steps: int = 3
-    case_s: float = 25.0
-    profile: bool = False
-    device: str = "cuda"
 
 
 def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: int, effort: Effort) -> None:
@@ -172,13 +140,11 @@ def _head(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
-    import tidemill_engines
     import transformers
 
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "tidemill_engines": getattr(tidemill_engines, "__version__", "?"),
     }
     if device.type != "cuda":
         return facts | {"device": "cpu"}
