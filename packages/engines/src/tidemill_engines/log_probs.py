@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from tidemill_engines.vocab_softmax import LogitRule, LogitSlice, SoftmaxParts, logit_gradients
@@ -37,6 +38,7 @@ def head_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The log-probability of each label under softmax(logits / temperature), and optionally its entropy in nats.
 
@@ -50,12 +52,15 @@ def head_log_probs(
             float32 at least: logits of a bfloat16 head are not rounded to bfloat16.
         labels: [M] int64.
         chunk_bytes: what the logits of a chunk may take in the dtype of the result; it has at least one column.
+        group: ranks that have a vocabulary together, each some rows of its head and all hidden states. Labels are then
+            counted from the rank's first row, results are the same on all ranks, and gradients of hidden states are the
+            rank's share. Collective in the forward pass.
 
     Returns:
         log_probs [M] and entropy [M] or None, in float32 (float64 for float64 hidden states).
     """
     rule = LogitRule(scale=head.scale, softcap=head.softcap, temperature=temperature)
-    log_probs, entropies = _HeadLogProbs.apply(hidden_states, head.weight, head.bias, labels, rule, chunk_bytes)
+    log_probs, entropies = _HeadLogProbs.apply(hidden_states, head.weight, head.bias, labels, rule, chunk_bytes, group)
     return log_probs, entropies if entropy else None
 
 
@@ -69,11 +74,14 @@ class _HeadLogProbs(torch.autograd.Function):
         labels: torch.Tensor,
         rule: LogitRule,
         chunk_bytes: int,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         parts = SoftmaxParts(len(labels), dtype, hidden_states.device)
         for chunk in vocabulary_chunks(len(labels), len(weight), dtype, chunk_bytes):
             parts.add(_logits(hidden_states, weight, bias, chunk, dtype), labels, rule)
+        if group is not None:
+            parts.combine(group)
         statistics = parts.statistics()
         # The weight is saved as it came: FSDP may free its storage meanwhile and fills it again before the backward.
         ctx.save_for_backward(hidden_states, weight, bias, labels, statistics)
@@ -109,7 +117,7 @@ class _HeadLogProbs(torch.autograd.Function):
             del grad
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden_states.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def vocabulary_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
