@@ -33,16 +33,16 @@ def _mix32(number):
 
 @triton.jit
 def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
-    """What numbers, uint32 [R, C], add to the sum, int64 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
+    """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
     if BITS * PACKED == 32:
         factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
         if PACKED == 1:
-            return (numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64)
+            return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
         total = (numbers & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
         for lane in tl.static_range(1, PACKED):
             factors *= _LANE
             total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
-        return total.to(tl.int64)
+        return tl.sum(total.to(tl.int64))
     # Numbers smaller than the 4 bytes that share a mix, which may begin anywhere in them.
     LANES: tl.constexpr = 32 // BITS
     SHIFT: tl.constexpr = 1 if LANES == 2 else 2
@@ -52,7 +52,7 @@ def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UN
     factors = _mix32(((position >> SHIFT).to(tl.uint32) + _MIX_START)[:, None] + (within >> SHIFT)) | 1
     for lane in tl.static_range(1, LANES):
         factors = tl.where((within & (LANES - 1)) >= lane, factors * _LANE, factors)
-    return (numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64)
+    return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
 
 
 @triton.constexpr_function
@@ -77,11 +77,6 @@ def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
     for lane in tl.static_range(1, PACKED):
         bits += (found >> (BITS * (lane + 1) - 1)) & 1
     return tl.sum(bits.to(tl.int32))
-
-
-@triton.jit
-def _sum_and_or(sum0, bits0, sum1, bits1):
-    return sum0 + sum1, bits0 | bits1
 
 
 @triton.jit
@@ -130,7 +125,6 @@ def copy_tiles(
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
-    # Sums over the block: an element for each thread would take the registers that keep loads on the way.
     total = tl.zeros((), tl.int64)
     number = tl.zeros((), tl.int32)
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
@@ -158,21 +152,14 @@ def copy_tiles(
         sent = sent.to(tl.uint32)
         if DIGEST:
             position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
-            terms = _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
+            total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         if NON_FINITE:
             found = _carries(sent, BITS, PACKED, NON_FINITE)
             if HALVES:
                 odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
                 found = tl.where(odd, found, 0)
-            if DIGEST:  # one time in which threads wait for each other, not two
-                tile_total, any_found = tl.reduce((terms, found), None, _sum_and_or)
-                total += tile_total
-            else:
-                any_found = tl.max(found & HIGHEST)
-            if any_found & HIGHEST != 0:
+            if tl.max(found & HIGHEST) != 0:
                 number += _count(found, BITS, PACKED)
-        elif DIGEST:
-            total += tl.sum(terms)
     if DIGEST:
         tl.atomic_add(digests + tensor, total, sem="relaxed")
     if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
