@@ -101,7 +101,7 @@ def join_gpus(store: str) -> None:
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", NCCL_NVLS_ENABLE="0")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
 

@@ -130,3 +130,10 @@ def _megatron_language_model() -> "type[BaseEngine]":
     from tidemill_engines.megatron.language_model import MegatronLanguageModel
 
     return MegatronLanguageModel
+
+
+@EngineRegistry.register("value_model", "megatron", extra="tidemill-engines[megatron]")
+def _megatron_value_model() -> "type[BaseEngine]":
+    from tidemill_engines.megatron.value_model import MegatronValueModel
+
+    return MegatronValueModel

@@ -48,10 +48,12 @@ class MegatronEngine(BaseEngine):
     Attributes:
         new_weights: names of the model that a checkpoint may lack; they start at zero.
         unused_weights: names of a checkpoint that the model has no place for.
+        counted_model: transformers' class of the same model, by which `performance` counts operations.
     """
 
     new_weights: tuple[str, ...] = ()
     unused_weights: tuple[str, ...] = ()
+    counted_model: Any = AutoModelForCausalLM
 
     def __init__(
         self,
@@ -376,7 +378,7 @@ class MegatronEngine(BaseEngine):
     def performance(self) -> dict[str, float]:
         parallel, meter = self.config, self.meter
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model_config.path))
+            model = self.counted_model.from_config(self.export_config())
         known = known_peak_tflops(self.device, parallel.param_dtype)
         return meter.report(
             training_flops(model, meter.lengths, meter.num_outputs).total,

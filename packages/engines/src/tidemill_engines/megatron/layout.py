@@ -104,6 +104,10 @@ def _norm(name: str, size: Callable[[Architecture], int]) -> Rule:
     return lambda a, p, prefix, match: _whole(prefix + name, size(a))
 
 
+def _score(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _whole(match[0], *((1, a.hidden_size) if match["kind"] == "weight" else (1,)))
+
+
 def _router(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
     return _whole(prefix + "mlp.gate.weight", a.num_experts, a.hidden_size)
 
@@ -174,6 +178,7 @@ _L = r"decoder\.layers\.(?P<layer>\d+)\."
 _RULES: tuple[tuple[str, Rule], ...] = (
     (r"embedding\.word_embeddings\.weight", _vocabulary("model.embed_tokens.weight")),
     (r"output_layer\.weight", _vocabulary("lm_head.weight")),
+    (r"score\.(?P<kind>weight|bias)", _score),  # of a value model
     (r"decoder\.final_layernorm\.weight", _norm("norm.weight", _hidden)),
     (
         _L + r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight",
