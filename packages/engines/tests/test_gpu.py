@@ -98,6 +98,17 @@ def test_bfloat16_step_learns_and_stays_near_float32(tmp_path, one_process):
     engine.close()
 
 
+def test_a_batch_may_be_on_any_device(tmp_path, one_process):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batch = make_batch(8, seed=5)
+    engine = cuda_engine(path)
+    expected = engine.infer_batch(batch)["log_probs"].unbind()
+    actual = engine.infer_batch(batch.to("cuda"))["log_probs"].unbind()
+    engine.close()
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_log_probs_on_cuda_equal_transformers(tmp_path, one_process):
     from transformers import AutoModelForCausalLM
 

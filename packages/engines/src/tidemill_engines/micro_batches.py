@@ -135,6 +135,7 @@ def plan_batch(
     """
     error, fingerprint, count, trained, padding, vision_kinds = None, (), 0, (0.0, 0.0), None, frozenset[str]()
     try:
+        batch = batch.to("cpu")  # what is in it decides what is done; micro-batches go to the device one by one
         if is_padded(batch):
             padding = response_attention_mask(batch)
             batch = to_ragged(batch)

@@ -106,7 +106,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             output = gather_output(output, inputs, sharing)
         if loss_fn is None:
             return StepOutput(loss=None, metrics={}, model_output=output)
-        loss, metrics = loss_fn(output, micro_batch.to(self.device))
+        loss, metrics = loss_fn(output, micro_batch.to(self.device, non_blocking=True))
         if not forward_only:
             if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
                 loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
