@@ -16,6 +16,7 @@ class ParallelConfig:
     Attributes:
         virtual_pipeline_model_parallel_size: model chunks of each pipeline stage (interleaved schedule); None: one.
         expert_tensor_parallel_size: of the experts' matrices; None: as `tensor_model_parallel_size`.
+        moe_token_dispatcher_type: how tokens reach their experts: "alltoall", or "allgather" for all to all ranks.
         sequence_parallel: norms and dropout work on a part of the tokens on each tensor-parallel rank.
 
     Raises:
@@ -28,6 +29,7 @@ class ParallelConfig:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -38,6 +40,16 @@ class ParallelConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{type(self).__name__}.{name} must be at least 1; got {size}")
+        if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
+            raise ValueError(
+                f"{type(self).__name__}.moe_token_dispatcher_type must be alltoall or allgather; "
+                f"got {self.moe_token_dispatcher_type!r}"
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"{type(self).__name__}.moe_token_dispatcher_type='allgather' needs stages that know each other's "
+                "lengths, which packed rows do not have; use 'alltoall' with pipeline_model_parallel_size above 1"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(f"{type(self).__name__}.sequence_parallel needs tensor_model_parallel_size above 1")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
@@ -62,6 +74,11 @@ class ParallelConfig:
         ep, etp = self.expert_model_parallel_size, self.expert_tp
         if ep > 1 and not a.num_experts:
             raise ValueError(f"expert_model_parallel_size is {ep}, but a {a.model_type} model has no experts")
+        if a.num_experts and tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True: Megatron "
+                "trains no other"
+            )
         for divisor, number, what, of in (
             (tp * pp * cp, world_size, "tp x pp x cp", "ranks"),
             (tp, a.num_attention_heads, "tensor_model_parallel_size", "attention heads"),
@@ -103,6 +120,10 @@ class MegatronConfig(ParallelConfig):
         max_token_len_per_gpu: tokens (prompt and response) of a micro-batch on each rank, padding not counted; a row
             may have as many on each of the context-parallel ranks.
         micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
+        router_replay: of a mixture of experts: `infer_batch` also brings the column `routed_experts`, int32
+            [B, j, L, K]: the experts that each token of `input_ids` was sent to in each layer. Where a batch has that
+            column (that of `infer_batch`, or from the rollout), tokens are sent there, in training too; -1 leaves a
+            token to the router.
         seed: of Megatron's random states.
         timeout_s: how long a collective may wait for a peer.
 
@@ -124,6 +145,7 @@ class MegatronConfig(ParallelConfig):
     peak_tflops: float | None = None
     max_token_len_per_gpu: int = 16384
     micro_batch_size_per_gpu: int | None = None
+    router_replay: bool = False
     seed: int = 1
     timeout_s: float = 600.0
 
@@ -177,6 +199,7 @@ def check_model(model: ModelConfig) -> None:
         "compile_layers": model.compile_layers,
         "frozen": bool(model.frozen),
         "lora": model.lora is not None,
+        "output_router_logits": model.output_router_logits,
         "trust_remote_code": model.trust_remote_code,
     }
     found = [name for name, is_set in unused.items() if is_set]

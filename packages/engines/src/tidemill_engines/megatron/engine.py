@@ -24,6 +24,7 @@ from tidemill_engines.megatron.cpu import on_cpu
 from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
 from tidemill_engines.megatron.layout import padded_vocab_size
+from tidemill_engines.megatron.mixture import check_mixture
 from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, transformer_config
 from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors
 from tidemill_engines.megatron.packed import Division
@@ -103,6 +104,7 @@ class MegatronEngine(BaseEngine):
     def _read(self, world_size: int) -> None:
         self._architecture = self.read_architecture()
         self.config.check(self._architecture, world_size)
+        check_mixture(self.model_config, self.config, self._architecture, self.device)
 
     def read_architecture(self) -> Architecture:
         """The architecture of the model at `ModelConfig.path`."""

@@ -1,5 +1,7 @@
 """The Megatron engine for causal language models: its step."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
@@ -14,12 +16,14 @@ from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.log_probs import Head, head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.megatron.engine import MegatronEngine
+from tidemill_engines.megatron.mixture import COLUMN, MixtureBatch
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
 from tidemill_engines.megatron.rotary import rotary_angles
 from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import TokenLimit, plan_batch
+from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
+from tidemill_engines.routing import with_router_loss
 
 
 class MegatronLanguageModel(MegatronEngine):
@@ -51,8 +55,13 @@ class MegatronLanguageModel(MegatronEngine):
         )
         self.check_at_hand("params", *([] if forward_only else ["grads"]))
         self.meter.count(plan.micro_batches)
+        mixture = self._mixture(plan, forward_only=forward_only)
+        if loss_fn is not None and self.model_config.router_aux_loss_coef > 0:
+            loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         loss = None if loss_fn is None else with_normalizer(loss_fn, plan)
-        steps = self._run(plan.micro_batches, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
+        steps = self._run(
+            plan.micro_batches, loss, forward_only=forward_only, calculate_entropy=calculate_entropy, mixture=mixture
+        )
         output = None
         if self.groups.last_stage is not None:
             output = collect(
@@ -62,7 +71,29 @@ class MegatronLanguageModel(MegatronEngine):
                 data_parallel_rank=self.get_data_parallel_rank(),
                 with_outputs=forward_only,
             )
-        return self.groups.from_last_stage(output)
+        output = self.groups.from_last_stage(output)
+        if mixture is None:
+            return output
+        mixture.finish()
+        if mixture.keeps:
+            return replace(output, columns={**output.columns, COLUMN: mixture.chosen(batch, plan.indices)})
+        return output if loss_fn is None else replace(output, metrics={**output.metrics, **mixture.load()})
+
+    def _mixture(self, plan: BatchPlan, *, forward_only: bool) -> MixtureBatch | None:
+        if not self.architecture.num_experts:
+            return None
+        return MixtureBatch(
+            plan.micro_batches,
+            self.architecture,
+            self.groups,
+            self.division,
+            normalizer=plan.normalizer,
+            coefficient=self.model_config.router_aux_loss_coef,
+            replays=self.config.router_replay,
+            dispatcher=self.config.moe_token_dispatcher_type,
+            num_chunks=len(self.chunks),
+            forward_only=forward_only,
+        )
 
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
@@ -132,6 +163,7 @@ class MegatronLanguageModel(MegatronEngine):
         *,
         forward_only: bool,
         calculate_entropy: bool,
+        mixture: MixtureBatch | None = None,
     ) -> list[StepOutput]:
         with together(self.groups.control):
             longest = max(
@@ -148,6 +180,9 @@ class MegatronLanguageModel(MegatronEngine):
         ) -> tuple[torch.Tensor, StepOutput]:
             hidden_states = self.gather_hidden_states(hidden_states)
             output = self.prepare_model_outputs(hidden_states.squeeze(1), inputs, calculate_entropy=calculate_entropy)
+            router_loss = None if mixture is None else mixture.losses(micro_batch)
+            if router_loss is not None:
+                output = replace(output, router_loss=router_loss)
             if loss_fn is None:
                 return hidden_states.new_zeros(()), StepOutput(loss=None, metrics={}, model_output=output)
             loss, metrics = loss_fn(output, micro_batch.to(self.device))
@@ -156,8 +191,14 @@ class MegatronLanguageModel(MegatronEngine):
             step = StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output.detached())
             return loss, step
 
+        def prepare(micro_batch: DataProto) -> MegatronInputs:
+            inputs = self.prepare_model_inputs(micro_batch)
+            if mixture is not None:
+                inputs.packed.routing = mixture.routing_of(micro_batch, inputs)
+            return inputs
+
         self._grads_are_zero &= forward_only
-        return run_schedule(self.chunks, micro_batches, self.prepare_model_inputs, finish, forward_only=forward_only)
+        return run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
 
 
 class _SumOfParts(torch.autograd.Function):

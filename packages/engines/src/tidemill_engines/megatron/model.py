@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -15,9 +14,10 @@ from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import padded_vocab_size
 from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
+from tidemill_engines.megatron.router import RoutedModel, Router
 
 
-class HiddenStatesModel(GPTModel):
+class HiddenStatesModel(RoutedModel):
     """Megatron's model without the product with its head, which belongs to what is computed from it."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=parallel.moe_token_dispatcher_type,
         **experts,
         **_recompute(recompute),
         # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
@@ -147,4 +147,6 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        layer.mlp.submodules.router = Router
     return spec

@@ -1,6 +1,7 @@
 """The rows of a micro-batch as Megatron takes them: packed, divided among context-parallel ranks."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,9 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.megatron.context_parallel import PartLayout, own_tokens
 from tidemill_engines.packing import PackedLayout, response_positions
+
+if TYPE_CHECKING:
+    from tidemill_engines.megatron.router import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,10 @@ class Division:
         """What the number of all tokens has to be a multiple of."""
         return self.sequence_multiple * self.sp_size
 
+    def padded(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The lengths of sequences, padded so that they can be divided."""
+        return (lengths + self.sequence_multiple - 1) // self.sequence_multiple * self.sequence_multiple
+
 
 @dataclass
 class PackedRows(PackedSeqParams):
@@ -42,10 +50,12 @@ class PackedRows(PackedSeqParams):
     Attributes:
         layout: where the rows lie, or with context parallelism, where this rank's parts of them do.
         rotary: cosine and sine [n, 1, D / 2] of the angles that queries and keys are turned by.
+        routing: what the routers of a mixture of experts do with the tokens; None of other models.
     """
 
     layout: PackedLayout | PartLayout | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    routing: "Routing | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,6 +65,7 @@ class MegatronInputs:
     Attributes:
         input_ids, position_ids: [1, n] int64.
         packed: where the sequences lie, padding included.
+        tokens: [n] int64, which token of the micro-batch each is; -1 for padding.
         predictors: [m] int64, indices in n.
         outputs: [m] int64, which of the response tokens of the micro-batch they predict.
         labels: [m] int64, these tokens.
@@ -65,6 +76,7 @@ class MegatronInputs:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     packed: PackedRows
+    tokens: torch.Tensor
     predictors: torch.Tensor
     outputs: torch.Tensor
     labels: torch.Tensor
@@ -72,19 +84,24 @@ class MegatronInputs:
     temperature: float
 
 
+def num_packed(micro_batch: DataProto, division: Division) -> int:
+    """How many tokens a micro-batch has at least when it is packed, padding included, on all context-parallel ranks."""
+    num_tokens, multiple = int(division.padded(ragged.lengths(micro_batch["input_ids"])).sum()), division.pack_multiple
+    return -(-max(num_tokens, 1) // multiple) * multiple
+
+
 def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) -> MegatronInputs:
     """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU).
 
-    Each row is padded so that it can be divided, and a row of padding is added so that the whole can be, or where there
-    is no token at all: its rank still runs the model and takes part in every collective. Nothing is predicted from
-    padding, and rows do not see each other.
+    Each row is padded so that it can be divided, and a row of padding is added so that the whole can be, or has as many
+    tokens as `meta_info["packed_tokens"]` says, or where there is no token at all: its rank still runs the model and
+    takes part in every collective. Nothing is predicted from padding, and rows do not see each other.
     """
     tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
     lengths = ragged.lengths(tokens)
-    multiple, whole = division.sequence_multiple, division.pack_multiple
-    padded = (lengths + multiple - 1) // multiple * multiple
-    filling = -int(padded.sum()) % whole or (0 if int(padded.sum()) else whole)
-    padded = torch.cat([padded, padded.new_full((1,), filling)])
+    padded = division.padded(lengths)
+    num_tokens = max(num_packed(micro_batch, division), micro_batch.meta_info.get("packed_tokens", 0))
+    padded = torch.cat([padded, (num_tokens - padded.sum()).reshape(1)])
     padded = padded[padded > 0]
     starts = F.pad(padded.cumsum(0), (1, 0))
     # Where each token lies among the padded ones; empty rows have none, and are not among the padded rows.
@@ -94,6 +111,8 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     input_ids[at] = ragged.values(tokens).long()
     own = own_tokens(padded.tolist(), division.cp_size, division.cp_rank)
     positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(padded)
+    token_of = torch.full_like(input_ids, -1)
+    token_of[at] = torch.arange(len(at))
     targets = response_positions(lengths, ragged.lengths(responses))
     here = torch.full_like(input_ids, -1)
     here[own] = torch.arange(len(own))
@@ -107,6 +126,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
         input_ids=move(input_ids[own].unsqueeze(0)),
         position_ids=move(positions[own].unsqueeze(0)),
         packed=_packed(padded, move(starts.int()), division),
+        tokens=move(token_of[own]),
         predictors=move(predictors[outputs]),
         outputs=move(outputs),
         labels=move(ragged.values(tokens).long()[targets][outputs]),

@@ -1,0 +1,195 @@
+"""What the training of a mixture of experts has beside that of other models: balance, replay, and how even it is."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_engines.agreement import gather, together
+from tidemill_engines.config import ModelConfig
+from tidemill_engines.losses import Normalizer
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines.megatron.groups import MegatronGroups
+from tidemill_engines.megatron.packed import Division, MegatronInputs, num_packed
+from tidemill_engines.megatron.router import Routing
+from tidemill_engines.megatron.stage_sums import StageSums
+from tidemill_engines.micro_batches import restore_order
+from tidemill_engines.padded import is_padded, to_padded
+
+COLUMN = "routed_experts"
+
+
+def check_mixture(model: ModelConfig, config: MegatronConfig, architecture: Architecture, device: torch.device) -> None:
+    """Raises ValueError: what is asked for is for mixtures of experts, or gloo cannot do it."""
+    if not architecture.num_experts:
+        for name, is_set in (
+            ("ModelConfig.router_aux_loss_coef", model.router_aux_loss_coef > 0),
+            ("MegatronConfig.router_replay", config.router_replay),
+        ):
+            if is_set:
+                raise ValueError(f"{name} is for mixtures of experts; a {architecture.model_type} is none")
+    elif device.type == "cpu" and config.expert_tp > 1 and config.moe_token_dispatcher_type == "alltoall":
+        raise ValueError(
+            f"expert_tensor_parallel_size = {config.expert_tp} with moe_token_dispatcher_type='alltoall' gathers "
+            "unequal numbers of tokens, which gloo cannot; on a CPU use 'allgather', or expert_tensor_parallel_size=1"
+        )
+
+
+class MixtureBatch:
+    """A batch on its way through a mixture of experts, on one rank. Every rank makes one: a collective.
+
+    Args:
+        micro_batches: in the order in which they run.
+        normalizer: of the loss; None where there is none.
+        coefficient: of the balance loss.
+        replays: whether experts are as the column `routed_experts` says, and are kept without a loss.
+        dispatcher: `ParallelConfig.moe_token_dispatcher_type`.
+        num_chunks: model chunks of each pipeline stage.
+
+    Raises:
+        ValueError: `routed_experts` does not fit the tokens or the model; on every rank.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[DataProto],
+        architecture: Architecture,
+        groups: MegatronGroups,
+        division: Division,
+        *,
+        normalizer: Normalizer | None,
+        coefficient: float,
+        replays: bool,
+        dispatcher: str,
+        num_chunks: int,
+        forward_only: bool,
+    ) -> None:
+        self._architecture = architecture
+        self._groups = groups
+        self._division = division
+        self._normalizer = normalizer
+        self._coefficient = 0.0 if normalizer is None else coefficient
+        self.keeps = replays and normalizer is None
+        if dispatcher == "allgather":  # it takes equally many tokens from all ranks
+            self._fill(micro_batches)
+        self._micro_batches = {id(batch): number for number, batch in enumerate(micro_batches)}
+        self._sums = [
+            StageSums(groups.stages, number, num_chunks, for_last_only=forward_only)
+            for number in range(len(micro_batches))
+        ]
+        self._routings: list[Routing | None] = [None] * len(micro_batches)
+        self._num_tokens = [int(ragged.lengths(batch["input_ids"]).sum()) for batch in micro_batches]
+        self._given: list[torch.Tensor | None] = [None] * len(micro_batches)
+        if replays:
+            with together(groups.control):
+                self._given = [self._read(batch) for batch in micro_batches]
+
+    def _fill(self, micro_batches: Sequence[DataProto]) -> None:
+        of_ranks = gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
+        for batch, *sizes in zip(micro_batches, *of_ranks, strict=True):
+            batch.meta_info["packed_tokens"] = max(sizes)
+
+    def _read(self, micro_batch: DataProto) -> torch.Tensor | None:
+        """The given experts, int64 [N, L, K]; None where the routers choose."""
+        if COLUMN not in micro_batch.batch.keys():  # type: ignore[union-attr]  # noqa: SIM118
+            return None
+        a, column = self._architecture, micro_batch[COLUMN]
+        wanted = (a.num_hidden_layers, a.num_experts_per_tok)
+        if not ragged.is_ragged(column) or tuple(column.shape[2:]) != wanted:
+            got = f"{tuple(column.shape[2:])} a token" if ragged.is_ragged(column) else f"{tuple(column.shape)}"
+            raise ValueError(f"{COLUMN} must be ragged [B, j, {wanted[0]}, {wanted[1]}]; got {got}")
+        if not torch.equal(ragged.lengths(column), ragged.lengths(micro_batch["input_ids"])):
+            raise ValueError(f"{COLUMN} must have the experts of each token of input_ids; its rows have other lengths")
+        given = ragged.values(column).long()
+        if len(given) and (int(given.min()) < -1 or int(given.max()) >= a.num_experts):
+            raise ValueError(f"{COLUMN} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses")
+        return given
+
+    def routing_of(self, micro_batch: DataProto, inputs: MegatronInputs) -> Routing:
+        """The same for all chunks of the stage."""
+        number = self._micro_batches[id(micro_batch)]
+        routing = self._routings[number]
+        if routing is None:
+            tokens, device = inputs.tokens, inputs.tokens.device
+            if self._division.sp_size > 1:
+                tokens = tokens.chunk(self._division.sp_size)[dist.get_rank(self._groups.tp)]
+            given = self._given[number]
+            routing = self._routings[number] = Routing(
+                tokens=tokens,
+                lengths=ragged.lengths(micro_batch["input_ids"]).to(device),
+                given=None if given is None else given.to(device),
+                weights=self._weights(micro_batch, device) if self._coefficient else None,
+                sharing=self._sharing(),
+                sums=self._sums[number],
+                num_layers=self._architecture.num_hidden_layers,
+                counts=self._normalizer is not None,
+            )
+        return routing
+
+    def _weights(self, micro_batch: DataProto, device: torch.device) -> torch.Tensor:
+        """[B]: of the mean over the rows that are trained on."""
+        assert self._normalizer is not None
+        column = micro_batch["response_mask"]
+        is_trained = ragged.segment_sum((ragged.values(column) != 0).float(), column) > 0
+        return (is_trained * (self._coefficient / self._normalizer.num_sequences)).to(device)
+
+    def _sharing(self) -> list[dist.ProcessGroup]:
+        """Groups that have the tokens of the same rows."""
+        groups = [(self._division.cp_size, self._groups.cp), (self._division.sp_size, self._groups.tp)]
+        return [group for size, group in groups if size > 1]
+
+    def losses(self, micro_batch: DataProto) -> torch.Tensor | None:
+        """On the last stage, the balance loss as `ModelOutput.router_loss`, without gradient: the routers add that."""
+        routing = self._routings[self._micro_batches[id(micro_batch)]]
+        if routing is None or not routing.balances:
+            return None
+        counts = ragged.lengths(micro_batch["responses"]).to(routing.tokens.device)
+        return (routing.losses() / counts.clamp(min=1)).repeat_interleave(counts)
+
+    def finish(self) -> None:
+        """Waits until the other stages have been told everything."""
+        for sums in self._sums:
+            sums.finish()
+
+    def load(self) -> dict[str, float]:
+        """How evenly experts were used by the global batch, layer by layer. Collective.
+
+        Returns:
+            "expert_load/max": the tokens of the busiest expert of all layers, 1.0 being an equal share; and
+            "expert_load/idle": the share of experts that had none.
+        """
+        a = self._architecture
+        counts = torch.zeros(a.num_hidden_layers, a.num_experts, dtype=torch.float64)
+        for routing in self._routings:
+            for layer, sent in routing.sent.items() if routing is not None else ():
+                counts[layer] += sent.sum(0).double().cpu()
+        dist.all_reduce(counts, group=self._groups.control)
+        even = counts.mean(-1, keepdim=True).clamp(min=1.0)
+        return {
+            "expert_load/max": (counts / even).max().item(),
+            "expert_load/idle": (counts == 0).double().mean().item(),
+        }
+
+    def chosen(self, batch: DataProto, indices: list[list[int]]) -> torch.Tensor:
+        """The experts that all tokens were sent to, int32, [B, j, L, K] ragged or padded as `batch`. Collective."""
+        parts = [self._chosen(number) for number in range(len(self._routings))]
+        if not is_padded(batch):
+            return restore_order(parts, indices, batch["input_ids"])
+        mask = batch["attention_mask"]
+        return to_padded(restore_order(parts, indices, ragged.from_padded(batch["input_ids"], mask)), mask)
+
+    def _chosen(self, number: int) -> torch.Tensor:
+        a, routing = self._architecture, self._routings[number]
+        assert routing is not None
+        is_token = routing.tokens >= 0
+        shape = (self._num_tokens[number], a.num_hidden_layers, a.num_experts_per_tok)
+        found = torch.zeros(shape, dtype=torch.int32, device=is_token.device)
+        for layer, experts in routing.chosen.items():
+            found[routing.tokens[is_token], layer] = experts[is_token].int()
+        for group in self._sharing():
+            dist.all_reduce(found, group=group)
+        found = found.cpu()
+        dist.all_reduce(found, group=self._groups.stages)
+        return found

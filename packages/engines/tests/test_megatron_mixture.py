@@ -1,0 +1,100 @@
+"""Mixtures of experts with Megatron: balance, replayed routing and load, against transformers row by row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import VOCAB
+from mixture_cases import EXPERTS, LAYERS, NUM_ROWS, TOP_K, batches, plain_training, refusals, train
+from tidemill_dataproto import ragged
+from tidemill_testing import run_ranks, tiny_model
+
+pytestmark = pytest.mark.timeout(280)
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+SP, ALL = {"sequence_parallel": True}, {"moe_token_dispatcher_type": "allgather"}
+RECOMPUTED = {"gradient_checkpointing": True}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("normalized", {"micro_batch_size_per_gpu": 1}),
+    ("normalized", {EP: 2, **ALL, "max_token_len_per_gpu": 30}),
+    ("normalized", {EP: 4, "micro_batch_size_per_gpu": 3}),
+    ("normalized", {TP: 2, EP: 2, ETP: 1, **SP}),
+    ("normalized", {TP: 2, EP: 2, **SP, **ALL}),
+    ("not normalized", {PP: 2, EP: 2, "max_token_len_per_gpu": 30}),
+    ("not normalized", {PP: 2, "model": RECOMPUTED, "max_token_len_per_gpu": 30}),
+    ("not normalized", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 1}),
+    ("not normalized", {CP: 2, EP: 2, "max_token_len_per_gpu": 30}),
+]
+IDS = [f"{model} {settings}" for model, settings in CASES]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    fields = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": VOCAB}
+    names = {"normalized": True, "not normalized": False}
+    return {name: str(tiny_model(folder / name, "qwen3_moe", **fields, norm_topk_prob=n)) for name, n in names.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(folders) -> list[list[dict[str, Any]]]:
+    """What each rank saw: one set of processes for all cases, as importing Megatron takes long."""
+    return run_ranks(train, 4, [(folders[model], settings) for model, settings in CASES], timeout_s=250)
+
+
+@pytest.fixture(scope="module")
+def references(folders) -> dict[str, dict[str, Any]]:
+    return {name: plain_training(Path(folder)) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_balanced_and_replayed_training_equals_a_plain_loop(ranks, references, index):
+    reference = references[CASES[index][0]]
+    for rank in (case[index] for case in ranks):
+        for step, expected in zip(rank["metrics"], reference["metrics"], strict=True):
+            assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert set(rank["weights"]) == set(reference["weights"])
+        for name, weight in reference["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], weight, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_the_experts_of_each_token_are_recorded(ranks, references, index):
+    rows = references[CASES[index][0]]["recorded"]
+    size = len({case[index]["rank"] for case in ranks})
+    for rank in (case[index] for case in ranks):
+        chunks = torch.arange(NUM_ROWS).tensor_split(size)
+        own = [rows[row] for row in chunks[rank["rank"]].tolist()]
+        assert torch.equal(*rank["lengths"])
+        expected = torch.cat(own) if own else rank["recorded"][:0]
+        assert torch.equal(rank["recorded"].sort(-1).values, expected.sort(-1).values.int())
+
+
+def test_a_dense_model_has_no_experts(tmp_path):
+    dense = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB)
+    for said in run_ranks(refusals, 1, str(dense), [{"model": {}}, {"model": {"router_aux_loss_coef": 0.0}}], {}):
+        assert said == [
+            "ModelConfig.router_aux_loss_coef is for mixtures of experts; a qwen3 is none",
+            "MegatronConfig.router_replay is for mixtures of experts; a qwen3 is none",
+        ]
+
+
+def test_what_cannot_be_routed_is_refused_on_all_ranks(folders):
+    num_tokens = len(ragged.values(batches()[1]["input_ids"]))
+    experts = torch.zeros(num_tokens, LAYERS, TOP_K, dtype=torch.int64)
+    configs = [{TP: 2}, {TP: 2, **SP}, {PP: 2, **ALL}, {EP: 2, **ALL, TP: 2}]
+    wrong = {"layers": experts[:, 1:], "experts": experts + EXPERTS, "lengths": experts}
+    for said in run_ranks(refusals, 2, folders["normalized"], configs, wrong):
+        starts = [
+            "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
+            "expert_tensor_parallel_size = 2 with moe_token_dispatcher_type='alltoall' gathers unequal ",
+            "MegatronConfig.moe_token_dispatcher_type='allgather' needs stages that know each other's ",
+            "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
+            "routed_experts must be ragged [B, j, 4, 2]; got (3, 2) a token",
+            "routed_experts must be experts from 0 to 3, or -1 where the router chooses",
+            "routed_experts must have the experts of each token of input_ids; its rows have other lengt",
+        ]
+        for message, start in zip(said, starts, strict=True):
+            assert message.removeprefix("rank 0: ").startswith(start)
