@@ -52,6 +52,18 @@ def test_weights_are_drawn_by_the_rule_of_transformers_in_any_layout(tmp_path):
                 assert torch.equal(actual, expected), name
 
 
+def test_drawn_weights_leave_by_the_names_of_checkpoints(tmp_path):
+    from safetensors import safe_open
+
+    path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    engine = build_engine(path, model={"init_seed": 0}, optimizer=False)
+    shapes = {name: tuple(weight.shape) for name, weight in engine.get_per_tensor_param()}
+    engine.close()
+    with safe_open(path / "model.safetensors", "pt") as file:
+        expected = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == expected
+
+
 def test_training_from_scratch_learns_and_a_value_head_starts_at_zero(tmp_path):
     path, batch = without_weights(tmp_path / "model", "qwen3"), make_batch(8, seed=1)
     engine = build_engine(path, model={"init_seed": 0})

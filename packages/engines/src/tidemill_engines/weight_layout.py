@@ -15,6 +15,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ def plan_layout(
             )
         )
     return layout
+
+
+def checkpoint_shapes(model: "PreTrainedModel") -> dict[str, Shape]:
+    """The shapes that a checkpoint of a model, which is on the meta device, has by the names of its tensors there."""
+    tensors = revert_weight_conversion(model, dict(model.state_dict()))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _pieces(

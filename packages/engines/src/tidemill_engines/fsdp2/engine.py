@@ -38,7 +38,7 @@ from tidemill_engines.process_group import ProcessGroups, close_groups, make_gro
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.saving import Saver
 from tidemill_engines.throughput import known_peak_tflops, training_flops
-from tidemill_engines.weight_layout import Layout, plan_layout
+from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout
 
 
 class FSDP2Engine(BaseEngine):
@@ -140,14 +140,14 @@ class FSDP2Engine(BaseEngine):
                 files = None
                 if seed is None:
                     files = opened.enter_context(SafetensorsFiles(Path(self.model_config.path)))
-                    self._layout = plan_layout(
-                        model,
-                        dict(named_weights(model)),
-                        tied_aliases(model),
-                        files.shapes,
-                        absent=self.new_weights,
-                        unused=self.unused_weights,
-                    )
+                self._layout = plan_layout(
+                    model,
+                    dict(named_weights(model)),
+                    tied_aliases(model),
+                    checkpoint_shapes(model) if files is None else files.shapes,
+                    absent=self.new_weights,
+                    unused=self.unused_weights,
+                )
                 if self.model_config.lora is not None:
                     lora.add_adapters(model, self.model_config.lora, self.new_weights)
                     self._layout = lora.adapted_layout(model, self._layout)
