@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -327,8 +328,11 @@ class MegatronEngine(BaseEngine):
             yield from self.weights.full_tensors(getattr(torch, dtype or self.config.param_dtype))
 
     def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        parked = self._parking.get("params")
+        was_away = parked is not None and parked.away
         with self._whole_weights():
-            yield from self.weights.shards(None if dtype is None else getattr(torch, dtype))
+            for name, shard in self.weights.shards(None if dtype is None else getattr(torch, dtype)):
+                yield name, replace(shard, tensor=shard.tensor.clone()) if was_away else shard
 
     def save_checkpoint(self, path: str | Path) -> None:
         self._saver.finish()

@@ -1,0 +1,170 @@
+"""What of the Megatron engine is away on the CPU comes back as it was, and checkpoints are written behind training."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import OPTIMIZER, VOCAB, make_batch, policy_like_loss, shard, weights_of
+from tidemill_testing import run_ranks, tiny_model
+
+pytestmark = pytest.mark.timeout(280)
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+OFFLOADS = [
+    ({}, {}),
+    ({}, {"param_offload": True}),
+    ({}, {"grad_offload": True, "optimizer_offload": True}),
+    ({"overlap_grad_reduce": True, "overlap_param_gather": True}, ALL_AWAY),
+    ({TP: 2, "param_dtype": "bfloat16"}, {}),
+    ({TP: 2, "param_dtype": "bfloat16"}, ALL_AWAY),
+    ({TP: 2, "param_dtype": "bfloat16", "use_distributed_optimizer": False}, ALL_AWAY),
+]
+
+
+def megatron_engine(path: Path, *, checkpoint: dict[str, Any] | None = None, **engine: Any) -> Any:
+    from tidemill_engines import CheckpointConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    new = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model=ModelConfig(path=str(path)),
+        engine=MegatronConfig(device="cpu", max_token_len_per_gpu=40, **engine),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        checkpoint=None if checkpoint is None else CheckpointConfig(**checkpoint),
+    )
+    new.initialize()
+    return new
+
+
+def device_bytes(engine: Any) -> tuple[int, int, int]:
+    """The memory of parameters, gradients and optimizer state (with masters), each storage once."""
+    from tidemill_engines.megatron.optimizer import torch_optimizers
+
+    def total(tensors: Any) -> int:
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}.values())
+
+    params = [param.detach() for chunk in engine.chunks for param in chunk.parameters()]
+    grads = [param.main_grad for chunk in engine.chunks for param in chunk.parameters()]
+    own = {param.untyped_storage()._cdata for param in params}
+    state = [
+        tensor
+        for each in torch_optimizers(engine.optimizer)
+        for param in each.state
+        for tensor in (param, *each.state[param].values())
+    ]
+    return total(params), total(grads), total(t for t in state if t.untyped_storage()._cdata not in own)
+
+
+def run_offload(path: Path, batches: list[Any], layout: dict[str, Any], offload: dict[str, Any], folder: Path) -> Any:
+    engine = megatron_engine(path, **layout, **offload)
+    seen = {"start": device_bytes(engine)}
+    if offload.get("param_offload"):
+        with pytest.raises(RuntimeError, match=r"params: offloaded to the CPU; call this within .* eval_mode"):
+            engine.forward_backward_batch(batches[0], None, forward_only=True)
+    if offload.get("grad_offload"):
+        with pytest.raises(RuntimeError, match=r"grads: offloaded to the CPU; call this within train_mode"):
+            engine.optimizer_step()
+    rows = [shard(engine, batch) for batch in batches]
+
+    def loss(output: Any, micro_batch: Any, normalizer: Any) -> Any:
+        seen["in a step"] = device_bytes(engine)
+        return policy_like_loss(output, micro_batch, normalizer)
+
+    history = [engine.train_batch(rows[0], loss, calculate_entropy=True)]
+    seen["after a step"] = device_bytes(engine)
+    log_probs = engine.infer_batch(rows[1])["log_probs"].values()
+    with engine.eval_mode():
+        seen["evaluating"] = device_bytes(engine)
+    shards = [(name, shard.tensor) for name, shard in engine.get_per_tensor_shards()]
+    held = sum(tensor.double().sum().item() for _, tensor in shards)  # still valid, now that all is away again
+    weights = weights_of(engine)
+    engine.save_checkpoint(folder)
+    seen["after saving"] = device_bytes(engine)
+    engine.train_batch(rows[1], policy_like_loss, calculate_entropy=True)
+    engine.load_checkpoint(folder)
+    seen["after loading"] = device_bytes(engine)
+    again = weights_of(engine)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    with engine.train_mode():
+        engine.forward_backward_batch(rows[1], policy_like_loss, calculate_entropy=True)
+    seen["gradients away"] = device_bytes(engine)
+    with engine.train_mode():
+        history.append({"grad_norm": engine.optimizer_step(), "lr": engine.lr_scheduler_step()})
+        engine.optimizer_zero_grad()
+    engine.reset_optimizer(engine.optimizer_config)
+    seen["after a reset"] = device_bytes(engine)
+    history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
+    weights = weights_of(engine)
+    engine.close()
+    return seen, history, log_probs, weights, held
+
+
+def run_offloads(path: Path, batches: list[Any], folder: Path) -> list[Any]:
+    return [
+        run_offload(path, batches, layout, offload, folder / str(number))
+        for number, (layout, offload) in enumerate(OFFLOADS)
+    ]
+
+
+def test_offload_returns_memory_and_changes_no_number(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batches = [make_batch(9, seed=1), make_batch(7, seed=2)]
+    for results in run_ranks(run_offloads, 2, path, batches, tmp_path, timeout_s=250):
+        assert all(size > 0 for size in results[0][0]["start"])
+        for (layout, offload), (seen, history, log_probs, weights, held) in zip(OFFLOADS, results, strict=True):
+            expected = results[4 if TP in layout else 0]
+            is_same = layout.keys() <= OFFLOADS[4 if TP in layout else 0][0].keys()
+            same = torch.equal if is_same else partial(torch.allclose, rtol=1e-2 if TP in layout else 1e-4, atol=1e-5)
+            for actual, wanted in zip(history, expected[1], strict=True):
+                assert actual == pytest.approx(wanted, rel=0 if is_same else 1e-3, abs=0 if is_same else 1e-4)
+            assert same(log_probs, expected[2])
+            assert all(same(weights[name], weight) for name, weight in expected[3].items())
+            assert held == pytest.approx(expected[4], rel=1e-3, abs=1e-3)
+            wanted = [offload.get(f"{kind}_offload", False) for kind in ("param", "grad", "optimizer")]
+            for moment in ("start", "after a step", "after saving", "after loading", "gradients away", "after a reset"):
+                assert [size == 0 for size in seen[moment]] == wanted, moment
+            assert all(size > 0 for size in seen["in a step"])
+            assert [size == 0 for size in seen["evaluating"]] == [False, *wanted[1:]]
+
+
+def save_and_finish(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder)
+    engine.finish_checkpoint()
+
+
+def run_in_background(path: Path, folder: Path, background: bool) -> Any:
+    def train(seed: int) -> None:
+        engine.train_batch(shard(engine, make_batch(9, seed=seed)), policy_like_loss, calculate_entropy=True)
+
+    engine = megatron_engine(path, checkpoint={"asynchronous": background, "keep_last": 2}, **{PP: 2})
+    for seed in range(4):
+        train(seed)
+        engine.save_checkpoint(folder / f"step_{seed}")
+    train(9)  # what is saved is the state of before, whatever this does while it is being written
+    engine.finish_checkpoint()
+    torch.distributed.barrier()
+    seen = sorted(file.name for file in folder.iterdir())
+    engine.load_checkpoint(folder / "step_3")
+    weights = weights_of(engine)
+    train(5)
+    after = weights_of(engine)
+    with pytest.raises(OSError, match="step_3 exists already"):
+        save_and_finish(engine, folder / "step_3")
+    engine.save_checkpoint(folder / "at_the_end")
+    engine.close()
+    return seen, weights, after
+
+
+def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
+    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False, timeout_s=250)
+    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True, timeout_s=250)
+    for (seen, *weights), (seen_behind, *weights_behind) in zip(at_once, behind, strict=True):
+        assert seen == seen_behind == ["step_2", "step_3"]
+        for plain, of_background in zip(weights, weights_behind, strict=True):
+            assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
+    assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
