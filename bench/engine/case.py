@@ -89,19 +89,19 @@ class Case:
 TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "tiny": 256}
 """Of a step, for each GPU."""
 
-_MICRO_TOKENS = {  # as they come; with recomputation; in a plain loop, where logits of all tokens have to fit
-    "0.6b": (32768, 32768, 16384),
-    "1.7b": (16384, 32768, 16384),
-    "4b": (8192, 32768, 8192),
-    "8b": (8192, 8192, 8192),
-    "moe": (8192, 16384, 8192),
-    "tiny": (96, 96, 96),
+_MICRO_TOKENS = {  # as they come; compiled; with recomputation; in a plain loop, where logits of all tokens have to fit
+    "0.6b": (32768, 32768, 32768, 16384),
+    "1.7b": (16384, 32768, 32768, 16384),
+    "4b": (8192, 12288, 32768, 8192),
+    "8b": (8192, 8192, 8192, 8192),
+    "moe": (8192, 8192, 16384, 8192),
+    "tiny": (96, 96, 96, 96),
 }
 
 DEFAULT_CASES = {
     "0.6b": "base,compile,ckpt,plain",
     "1.7b": "base,compile,ckpt,plain",
-    "4b": "logprobs,base,compile,ckpt,ckpt+compile,plain,plain+ckpt,plain+sorted",
+    "4b": "logprobs,base,compile,compile+zero2,ckpt,ckpt+compile,plain,plain+sorted",
     "8b": "ckpt,ckpt+compile,bf16+compile,plain+ckpt,plain+bf16+ckpt,plain+bf16+ckpt+sorted",
     "moe": "ckpt",
     "tiny": "logprobs,base,ckpt+compile,bf16,plain,plain+sorted",
@@ -134,10 +134,8 @@ def parse(
     tp, pp, ep = sizes if backend == "megatron" else (1, 1, 1)
     if num_gpus % (tp * pp) or num_gpus % (ep * pp):
         raise ValueError(f"{num_gpus} GPUs cannot be divided by tp {tp}, pp {pp}, ep {ep}")
-    base, recomputed, plain = _MICRO_TOKENS[model]
-    own = recomputed if "ckpt" in chosen else base
-    if "bf16" in chosen and "ckpt" in chosen:
-        own *= 2
+    base, compiled, recomputed, plain = _MICRO_TOKENS[model]
+    own = recomputed if "ckpt" in chosen else compiled if "compile" in chosen else base
     return Case(
         model=model,
         words=chosen,

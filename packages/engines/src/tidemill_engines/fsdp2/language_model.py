@@ -182,11 +182,13 @@ class FSDP2LanguageModel(FSDP2Engine):
     def _set_gradient_sync(self, *, is_last: bool) -> None:
         """Adds up the gradients of all micro-batches before they are reduced once, where that takes no more memory.
 
-        So it is where weights stay gathered, and where each rank has whole weights anyway.
+        So it is where weights stay gathered, and where each rank has whole weights anyway (and gradients in the dtype in
+        which they are added up).
         """
         config = self.engine_config
         keeps_weights = not config.reshard_after_forward
-        if not keeps_weights and (self.groups.mesh.size(-1) > 1 or config.offload_policy):
+        has_all = self.groups.mesh.size(-1) == 1 and not config.offload_policy
+        if not keeps_weights and not (has_all and config.reduce_dtype == self.model_config.dtype):
             return
         root = fsdp_modules(self.model)[0]
         root.set_requires_gradient_sync(is_last)
