@@ -182,8 +182,8 @@ class FSDP2LanguageModel(FSDP2Engine):
     def _set_gradient_sync(self, *, is_last: bool) -> None:
         """Adds up the gradients of all micro-batches before they are reduced once, where that takes no more memory.
 
-        So it is where weights stay gathered, and where each rank has whole weights anyway (and gradients in the dtype in
-        which they are added up).
+        So it is where weights stay gathered, and where each rank has whole weights anyway, and gradients in the dtype
+        in which they are added up.
         """
         config = self.engine_config
         keeps_weights = not config.reshard_after_forward
