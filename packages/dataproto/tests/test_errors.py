@@ -38,6 +38,7 @@ from tidemill_dataproto import DataProto, karmarkar_karp
         (lambda: make()[torch.zeros(2)], TypeError, "float32"),
         (lambda: make()[["x"]], TypeError, r"integers or a bool mask, got <U1; select\(\) chooses columns"),
         (lambda: make()[torch.zeros(1, 1, dtype=torch.int64)], ValueError, "one dimension"),
+        (lambda: make()[torch.ones(4, dtype=torch.uint8)], TypeError, r"uint8 .* mask; pass mask.bool\(\)"),
         (lambda: make()[[True, False]], ValueError, "mask of 4 rows"),
         (lambda: make()[None], TypeError, "NoneType"),
         (lambda: DataProto.from_items([]), ValueError, "at least one item"),

@@ -134,7 +134,8 @@ GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a"
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: balance.count_micro_batches([1], 0), ValueError, "max_token_len >= 1"),
+        (lambda: balance.count_micro_batches([1], 0), ValueError, "max_token_len as an integer >= 1, got 0"),
+        (lambda: balance.count_micro_batches([1], 4.5), ValueError, "max_token_len as an integer >= 1, got 4.5"),
         (lambda: balance.count_micro_batches([1, 7], 6), ValueError, "row 1 has 7 tokens, more than max_token_len=6"),
         (lambda: balance.rearrange_micro_batches(BATCH, 8), ValueError, "row 1 has 9 tokens"),
         (lambda: balance.rearrange_micro_batches(BATCH, 9, num_micro_batches=1), ValueError, "need 2 micro-batches"),
@@ -151,6 +152,11 @@ GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a"
         ),
         (lambda: balance.rearrange_micro_batches(BATCH, 9, num_batches_divided_by=0), ValueError, "divided_by >= 1"),
         (lambda: balance.rearrange_micro_batches(BATCH, 9, workload=lambda rows: -rows), ValueError, "lengths >= 0"),
+        (
+            lambda: balance.rearrange_micro_batches(BATCH, 9, workload=lambda rows: rows[:1]),
+            ValueError,
+            "one number for each of 3 rows, got 1",
+        ),
         (lambda: prepare_dynamic_batch(BATCH, 8), ValueError, "row 1 has 9 tokens"),
         (lambda: prepare_dynamic_batch(BATCH, 8, length_key="none"), KeyError, "no column 'none'"),
     ],

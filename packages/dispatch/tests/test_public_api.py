@@ -72,12 +72,12 @@ by_rank = [args[0] for args, _ in calls]
 print(by_rank, mode.collect_fn(Group(), [by_rank[r] for r in mode.result_ranks_fn(Group())]))
 try:
     import tidemill_dispatch.ray
-except ImportError:
-    print("no ray")
+except ImportError as error:
+    print(error)
 """
     assert _run(code).splitlines() == [
         "[ListBatch(items=[3]), ListBatch(items=[1, 2])] ListBatch(items=[1, 2, 3])",
-        "no ray",
+        "tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'",
     ]
 
 

@@ -14,7 +14,7 @@ def as_row_index(index: Any, num_rows: int) -> np.ndarray:
     An index on a device is copied to the host, which waits for the device.
 
     Raises:
-        TypeError: not integers or bools.
+        TypeError: not integers or bools, or uint8, which may be meant as either.
         ValueError: not one-dimensional, or a mask of another length than num_rows.
         IndexError: a row outside -num_rows..num_rows-1.
     """
@@ -23,6 +23,8 @@ def as_row_index(index: Any, num_rows: int) -> np.ndarray:
     rows = _host_numbers(index)
     if rows.size > 0 and rows.dtype.kind not in "iub":
         raise TypeError(f"expected rows as integers or a bool mask, got {rows.dtype}; select() chooses columns")
+    if rows.dtype == np.uint8:  # numpy would take them as rows
+        raise TypeError("uint8 is what torch takes for a mask; pass mask.bool(), or rows as .long()")
     if rows.ndim != 1:
         raise ValueError(f"expected rows as one dimension, got shape {list(rows.shape)}")
     if rows.dtype == bool:

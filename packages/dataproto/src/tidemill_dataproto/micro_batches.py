@@ -193,8 +193,8 @@ def _units_of(
 def _units(
     lengths: list[int], max_token_len: int, groups: Sequence[Hashable] | None, workload: Workload | None
 ) -> _Units:
-    if max_token_len < 1:
-        raise ValueError(f"expected max_token_len >= 1, got {max_token_len}")
+    if not isinstance(max_token_len, int) or max_token_len < 1:
+        raise ValueError(f"expected max_token_len as an integer >= 1, got {max_token_len}")
     rows = [[row] for row in range(len(lengths))] if groups is None else rows_of_groups(groups, len(lengths))
     tokens = [sum(lengths[row] for row in unit) for unit in rows]
     longest = max(range(len(tokens)), key=tokens.__getitem__, default=None)
@@ -206,6 +206,8 @@ def _units(
     if workload is None:
         return _Units(rows=rows, tokens=tokens, work=tokens)
     per_row = checked_lengths(workload(torch.tensor(lengths, dtype=torch.int64)))
+    if len(per_row) != len(lengths):
+        raise ValueError(f"expected workload to return one number for each of {len(lengths)} rows, got {len(per_row)}")
     return _Units(rows=rows, tokens=tokens, work=[sum(per_row[row] for row in unit) for unit in rows])
 
 

@@ -1,5 +1,10 @@
 """Worker groups of Ray actors. Needs the extra: `pip install tidemill-dispatch[ray]`."""
 
+try:
+    import ray  # noqa: F401
+except ImportError as error:
+    raise ImportError("tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'") from error
+
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.group import RayWorkerGroup
 from tidemill_dispatch.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
