@@ -5,27 +5,24 @@ import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
 from tidemill_dataproto import ragged
 from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig, sft_loss
-from tidemill_engines.attention import varlen_cuda, varlen_padded
+from tidemill_engines.attention import takes_cudnn, varlen_cuda, varlen_padded
 from tidemill_engines.packing import PackedLayout
 from tidemill_testing import tiny_model
 
+DEVICE = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_varlen_kernel_equals_the_padded_path(window, kv_heads, dtype):
-    device = torch.device("cuda")
+def assert_equals_the_padded_path(attention, dtype, lengths, *, kv_heads, head_dim=64, window=None):
+    """To rounding, `attention` gives what float32 gives; at most twice the error of padding in the same dtype."""
     torch.manual_seed(0)
-    lengths = torch.tensor([1, 300, 17, 128, 64, 511])
-    total = int(lengths.sum())
-    layout = PackedLayout.from_lengths(lengths, device)
-    q = torch.randn(total, 8, 64, device=device)
-    k, v = (torch.randn(total, kv_heads, 64, device=device) for _ in range(2))
+    total = sum(lengths)
+    layout = PackedLayout.from_lengths(torch.tensor(lengths), DEVICE)
+    q = torch.randn(total, 8, head_dim, device=DEVICE)
+    k, v = (torch.randn(total, kv_heads, head_dim, device=DEVICE) for _ in range(2))
     direction = torch.randn_like(q)
 
     def run(attention, of):
@@ -34,11 +31,57 @@ def test_varlen_kernel_equals_the_padded_path(window, kv_heads, dtype):
         return [out, *torch.autograd.grad((out * direction.to(of)).sum(), inputs)]
 
     exact = run(varlen_padded, torch.float32)
-    kernel, padded = run(varlen_cuda, dtype), run(varlen_padded, dtype)
+    kernel, padded = run(attention, dtype), run(varlen_padded, dtype)
     for name, truth, actual, same_dtype in zip(("out", "dq", "dk", "dv"), exact, kernel, padded, strict=True):
-        error = ((actual.float() - truth).norm() / truth.norm()).item()
-        rounding = ((same_dtype.float() - truth).norm() / truth.norm()).item()
+        size = truth.norm().clamp(min=1.0)  # of a row of one token, queries have no gradient
+        error, rounding = (((x.float() - truth).norm() / size).item() for x in (actual, same_dtype))
         assert error < max(2 * rounding, 1e-3), f"{name}: {error} against {rounding} of the padded path"
+
+
+@pytest.mark.parametrize(("window", "by_cudnn"), [(None, False), (None, True), (64, False)])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_varlen_kernel_equals_the_padded_path(dtype, kv_heads, window, by_cudnn, monkeypatch):
+    if by_cudnn:
+        needs_cudnn()
+    else:
+        monkeypatch.setattr("tidemill_engines.attention._HAS_CUDNN", False)
+    lengths = [1, 300, 17, 128, 64, 511]
+    assert_equals_the_padded_path(varlen_cuda, dtype, lengths, kv_heads=kv_heads, window=window)
+
+
+def needs_cudnn():
+    pytest.importorskip("cudnn")
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("needs a Hopper or a Blackwell of the data centre")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [[700], [1], [1, 1, 1], [2049, 5], [64] * 33, [1000, 24, 1023]], ids=str)
+def test_cudnn_takes_rows_of_any_number_and_length(lengths, head_dim):
+    needs_cudnn()
+    q = torch.empty(sum(lengths), 8, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    assert takes_cudnn(q, None)
+    assert not takes_cudnn(q, 64)
+    assert not takes_cudnn(q.new_empty(1, 8, 256), None)
+    assert_equals_the_padded_path(varlen_cuda, torch.bfloat16, lengths, kv_heads=2, head_dim=head_dim)
+
+
+def test_cudnn_in_a_compiled_layer():
+    needs_cudnn()
+    layout = PackedLayout.from_lengths(torch.tensor([300, 212]), DEVICE)
+    q, k, v = (torch.randn(512, heads, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for heads in (8, 2, 2))
+
+    def layer(q, k, v):
+        return varlen_cuda(q * 0.5, k, v, layout, None, None).square()
+
+    for ours, theirs in zip(*(grads_and_output(f, q, k, v) for f in (torch.compile(layer), layer)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def grads_and_output(layer, *inputs):
+    out = layer(*inputs)
+    return out, *torch.autograd.grad(out.sum(), inputs)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Causal attention over packed rows, registered with transformers as "tidemill_varlen"."""
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tidemill_engines.sequence_parallel import heads_to_tokens, tokens_to_heads
 
 NAME = "tidemill_varlen"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
 
 
 def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> None:
@@ -106,14 +108,19 @@ def varlen_cuda(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """torch's variable-length attention for half precision on CUDA; shapes as in `varlen_padded`."""
+    """Variable-length attention for half precision on CUDA, by cuDNN or torch; shapes as in `varlen_padded`."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if takes_cudnn(q, sliding_window):
+        from tidemill_engines.cudnn_attention import cudnn_attention
+
+        return cudnn_attention(q, k, v, layout.cu_seqlens, layout.max_length, scaling)
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+        q,
+        k,
+        v,
         layout.cu_seqlens,
         layout.cu_seqlens,
         layout.max_length,
@@ -123,6 +130,20 @@ def varlen_cuda(
     )
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def takes_cudnn(q: torch.Tensor, sliding_window: int | None) -> bool:
+    """Whether cuDNN computes attention: where the extra `cudnn` is installed, the GPU is a Hopper or a Blackwell of the
+    data centre, there is no window, and heads are no wider than its kernels."""
+    num_tokens, num_heads, head_dim = q.shape
+    return (
+        _HAS_CUDNN
+        and sliding_window is None
+        and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+        and head_dim <= 128
+        and head_dim % 8 == 0
+        and num_tokens * num_heads * head_dim < 2**31  # places in a tensor are int32
+    )
 
 
 def varlen_padded(
