@@ -2,14 +2,17 @@
 
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, full, make_batch, weights_of
 from safetensors.torch import load_file, save_file
+from tidemill_engines.fsdp2.weights import local_box
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.weight_layout import Piece
+from tidemill_engines.weight_shard import WeightShard
 from tidemill_testing import run_ranks, tiny_model
 
 MOE = {
@@ -205,11 +208,42 @@ def run_moe_export(path, folder):
         if settings.get("fsdp_size", 1) == 2 and int(os.environ["WORLD_SIZE"]) % 2:
             continue
         engine = build_engine(path, **settings)
+        check_shards(engine)
         out.append(weights_of(engine))
         engine.infer_batch(make_batch(3))
         engine.save_hf(folder / str(number))
         engine.close()
     return out
+
+
+def check_shards(engine):
+    """What the ranks hold, put together, is each tensor once for each copy of it; the parts are the parameters'."""
+    storages = {local_box(param)[0].untyped_storage().data_ptr() for param in engine.model.parameters()}
+    own, whole = [], dict(engine.get_per_tensor_param())
+    for name, shard in engine.get_per_tensor_shards():
+        if isinstance(shard, WeightShard):
+            assert shard.tensor.untyped_storage().data_ptr() in storages, name
+            box = tuple(slice(at, at + size) for at, size in zip(shard.start, shard.tensor.shape, strict=True))
+            own.append((name, shard.replica, shard.num_replicas, shard.global_shape, box, shard.tensor.clone()))
+        else:
+            assert ".experts." not in name
+            assert torch.equal(full(shard), full(whole[name]))
+    of_ranks = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, own)
+    counts, values = {}, {}
+    for name, replica, num_replicas, shape, box, tensor in chain.from_iterable(of_ranks):
+        assert replica < num_replicas
+        counts.setdefault((name, replica), torch.zeros(shape))[box] += 1
+        values.setdefault((name, replica), torch.zeros(shape))[box] = tensor
+    experts = [name for name in whole if ".experts." in name]
+    assert {name for name, _ in counts} == set(experts)
+    for name in experts:
+        expected = full(whole[name])
+        copies = [key for key in counts if key[0] == name]
+        assert len(copies) == engine.groups.num_replicas
+        for key in copies:
+            assert counts[key].eq(1).all(), key
+            assert torch.equal(values[key], expected), key
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

@@ -75,6 +75,7 @@ def run_offload(path, batches, offload, folder):
     with engine.eval_mode():
         seen["evaluating"] = device_bytes(engine)
         listed = list(engine.get_per_tensor_param())
+        assert engine.streams_weights is (offload.get("param_offload", False) or offload.get("offload_policy", False))
     weights = {name: weight.full_tensor() for name, weight in listed}  # still valid when everything is away again
     engine.save_checkpoint(folder)
     engine.save_hf(folder / "hf")

@@ -263,8 +263,8 @@ class BaseEngine(ABC):
     def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
         """What this rank holds of the weights, by the names of `get_per_tensor_param`; nothing is gathered.
 
-        An engine whose weights are DTensors, which say themselves what they are a part of, hands out those; any other
-        has `WeightShard`s. Ranks may have different names, and a name comes with each part of it that a rank has.
+        DTensors say themselves what they are a part of; whatever is cut otherwise comes as `WeightShard`s. Ranks may
+        have different names, and a name comes with each part of it that a rank has.
 
         Args:
             dtype: that floating-point weights are cast to; None leaves them.
@@ -273,6 +273,14 @@ class BaseEngine(ABC):
             Name and part, detached and valid until the next step.
         """
         return self.get_per_tensor_param(dtype)
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether weights are handed out as copies, such as merged adapters or of what is kept on the CPU.
+
+        Then take one, let go of it, and take the next, since all of them would be the weights once more.
+        """
+        return False
 
     def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `get_per_tensor_param`, the parameters of the adapters alone, by peft's names; none without adapters."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from tidemill_engines.fsdp2 import checkpoint, lora
 from tidemill_engines.fsdp2.model import build_model, drop_unreduced_grads, freeze, shard_model
 from tidemill_engines.fsdp2.random_weights import draw_weights
 from tidemill_engines.fsdp2.weights import (
+    checkpoint_shards,
     checkpoint_tensors,
     load_weights,
     materialize,
@@ -39,6 +39,7 @@ from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.saving import Saver
 from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout
+from tidemill_engines.weight_shard import WeightShard
 
 
 class FSDP2Engine(BaseEngine):
@@ -263,18 +264,24 @@ class FSDP2Engine(BaseEngine):
             self._parked["optimizer"].replace()
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        adapters = lora.adapters(self.model)
-        for name, weight in named_weights(self.model):
-            if lora.is_adapter(name):
-                continue
-            tensor = self._readable(weight)
-            if name in adapters:
-                adapter = adapters[name]
-                factors = replace(adapter, a=self._readable(adapter.a), b=self._readable(adapter.b))
-                tensor = lora.merged(tensor, factors)
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(getattr(torch, dtype))
-            yield from checkpoint_tensors(name, tensor, self._layout)
+        for name, weight in self._merged_weights(dtype):
+            yield from checkpoint_tensors(name, weight, self._layout)
+
+    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        for name, weight in self._merged_weights(dtype):
+            yield from checkpoint_shards(name, weight, self._layout)
+
+    @property
+    def streams_weights(self) -> bool:
+        return self.model_config.lora is not None or "params" in self._parked or self.engine_config.offload_policy
+
+    def _merged_weights(self, dtype: Dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by their names in the model, on the engine's device, with adapters merged."""
+        for name, weight in lora.merged_weights(self.model, self._readable):
+            if dtype is not None and weight.is_floating_point():
+                yield name, weight.to(getattr(torch, dtype))
+            else:
+                yield name, weight
 
     def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = dict(self.model.named_parameters())

@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tidemill_engines.config import LoraConfig
-from tidemill_engines.fsdp2.weights import local_box
+from tidemill_engines.fsdp2.weights import local_box, named_weights
 from tidemill_engines.offload import like, local_part
 from tidemill_engines.weight_layout import Layout
 
@@ -108,6 +108,25 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
             scaling: Any = model.get_submodule(layer).scaling
             found[f"{layer}{_BASE}weight"] = Adapter(a, b, float(scaling[_ADAPTER]))
     return found
+
+
+def merged_weights(
+    model: PreTrainedModel, readable: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by their names in the model, with adapters merged into those that they belong to.
+
+    Args:
+        readable: gives a parameter as it can be computed with.
+    """
+    of_weights = adapters(model)
+    for name, weight in named_weights(model):
+        if is_adapter(name):
+            continue
+        tensor = readable(weight)
+        if name in of_weights:
+            adapter = of_weights[name]
+            tensor = merged(tensor, replace(adapter, a=readable(adapter.a), b=readable(adapter.b)))
+        yield name, tensor
 
 
 @torch.no_grad()

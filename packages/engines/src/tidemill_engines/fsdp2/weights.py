@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.weight_layout import Layout, Piece
+from tidemill_engines.weight_shard import WeightShard
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -105,6 +106,45 @@ def checkpoint_tensors(name: str, weight: torch.Tensor, layout: Layout) -> Itera
             placements = [item if isinstance(item, Replicate) else Partial() for item in weight.placements]
             own = DTensor.from_local(own, weight.device_mesh, placements, run_check=False)
         yield piece.name, own
+
+
+def checkpoint_shards(
+    name: str, weight: torch.Tensor, layout: Layout
+) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+    """As `checkpoint_tensors`, but of parts only what this rank has of them, as views; nothing is copied."""
+    pieces = layout.get(name)
+    if pieces is None or (len(pieces) == 1 and not pieces[0].stacked):
+        yield from checkpoint_tensors(name, weight, layout)
+        return
+    local, start = local_box(weight)
+    replica, num_replicas = _replica(weight)
+    for piece in pieces:
+        common = piece.overlap(start, tuple(local.shape))
+        if common is None:
+            continue
+        region, box = common
+        yield (
+            piece.name,
+            WeightShard(
+                tensor=local[box].squeeze(0) if piece.stacked else local[box],
+                global_shape=piece.shape[1:] if piece.stacked else piece.shape,
+                start=tuple(part.start for part in region),
+                replica=replica,
+                num_replicas=num_replicas,
+            ),
+        )
+
+
+def _replica(weight: torch.Tensor) -> tuple[int, int]:
+    """Which of how many equal copies of its part of a tensor this rank has."""
+    index, count = 0, 1
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        for axis, placement in enumerate(weight.placements):
+            if isinstance(placement, Replicate):
+                index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+                count *= mesh.size(axis)
+    return index, count
 
 
 def _own_share(local: torch.Tensor, start: tuple[int, ...], piece: Piece) -> torch.Tensor:
