@@ -36,8 +36,8 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
 
-    The processes are forked from a server that has torch and transformers imported already, so that starting them
-    takes a fraction of a second after the first call. They have the caller's environment; RANK, LOCAL_RANK and
+    On a machine without a GPU the processes are forked from a server that has torch and transformers imported already,
+    so that starting them takes a fraction of a second after the first call. They have the caller's environment; RANK, LOCAL_RANK and
     WORLD_SIZE are set.
 
     Returns:
@@ -55,8 +55,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _context()
     with tempfile.TemporaryDirectory(prefix="tidemill-ranks-") as folder:
         results = context.Queue()
         store = str(Path(folder) / "store")
@@ -73,6 +72,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def _context() -> Any:
+    import torch
+
+    # Some of what the server imports looks at the GPUs, after which no process forked from it can use them.
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: float) -> list[Any]:
