@@ -37,8 +37,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
 
     On a machine without a GPU the processes are forked from a server that has torch and transformers imported already,
-    so that starting them takes a fraction of a second after the first call. They have the caller's environment; RANK, LOCAL_RANK and
-    WORLD_SIZE are set.
+    so that starting them takes a fraction of a second after the first call. They have the caller's environment; RANK,
+    LOCAL_RANK and WORLD_SIZE are set.
 
     Returns:
         What `fn` returned on each rank, in rank order (plain data or CPU tensors).
