@@ -149,6 +149,36 @@ class TestKernels:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_kernels_compile_for_a_gpu_that_is_not_here(bias, softcap):
+    """The interpreter takes more than the compiler does."""
+    triton = pytest.importorskip("triton")
+    from tidemill_engines import head_kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {
+        "*fp32": ("logits", "parts", "statistics", "grad_log_probs", "grad_entropy"),
+        "*bf16": ("out", "bias"),
+        "*i64": ("labels",),
+        "i32": ("first", "num_tokens", "num_columns"),
+        "fp32": ("inner", "outer"),
+    }
+    types = {name: dtype for dtype, names in pointers.items() for name in names}
+    flags = {"HAS_BIAS": bias, "SOFTCAP": softcap, "HAS_ENTROPY": True, "BLOCK": 4096}
+    for kernel in (head_kernels._add_kernel, head_kernels._gradient_kernel):
+        names = kernel.arg_names
+        source = ASTSource(
+            fn=kernel,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(i,): flags[name] for i, name in enumerate(names) if name in flags},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        assert "sm_90" in compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_all_of_this_holds_in_the_interpreter():
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -26,9 +26,12 @@ def _softened(x, bias, column, inside, inner, outer, HAS_BIAS: tl.constexpr, SOF
     if SOFTCAP:
         shrunk = tl.exp(-2.0 * tl.abs(x * inner))
         bounded = (1.0 - shrunk) / (1.0 + shrunk)
-        bounded = tl.where(x * inner < 0, -bounded, bounded)
-        return bounded * outer, (1.0 - bounded * bounded) * (inner * outer)
-    return x * outer, outer
+        z = tl.where(x < 0, -bounded, bounded) * outer
+        slope = (1.0 - bounded * bounded) * (inner * outer)
+    else:
+        z = x * outer
+        slope = outer
+    return z, slope
 
 
 # What changes from call to call is not worth a kernel of its own.
