@@ -1,9 +1,9 @@
 """Worker groups of Ray actors. Needs the extra: `pip install tidemill-dispatch[ray]`."""
 
-try:
-    import ray  # noqa: F401
-except ImportError as error:
-    raise ImportError("tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'") from error
+import importlib.util
+
+if importlib.util.find_spec("ray") is None:
+    raise ImportError("tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'")
 
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.group import RayWorkerGroup
