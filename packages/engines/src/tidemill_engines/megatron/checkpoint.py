@@ -53,10 +53,12 @@ def collect(
     Args:
         copied: have copies on the CPU, so that saving them need not stop the training that goes on.
     """
+    sharded: Any
     sharded, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
     state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     if copied:
         for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
+            assert part.data is not None
             part.data = part.data.detach().to("cpu", copy=True)
         common = copy.deepcopy(common)
     return Content(sharded=mcore_to_pyt_state_dict(state, False), common=common, random=_random_states(device))

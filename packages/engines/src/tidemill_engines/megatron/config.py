@@ -178,6 +178,12 @@ class MegatronConfig(ParallelConfig):
         if not self.timeout_s > 0:
             raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
 
+    def recomputed(self, model: ModelConfig) -> tuple[str, ...]:
+        """What the backward computes again: modules by Megatron's names, ("full",) for whole layers, or nothing."""
+        if not model.gradient_checkpointing:
+            return ()
+        return self.recompute_modules if model.recompute == "selective" else ("full",)
+
     def check(self, architecture: Architecture, world_size: int) -> None:
         ParallelConfig.check(self, architecture, world_size)
         is_divided = self.pipeline_model_parallel_size > 1

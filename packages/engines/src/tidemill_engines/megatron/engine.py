@@ -1,6 +1,6 @@
 """What every Megatron engine is, whatever its model computes: life cycle, optimizer and export."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -22,6 +22,7 @@ from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_model
 from tidemill_engines.megatron.cpu import on_cpu
+from tidemill_engines.megatron.data_parallel import grad_buffers, wait_for, wrap_chunks
 from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
 from tidemill_engines.megatron.layout import padded_vocab_size
@@ -126,7 +127,7 @@ class MegatronEngine(BaseEngine):
             parallel,
             dtype,
             fused=self.config.fuse_elementwise and self.device.type == "cuda",
-            recompute=self._recompute(),
+            recompute=self.config.recomputed(self.model_config),
         )
         config.finalize_model_grads_func = finalize_without_scaling  # type: ignore[assignment]
         models = build_chunks(self.architecture, config)
@@ -136,26 +137,16 @@ class MegatronEngine(BaseEngine):
         group = _initialized(dist.group.WORLD)  # also takes tensors on GPUs
         self._weights = MegatronWeights(models, self.architecture, own_placement(), group)
         self._fill_weights()
-        is_trained = self.optimizer_config is not None
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=is_trained and self.config.use_distributed_optimizer,
-            overlap_grad_reduce=is_trained and self.config.overlap_grad_reduce,
-            overlap_param_gather=is_trained and self.config.overlap_param_gather,
-        )
-        self.chunks = [
-            DistributedDataParallel(config, settings, model, disable_bucketing=number > 0)
-            for number, model in enumerate(models)
-        ]
-        if settings.overlap_grad_reduce:
-            no_sync: Any = [chunk.no_sync for chunk in self.chunks]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.chunks = wrap_chunks(models, config, self.config, is_trained=self.optimizer_config is not None)
         if self.optimizer_config is not None:
             self.reset_optimizer(self.optimizer_config)
         self._train(training=False)
         kinds = {
             "params": (self.config.param_offload, Parked(self._params)),
-            "grads": (self.config.grad_offload, Parked(self._grads, are_zero=lambda: self._grads_are_zero)),
+            "grads": (
+                self.config.grad_offload,
+                Parked(lambda: grad_buffers(self.chunks), are_zero=lambda: self._grads_are_zero),
+            ),
             "optimizer": (self.config.optimizer_offload, Parked(self._optimizer_tensors)),
         }
         self._parking = Parking({kind: parked for kind, (wanted, parked) in kinds.items() if wanted})
@@ -168,16 +159,8 @@ class MegatronEngine(BaseEngine):
         with SafetensorsFiles(Path(model.path)) as files, together(self.groups.control):
             self.weights.load(files, new=self.new_weights, unused=self.unused_weights)
 
-    def _recompute(self) -> Sequence[str] | None:
-        if not self.model_config.gradient_checkpointing:
-            return None
-        return self.config.recompute_modules if self.model_config.recompute == "selective" else ("full",)
-
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for chunk in self.chunks for param in chunk.parameters())
-
-    def _grads(self) -> Iterator[torch.Tensor]:
-        return (each.grad_data for chunk in self.chunks for each in chunk.buffers + chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         return iter(()) if self._optimizer is None else own_tensors(self._optimizer, list(self._params()))
@@ -224,8 +207,7 @@ class MegatronEngine(BaseEngine):
         model: Any = unwrapped(chunk)
         is_tied = self.architecture.tie_word_embeddings
         weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
-        if chunk.use_forward_hook:  # it is of modules that run, and the head's does not
-            chunk.param_to_bucket_group[weight].finish_param_sync()
+        wait_for(chunk, weight)
         size = self.config.tensor_model_parallel_size
         rows = padded_vocab_size(self.architecture.vocab_size, size) // size
         first = dist.get_rank(self.groups.tp) * rows

@@ -27,7 +27,7 @@ def _close(changes: Changes) -> None:
     name = "_set_main_param_and_optimizer_states"
     changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
     if not HAVE_TE:
-        make = CheckpointWithoutOutput.__init__
+        make: Any = CheckpointWithoutOutput.__init__
         changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))
 
 

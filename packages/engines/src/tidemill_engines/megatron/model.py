@@ -30,7 +30,7 @@ def transformer_config(
     dtype: torch.dtype,
     *,
     fused: bool = False,
-    recompute: Sequence[str] | None = None,
+    recompute: Sequence[str] = (),
 ) -> TransformerConfig:
     """Megatron's own configuration.
 
@@ -102,8 +102,8 @@ def _as_it_is(weight: torch.Tensor) -> None:
     pass
 
 
-def _recompute(what: Sequence[str] | None) -> dict[str, Any]:
-    if what is None:
+def _recompute(what: Sequence[str]) -> dict[str, Any]:
+    if not what:
         return {}
     if tuple(what) == ("full",):
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

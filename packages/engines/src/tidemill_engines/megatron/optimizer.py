@@ -86,7 +86,7 @@ def grad_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
         own = torch.zeros_like(total)
         grads = part.get_main_grads_for_grad_norm()
         if grads:
-            own += torch.stack(torch._foreach_norm(grads, 2.0)).double().square().sum()
+            own += torch.nn.utils.get_total_norm(grads).double().square()
         dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
         total += own
     return math.sqrt(total.item())
@@ -109,5 +109,5 @@ def apply_gradient(optimizer: MegatronOptimizer, config: OptimizerConfig, norm: 
         group["lr"] = lr * group.get("lr_mult", 1.0)
         grads = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
         if norm > config.clip_grad and grads:
-            torch._foreach_mul_(grads, config.clip_grad / norm)
+            torch._foreach_mul_(grads, config.clip_grad / norm)  # pyright: ignore[reportPrivateImportUsage]
     optimizer.step_with_ready_grads()

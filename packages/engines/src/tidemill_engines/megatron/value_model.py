@@ -21,10 +21,10 @@ from tidemill_engines.megatron.weights import unwrapped
 class ValueHead(torch.nn.Linear):
     """One output, in float32 at least."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """From hidden states [m, H] to values [m]."""
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        return F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        return F.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
 
 
 class MegatronValueModel(MegatronLanguageModel):

@@ -1,0 +1,49 @@
+"""Megatron's wrapper for data parallelism: buffers of weights and gradients, and when they are exchanged."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines.megatron.model import HiddenStatesModel
+
+
+def wrap_chunks(
+    models: Sequence[HiddenStatesModel], transformer: TransformerConfig, config: MegatronConfig, *, is_trained: bool
+) -> list[DistributedDataParallel]:
+    """Wraps the model's chunks on this rank; `transformer` learns how to leave out exchanges between micro-batches.
+
+    Args:
+        is_trained: without training there are no gradients, and weights stay where they are.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=is_trained and config.use_distributed_optimizer,
+        overlap_grad_reduce=is_trained and config.overlap_grad_reduce,
+        overlap_param_gather=is_trained and config.overlap_param_gather,
+    )
+    chunks = [
+        DistributedDataParallel(transformer, settings, model, disable_bucketing=number > 0)
+        for number, model in enumerate(models)
+    ]
+    if settings.overlap_grad_reduce:
+        no_sync: Any = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return chunks
+
+
+def wait_for(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
+    """Lets a weight that is used outside of its module be gathered, which the modules' own use does by itself."""
+    if chunk.use_forward_hook:
+        chunk.param_to_bucket_group[weight].finish_param_sync()
+
+
+def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    """The tensors in which all gradients lie."""
+    for chunk in chunks:
+        buffers: Any = chunk.buffers  # a list, unlike that of other modules
+        for each in [*buffers, *chunk.expert_parallel_buffers]:
+            yield each.grad_data
