@@ -45,7 +45,7 @@ def test_varlen_kernel_equals_the_padded_path(dtype, kv_heads, window, by_cudnn,
     if by_cudnn:
         needs_cudnn()
     else:
-        monkeypatch.setattr("tidemill_engines.attention._HAS_CUDNN", False)
+        monkeypatch.setattr("tidemill_engines.attention.HAS_CUDNN", False)
     lengths = [1, 300, 17, 128, 64, 511]
     assert_equals_the_padded_path(varlen_cuda, dtype, lengths, kv_heads=kv_heads, window=window)
 

@@ -13,7 +13,8 @@ from tidemill_engines.sequence_parallel import heads_to_tokens, tokens_to_heads
 
 NAME = "tidemill_varlen"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
+HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
+"""Whether cuDNN's own graph interface (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
 
 
 def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> None:
@@ -137,7 +138,7 @@ def takes_cudnn(q: torch.Tensor, sliding_window: int | None) -> bool:
     data centre, there is no window, and heads are no wider than its kernels."""
     num_tokens, num_heads, head_dim = q.shape
     return (
-        _HAS_CUDNN
+        HAS_CUDNN
         and sliding_window is None
         and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         and head_dim <= 128
