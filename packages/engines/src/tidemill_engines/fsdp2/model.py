@@ -89,6 +89,10 @@ def _heavy_operations() -> list[Any]:
     """What takes long to compute: matrix products and attention."""
     importlib.import_module("torch.nn.attention.varlen")  # registers the operation below
     aten = torch.ops.aten
+    of_cudnn = []
+    if attention.HAS_CUDNN:
+        importlib.import_module("tidemill_engines.cudnn_attention")
+        of_cudnn.append(torch.ops.tidemill.cudnn_attention.default)
     return [
         aten.mm.default,
         aten.bmm.default,
@@ -99,6 +103,7 @@ def _heavy_operations() -> list[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torch_attn._varlen_attn.default,
+        *of_cudnn,
     ]
 
 
