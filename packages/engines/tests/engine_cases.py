@@ -131,23 +131,14 @@ def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, 
     return pg + 0.3 * nll - 0.05 * entropy, metrics
 
 
-def other_tiny_model(path: Path, family: str) -> Path:
-    """As `tidemill_testing.tiny_model`, of families with something special: experts, or windows and biases."""
+def starcoder2_model(path: Path) -> Path:
+    """As `tidemill_testing.tiny_model`, with windows and biases.
+
+    Nothing in it is computed in float32 if the weights are in float64.
+    """
     import transformers
 
-    config_cls, model_cls, fields = {
-        "qwen3_moe": (
-            transformers.Qwen3MoeConfig,
-            transformers.Qwen3MoeForCausalLM,
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
-        ),
-        "starcoder2": (  # nothing in it is computed in float32 if the weights are in float64
-            transformers.Starcoder2Config,
-            transformers.Starcoder2ForCausalLM,
-            {"sliding_window": 4, "attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-        ),
-    }[family]
-    config = config_cls(
+    config = transformers.Starcoder2Config(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -157,11 +148,14 @@ def other_tiny_model(path: Path, family: str) -> Path:
         initializer_range=0.1,
         bos_token_id=1,
         eos_token_id=2,
-        **fields,
+        sliding_window=4,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        embedding_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model_cls(config).save_pretrained(path)
+        transformers.Starcoder2ForCausalLM(config).save_pretrained(path)
     return path
 
 
@@ -233,13 +227,15 @@ def build_engine(
     **engine: Any,
 ):
     from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
 
+    config_class = MegatronConfig if backend == "megatron" else EngineConfig
     settings = OPTIMIZER if optimizer is True else optimizer
     new = EngineRegistry.new(
         model_type=model_type,
         backend=backend,
         model=ModelConfig(path=str(path), **({} if model is None else model)),
-        engine=EngineConfig(device="cpu", **engine),
+        engine=config_class(device="cpu", **engine),
         optimizer=OptimizerConfig(**settings) if settings else None,
     )
     new.initialize()

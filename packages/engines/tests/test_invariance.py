@@ -1,15 +1,11 @@
 """The same global batch gives the same step as a plain loop, however the engine is laid out and the batch is split.
 
-Layouts are combinations of `FACTORS`. By default they are chosen such that every two values of two factors occur
-together at least once; all of them run as `slow`. What a layout means for a backend is in `SETTINGS`: another engine
-adds a function there and its name to `BACKENDS`.
+Layouts are combinations of factors, for each backend its own (`layouts.SUITES`). By default they are chosen such that
+every two values of two factors occur together at least once; all of them run as `slow`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from importlib.util import find_spec
-from itertools import combinations, product
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -20,78 +16,16 @@ from engine_cases import (
     check_training,
     engine_training,
     make_batch,
-    other_tiny_model,
     pad_batch,
     plain_training,
     policy_like_loss,
     shard,
+    starcoder2_model,
     weights_of,
 )
+from layouts import LORA, SUITES
 from tidemill_engines import OptimizerConfig
-from tidemill_engines.config import LoraConfig
 from tidemill_testing import run_ranks, tiny_model
-
-Layout = dict[str, Any]
-
-FACTORS: dict[str, list[Any]] = {
-    "dp": [1, 2, 4],
-    "sp": [1, 2],
-    "sharding": ["ZeRO-3", "ZeRO-2", "HSDP"],
-    "micro": [1, 3, "dynamic"],
-    "form": ["ragged", "padded"],
-    "rows": ["in order", "mixed"],
-    "recompute": [False, True],
-    "tuning": ["full", "LoRA"] if find_spec("peft") else ["full"],
-    "family": ["qwen3 tied", "qwen2 tied", "qwen2", "llama tied", "llama", "qwen3_moe"],
-}
-
-
-def is_possible(layout: Layout) -> bool:
-    return layout["sharding"] != "HSDP" or layout["dp"] * layout["sp"] > 1  # needs two ranks to replicate anything
-
-
-LORA = LoraConfig(rank=3, alpha=8.0, target_modules=("q_proj", "v_proj"))  # 3 rows, for 1 to 8 ranks
-
-
-def fsdp2_settings(layout: Layout) -> dict[str, Any]:
-    world_size = layout["dp"] * layout["sp"]
-    by_tokens = layout["micro"] == "dynamic"
-    return {
-        "ulysses_sequence_parallel_size": layout["sp"],
-        "fsdp_size": world_size // 2 if layout["sharding"] == "HSDP" else -1,
-        "reshard_after_forward": layout["sharding"] != "ZeRO-2",
-        "micro_batch_size_per_gpu": None if by_tokens else layout["micro"],
-        "max_token_len_per_gpu": 30 if by_tokens else 1000,
-        "model": {
-            "gradient_checkpointing": layout["recompute"],
-            "lora": LORA if layout["tuning"] == "LoRA" else None,
-        },
-    }
-
-
-SETTINGS: dict[str, Callable[[Layout], dict[str, Any]]] = {"fsdp2": fsdp2_settings}
-BACKENDS = sorted(SETTINGS)
-
-
-def all_layouts() -> list[Layout]:
-    layouts = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
-    return [layout for layout in layouts if is_possible(layout)]
-
-
-def pairwise_layouts() -> list[Layout]:
-    """Few layouts with all pairs of values that are possible, found greedily."""
-
-    def pairs(layout: Layout) -> set[Any]:
-        return set(combinations(layout.items(), 2))
-
-    candidates = [(layout, pairs(layout)) for layout in all_layouts()]
-    missing = set().union(*(has for _, has in candidates))
-    chosen = []
-    while missing:
-        layout, has = max(candidates, key=lambda candidate: len(candidate[1] & missing))
-        chosen.append(layout)
-        missing -= has
-    return chosen
 
 
 def make_batches():
@@ -110,7 +44,7 @@ def run_layouts(backend, paths, batches, layouts):
             paths[layout["family"]],
             [laid_out(batch, layout) for batch in batches],
             backend=backend,
-            **SETTINGS[backend](layout),
+            **SUITES[backend].settings(layout),
         )
         for layout in layouts
     ]
@@ -118,16 +52,19 @@ def run_layouts(backend, paths, batches, layouts):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The folder of each family's model, and what training it plainly gives, by family and tuning."""
-    folder, paths, expected = tmp_path_factory.mktemp("models"), {}, {}
-    for family in FACTORS["family"]:
+    """For each backend the folder of each family's model, and what training it plainly gives, by family and tuning."""
+    return {backend: make_models(suite, tmp_path_factory.mktemp(backend)) for backend, suite in SUITES.items()}
+
+
+def make_models(suite, folder):
+    paths, expected = {}, {}
+    for family in suite.factors["family"]:
         name, *tied = family.split()
-        if name == "qwen3_moe":
-            paths[family] = other_tiny_model(folder / family, name)
-        else:
-            paths[family] = tiny_model(folder / family, name, vocab_size=VOCAB, tie_word_embeddings=bool(tied))
-    run_ranks(run_save_adapters, 1, list(paths.values()))
-    for family, tuning in product(paths, FACTORS["tuning"]):
+        fields = {} if "moe" in name else {"tie_word_embeddings": bool(tied)}
+        paths[family] = tiny_model(folder / family, name, vocab_size=VOCAB, **fields, **suite.overrides)
+    if "LoRA" in suite.factors["tuning"]:
+        run_ranks(run_save_adapters, 1, list(paths.values()))
+    for family, tuning in product(paths, suite.factors["tuning"]):
         adapter = adapter_of(paths[family]) if tuning == "LoRA" else None
         expected[family, tuning] = plain_training(paths[family], make_batches(), adapter=adapter)
     return paths, expected
@@ -139,17 +76,17 @@ def adapter_of(path):
 
 def run_save_adapters(paths):
     """The adapters that every engine starts with."""
-    for path in paths if "LoRA" in FACTORS["tuning"] else []:
+    for path in paths:
         engine = build_engine(path, model={"lora": LORA})
         engine.save_adapter(adapter_of(path))
         engine.close()
 
 
 def check_layouts(backend, models, layouts):
-    paths, expected = models
+    paths, expected = models[backend]
     by_world_size = defaultdict(list)
     for layout in layouts:
-        by_world_size[layout["dp"] * layout["sp"]].append(layout)
+        by_world_size[SUITES[backend].world_size(layout)].append(layout)
     for world_size, group in by_world_size.items():
         results = run_ranks(run_layouts, world_size, backend, paths, make_batches(), group, timeout_s=1200.0)
         for number, layout in enumerate(group):
@@ -158,21 +95,56 @@ def check_layouts(backend, models, layouts):
             )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", sorted(SUITES))
 def test_step_does_not_depend_on_the_layout(models, backend):
-    layouts = pairwise_layouts()
+    layouts = SUITES[backend].pairwise_layouts()
     assert len(layouts) < 30
     check_layouts(backend, models, layouts)
 
 
+GRID = [
+    (backend, dict(zip(suite.grid, values, strict=True)) | suite.fixed)
+    for backend, suite in SUITES.items()
+    for values in product(*(suite.factors[name] for name in suite.grid))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FACTORS["family"])
-@pytest.mark.parametrize("sp", FACTORS["sp"])
-@pytest.mark.parametrize("dp", FACTORS["dp"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_step_does_not_depend_on_any_layout(models, backend, dp, sp, family):
-    wanted = {"dp": dp, "sp": sp, "family": family, "recompute": False}
-    check_layouts(backend, models, [layout for layout in all_layouts() if wanted.items() <= layout.items()])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("backend", "wanted"), GRID, ids=lambda value: str(value))
+def test_step_does_not_depend_on_any_layout(models, backend, wanted):
+    layouts = SUITES[backend].all_layouts()
+    check_layouts(backend, models, [layout for layout in layouts if wanted.items() <= layout.items()])
+
+
+FIVE_STEPS = [make_batch(9, seed=seed, temperature=0.8) for seed in range(5)]
+ENGINES = {
+    "qwen3": [("fsdp2", {}), ("megatron", {"tensor_model_parallel_size": 2})],
+    "qwen3_moe": [
+        ("fsdp2", {"model": {"router_aux_loss_coef": 0.3}}),
+        ("megatron", {"model": {"router_aux_loss_coef": 0.3}, "expert_model_parallel_size": 2}),
+        ("megatron", {"model": {"router_aux_loss_coef": 0.3}, "pipeline_model_parallel_size": 2}),
+    ],
+}
+
+
+def run_engines(paths):
+    return {
+        family: [
+            engine_training(paths[family], FIVE_STEPS, backend=backend, **settings) for backend, settings in engines
+        ]
+        for family, engines in ENGINES.items()
+    }
+
+
+def test_engines_agree_over_five_steps(models):
+    paths, _ = models["megatron"]
+    ranks = run_ranks(run_engines, 2, {family: paths[family] for family in ENGINES}, timeout_s=250)
+    for family, engines in ENGINES.items():
+        reference = ranks[0][family][0]
+        assert len(reference[0]) == 5
+        for number, (backend, settings) in enumerate(engines):
+            check_training([rank[family][number] for rank in ranks], reference, (family, backend, settings))
 
 
 EXACT = [  # in float64, on the family whose layers are in float64 then, with windows of 4 tokens
@@ -192,7 +164,7 @@ def run_exact(path, batches):
 
 
 def test_sliding_windows_and_double_precision(tmp_path):
-    path = other_tiny_model(tmp_path / "model", "starcoder2")
+    path = starcoder2_model(tmp_path / "model")
     batches = [batch_in_double(batch) for batch in make_batches()]
     expected = plain_training(path, batches, dtype=torch.float64)
     results = run_ranks(run_exact, 2, path, batches)
@@ -211,7 +183,7 @@ def run_other_attention(path, batches):
 
 
 def test_attention_of_transformers(models):
-    paths, expected = models
+    paths, expected = models["fsdp2"]
     results = run_ranks(run_other_attention, 1, paths["qwen3 tied"], make_batches())
     check_training(results, expected["qwen3 tied", "full"], "sdpa")
 

@@ -1,0 +1,89 @@
+"""What the Megatron engine refuses: on every rank, before anything is divided, and fit for another engine after it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from engine_cases import VOCAB, build_engine, make_batch, shard
+from tidemill_dataproto import DataProto, ragged
+from tidemill_testing import run_ranks, tiny_model
+
+pytestmark = pytest.mark.timeout(280)
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+SP = {"sequence_parallel": True}
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("dense", {TP: 4}, "tp x pp x cp = 4 does not divide the 2 ranks"),
+    ("dense", {CP: 3}, "tp x pp x cp = 3 does not divide the 2 ranks"),
+    ("three heads", {TP: 2}, "tensor_model_parallel_size = 2 does not divide the 3 attention heads"),
+    ("three layers", {PP: 2}, "pp x vpp = 2 does not divide the 3 layers"),
+    ("dense", {PP: 2, VPP: 2}, "pp x vpp = 4 does not divide the 2 layers"),
+    ("dense", {EP: 2}, "expert_model_parallel_size is 2, but a qwen3 model has no experts"),
+    ("three experts", {EP: 2}, "expert_model_parallel_size = 2 does not divide the 3 experts"),
+    (
+        "odd experts",
+        {TP: 2, **SP, "moe_token_dispatcher_type": "allgather"},
+        "does not divide the 33 moe_inter",
+    ),
+    ("three experts", {TP: 2}, "needs sequence_parallel=True"),
+]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {"max_position_embeddings": 16}),
+    "three heads": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "three layers": ("qwen3", {"num_hidden_layers": 3}),
+    "three experts": ("qwen3_moe", {"num_experts": 3}),
+    "odd experts": ("qwen3_moe", {"moe_intermediate_size": 33}),
+}
+
+
+def long_rows() -> DataProto:
+    """One of 17 tokens among others, in the part of one rank."""
+    batch = make_batch(4, seed=1)
+    row = ragged.ragged(ragged.values(batch["input_ids"]).new_ones(17), [17])
+    columns = {"input_ids": row, "responses": ragged.split_rows(row, [10])[1]}
+    return DataProto.concat([batch.select(["input_ids", "responses"]), DataProto.from_dict(columns)])
+
+
+def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int]:
+    """What is said to each case, then to a row that is too long; and how many rows an engine still infers then."""
+    said = []
+    for model, settings, _ in CASES:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared outside
+            build_engine(paths[model], backend="megatron", **settings)
+        said.append(str(caught.value))
+    engine = build_engine(paths["dense"], backend="megatron", **{CP: 2})
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        engine.infer_batch(shard(engine, long_rows()))
+    rows = engine.infer_batch(shard(engine, long_rows()[0:4]))
+    engine.close()
+    return said, str(caught.value), len(rows)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
+    paths = {
+        name: tiny_model(tmp_path / name, family, vocab_size=VOCAB, **fields)
+        for name, (family, fields) in MODELS.items()
+    }
+    for said, too_long, num_rows in run_ranks(refusals, 2, paths, timeout_s=250):
+        for message, (_, _, expected) in zip(said, CASES, strict=True):
+            assert expected in message
+        assert "a row has 17 tokens, the model's max_position_embeddings are 16" in too_long
+        assert num_rows == 4
+
+
+def test_a_missing_megatron_names_the_extra():
+    script = """
+import sys
+sys.modules["megatron"] = None  # as if it were not installed
+from tidemill_engines import EngineRegistry, ModelConfig
+from tidemill_engines.megatron.config import MegatronConfig
+EngineRegistry.new(
+    model_type="language_model", backend="megatron", model=ModelConfig(path="x"), engine=MegatronConfig(device="cpu")
+)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert "ImportError" in run.stderr
+    assert "pip install 'tidemill-engines[megatron]'" in run.stderr
