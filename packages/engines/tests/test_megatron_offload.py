@@ -1,4 +1,4 @@
-"""What of the Megatron engine is away on the CPU comes back as it was, and checkpoints are written behind training."""
+"""Memory of the Megatron engine: no way of saving it changes a number, and checkpoints are written behind training."""
 
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,16 @@ OFFLOADS = [
 ]
 
 
-def megatron_engine(path: Path, *, checkpoint: dict[str, Any] | None = None, **engine: Any) -> Any:
+def megatron_engine(
+    path: Path, *, model: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None, **engine: Any
+) -> Any:
     from tidemill_engines import CheckpointConfig, EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
     new = EngineRegistry.new(
         model_type="language_model",
         backend="megatron",
-        model=ModelConfig(path=str(path)),
+        model=ModelConfig(path=str(path), **({} if model is None else model)),
         engine=MegatronConfig(device="cpu", max_token_len_per_gpu=40, **engine),
         optimizer=OptimizerConfig(**OPTIMIZER),
         checkpoint=None if checkpoint is None else CheckpointConfig(**checkpoint),
@@ -129,6 +131,52 @@ def test_offload_returns_memory_and_changes_no_number(tmp_path):
                 assert [size == 0 for size in seen[moment]] == wanted, moment
             assert all(size > 0 for size in seen["in a step"])
             assert [size == 0 for size in seen["evaluating"]] == [False, *wanted[1:]]
+
+
+EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
+LAYERS, NORMS = "TransformerLayer", "RMSNorm"
+# Of two layers with four norms each, and a norm behind them: which modules run again in the backward.
+SAVINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = [
+    ("qwen3", {}, {}, {LAYERS: 2, NORMS: 9, "MLP": 2}),
+    ("qwen3", {"gradient_checkpointing": True}, {}, {LAYERS: 4, NORMS: 17, "MLP": 4}),
+    ("qwen3", SELECTIVE, {}, {LAYERS: 2, NORMS: 13, "MLP": 4}),
+    ("qwen3", SELECTIVE, {"recompute_modules": ("core_attn",)}, {LAYERS: 2, NORMS: 9, "PackedAttention": 4}),
+    ("qwen3_moe", {"router_aux_loss_coef": 0.1}, EXPERTS, {LAYERS: 2, NORMS: 9, "MoELayer": 2}),
+    ("qwen3_moe", {"router_aux_loss_coef": 0.1, "gradient_checkpointing": True}, EXPERTS, {LAYERS: 4, "MoELayer": 4}),
+    ("qwen3_moe", SELECTIVE | {"router_aux_loss_coef": 0.1}, EXPERTS, {LAYERS: 2, NORMS: 13, "MoELayer": 2}),
+]
+
+
+def run_savings(paths: dict[str, Path], batch: Any) -> list[Any]:
+    out = []
+    for family, model, settings, _ in SAVINGS:
+        engine = megatron_engine(paths[family], model=model, **{TP: 2, "sequence_parallel": True}, **settings)
+        counts: dict[str, int] = {}
+
+        def count(module: Any, *_: Any, counts: dict[str, int] = counts) -> None:
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+
+        hooks = [module.register_forward_pre_hook(count) for chunk in engine.chunks for module in chunk.modules()]
+        history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)]
+        for hook in hooks:
+            hook.remove()
+        history.append(engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True))
+        out.append((history, weights_of(engine), counts))
+        engine.close()
+    return out
+
+
+def test_recomputing_changes_no_number(tmp_path):
+    paths = {family: tiny_model(tmp_path / family, family, vocab_size=VOCAB) for family in ("qwen3", "qwen3_moe")}
+    for results in run_ranks(run_savings, 2, paths, make_batch(4, seed=1), timeout_s=250):
+        expected = dict(zip((family for family, *_ in reversed(SAVINGS)), reversed(results), strict=True))
+        for (family, *_, counts), (history, weights, counted) in zip(SAVINGS, results, strict=True):
+            assert {name: counted[name] for name in counts} == counts
+            for actual, wanted in zip(history, expected[family][0], strict=True):
+                assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+            for name, weight in expected[family][1].items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def save_and_finish(engine: Any, folder: Path) -> None:
