@@ -42,6 +42,7 @@ def make_config(tmp_path_factory):
         "trainer.save_freq=4",
         "trainer.max_ckpt_to_keep=3",
         "trainer.test_freq=4",
+        "engine.peak_tflops=0.5",
         "warmup.max_steps=20",
         "warmup.test_freq=20",
     ]

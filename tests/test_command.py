@@ -31,7 +31,12 @@ _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
-_TIMES = ("timing_s/", "perf/time_per_step", "perf/throughput", "weight_update/seconds", "weight_update/gb_per_s")
+_TIMES = (
+    "timing_s/",
+    *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
+    "weight_update/seconds",
+    "weight_update/gb_per_s",
+)
 # Made once for all runs of a user, by libraries that SGLang imports.
 _CACHES = {f"torchinductor_{getpass.getuser()}", getpass.getuser()}
 
@@ -168,15 +173,18 @@ def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
 
 
 def test_fresh_processes_continue_bit_for_bit(start, recipe):
-    """8 steps equal 4 steps, and 4 more of processes that knew nothing of the first ones but the checkpoint."""
+    """8 steps equal 4 steps, and 4 more of processes that knew nothing of the first ones but the checkpoint.
+
+    The former hand the engine weights where they are, the latter copies of weights that are away.
+    """
     rewards = _run_dir(recipe).parent / "rewards.py"
     rewards.write_text(_REWARDS)  # the model is not warmed up: exact matches would be too rare to learn anything
     args = [*recipe, f"reward.function={rewards}:right_digits", "actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
     whole, halves = _run_dir(recipe) / "whole", _run_dir(recipe) / "halves"
     for command in (
         ["trainer.name=whole", "trainer.total_steps=8"],
-        ["trainer.name=halves", "trainer.total_steps=4"],
-        ["trainer.name=halves", "trainer.total_steps=8", "--resume"],
+        ["trainer.name=halves", "trainer.total_steps=4", "engine.param_offload=true"],
+        ["trainer.name=halves", "trainer.total_steps=8", "engine.param_offload=true", "--resume"],
     ):
         assert start(*args, *command).end(timeout_s=240) == 0
     expected, steps = _steps(whole), _steps(halves)

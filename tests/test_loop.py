@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600)]
 
-_TIMES = ("timing_s/", "perf/time_per_step", "perf/throughput", "weight_update/seconds", "weight_update/gb_per_s")
+_TIMES = (
+    "timing_s/",
+    *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
+    "weight_update/seconds",
+    "weight_update/gb_per_s",
+)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +80,8 @@ def test_metrics_have_their_names_and_are_finite(eight_steps):
         *(f"timing_s/{n}" for n in ("step", "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")),
         "timing_s/save_checkpoint",
         "timing_s/testing",
-        *(f"perf/{name}" for name in ("throughput", "total_num_tokens", "time_per_step")),
+        *(f"perf/{name}" for name in ("throughput", "total_num_tokens", "time_per_step", "max_memory_allocated_gb")),
+        *(f"perf/{name}/actor" for name in ("tokens_per_s", "tflops", "mfu")),
         "val-core/addition/acc/mean@1",
         "reward/frac_zero_std_groups",
         *(f"weight_update/{name}" for name in ("seconds", "bytes", "gb_per_s", "version")),
@@ -83,6 +89,9 @@ def test_metrics_have_their_names_and_are_finite(eight_steps):
     assert expected <= row.keys()
     assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
     assert row["prompt_length/mean"] == 6.0  # "12+34="
+    assert row["perf/mfu/actor"] == pytest.approx(row["perf/tflops/actor"] / 0.5)
+    assert row["perf/tokens_per_s/actor"] > 2 * row["perf/throughput"]  # of both ranks, while they train
+    assert 0.1 < row["perf/max_memory_allocated_gb"] < 20
 
 
 def test_one_optimizer_step_per_batch_is_on_policy(eight_steps):

@@ -67,8 +67,12 @@ class ActorWorker(Worker):
 
     @register(dispatch_mode=_compute)
     def update_sft(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`."""
-        return self._engine.train_batch(batch, sft_loss)
+        """One optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
+
+        Returns:
+            Metrics of the loss and the engine's `performance()`, the same on every rank.
+        """
+        return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
     @register(dispatch_mode=_compute)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -77,10 +81,15 @@ class ActorWorker(Worker):
 
     @register(dispatch_mode=_compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of the policy; returns the metrics of the global batch, the same on every rank."""
+        """One optimizer step of the policy.
+
+        Returns:
+            Metrics of the global batch and the engine's `performance()`, the same on every rank.
+        """
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
         own = ("loss", "grad_norm", "grad_nonfinite", "lr")
-        return {f"actor/{name}" if name in own else name: value for name, value in metrics.items()}
+        named = {f"actor/{name}" if name in own else name: value for name, value in metrics.items()}
+        return named | self._engine.performance()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
@@ -104,9 +113,10 @@ class ActorWorker(Worker):
             RuntimeError: an engine could not be updated; the run needs all of them.
         """
         assert self._updater is not None, "connect_engines() comes first"
-        # As a list: then the engines check all of it before they change anything. Nothing is copied for it.
-        held = [(name, _to_send(part)) for name, part in self._engine.get_per_tensor_shards()]
-        stats = self._updater.update(held, weight_version=weight_version)
+        shards = ((name, to_send(part)) for name, part in self._engine.get_per_tensor_shards())
+        # Of a list the engines check all before they change anything; it must hold no copies, so those are streamed.
+        named = shards if self._engine.streams_weights else list(shards)
+        stats = self._updater.update(named, weight_version=weight_version)
         if stats.fenced:
             told = "; ".join(f"{engine}: {why}" for engine, why in stats.fenced.items())
             raise RuntimeError(
@@ -138,7 +148,7 @@ class ActorWorker(Worker):
         self._engine.save_hf(path)
 
 
-def _to_send(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
+def to_send(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
     """A part of a weight as the updater knows it."""
     if isinstance(part, torch.Tensor):
         return part

@@ -8,6 +8,12 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_trainer.advantages import frac_zero_std_groups
 
+_RATES = {
+    "perf/mfu": "perf/mfu/actor",
+    "perf/tflops_per_rank": "perf/tflops/actor",
+    "perf/tokens_per_s": "perf/tokens_per_s/actor",
+}
+
 
 def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: int) -> dict[str, float]:
     """Scores, advantages, lengths and the agreement of rollout and training of a scored batch.
@@ -39,10 +45,34 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: 
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps of a batch, and the number of steps that were skipped."""
-    means = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+    """The mean of each metric over the optimizer steps of a batch, the number of steps that were skipped, and
+    `performance_metrics`."""
+    names = [name for name in parts[0] if not name.startswith("perf/")]
+    means = {name: float(np.mean([part[name] for part in parts])) for name in names}
     means["actor/grad_nonfinite"] = float(np.sum([part["actor/grad_nonfinite"] for part in parts]))
-    return means
+    return means | performance_metrics(parts)
+
+
+def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """How fast the optimizer steps of a batch were together; nothing if the engine does not say.
+
+    Args:
+        parts: with what `BaseEngine.performance` says of each step.
+
+    Returns:
+        "perf/mfu/actor" (left out where the peak of the device is unknown), "perf/tflops/actor" per rank,
+        "perf/tokens_per_s/actor" of all ranks together, and "perf/max_memory_allocated_gb" (in GiB, as verl's) of the
+        rank with the most: on a GPU during these steps, else of its process so far.
+    """
+    if "perf/step_s" not in parts[0]:
+        return {}
+    seconds = [part["perf/step_s"] for part in parts]
+    rates = {
+        name: float(np.average([part[told] for part in parts], weights=seconds))
+        for told, name in _RATES.items()
+        if told in parts[0]
+    }
+    return rates | {"perf/max_memory_allocated_gb": max(part["perf/peak_memory_gib"] for part in parts)}
 
 
 def validation_metrics(data_source: np.ndarray, acc: torch.Tensor) -> dict[str, float]:

@@ -15,7 +15,10 @@ _SHORT = {
     "testing": "test",
     "save_checkpoint": "save",
 }
-_HEADER = f"{'stage':>6} {'step':>5} {'reward':>7} {'accuracy':>9} {'length':>7} {'s/step':>7}   seconds per phase"
+_HEADER = (
+    f"{'stage':>6} {'step':>5} {'reward':>7} {'accuracy':>9} {'length':>7} {'s/step':>7} {'tok/s':>7} {'MFU':>5}   "
+    "seconds per phase"
+)
 
 
 class Progress:
@@ -52,7 +55,7 @@ class Progress:
         self.say(f"{text}: {time.monotonic() - started:.1f} s")
 
     def step(self, stage: str, metrics: Mapping[str, float], accuracy: float | None) -> None:
-        """One line for a step.
+        """One line for a step; tokens per second and MFU are those of training alone.
 
         Args:
             stage: "sft" or "rl".
@@ -69,13 +72,14 @@ class Progress:
             for phase, short in _SHORT.items()
             if f"timing_s/{phase}" in metrics
         )
-        seconds = metrics["timing_s/step"]
+        seconds, mfu = metrics["timing_s/step"], metrics.get("perf/mfu/actor")
         self._line(
             f"{stage:>6} {int(metrics['step']):>5} {_number(reward, 3):>7} "
             f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
-            f"{seconds:>7.2f}   [dim]{phases}[/]"
+            f"{seconds:>7.2f} {_number(metrics.get('perf/tokens_per_s/actor'), 0):>7} "
+            f"{_number(None if mfu is None else 100 * mfu, 1, '%'):>5}   [dim]{phases}[/]"
         )
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "" if value is None else f"{value:.{digits}f}{unit}"

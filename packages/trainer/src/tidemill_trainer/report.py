@@ -96,6 +96,15 @@ def _charts(metrics: Sequence[dict[str, Any]]) -> list[str]:
         line_chart("Entropy (nats per token)", {"entropy": _line(rl, "actor/entropy")}),
         line_chart("Gradient norm", {"before clipping": _line(rl, "actor/grad_norm")}),
     ]
+    charts += [
+        line_chart(title, {label: line})
+        for title, label, name in (
+            ("Training speed", "tokens per second", "perf/tokens_per_s/actor"),
+            ("Model FLOPs utilisation of training", "share of the peak", "perf/mfu/actor"),
+            ("Peak memory of training (GiB)", "rank with the most", "perf/max_memory_allocated_gb"),
+        )
+        if (line := _line(rl, name))
+    ]
     if warmup:
         loss = _line(warmup, "sft/loss", lambda row: row["sft/step"])
         charts.append(line_chart("Warm-up: SFT loss", {"loss": loss}))

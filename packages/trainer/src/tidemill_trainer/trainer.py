@@ -16,7 +16,7 @@ from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, with_responses
 from tidemill_trainer.inputs import Inputs
-from tidemill_trainer.metrics import batch_metrics, mean_metrics, validation_metrics
+from tidemill_trainer.metrics import batch_metrics, mean_metrics, performance_metrics, validation_metrics
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import RewardScorer, Scores
 from tidemill_trainer.rollout.worker import sampling_seeds
@@ -141,7 +141,8 @@ class Trainer:
             with timing("step"):
                 batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
                 metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
-                metrics = {f"sft/{name}": value for name, value in metrics.items()}
+                of_loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
+                metrics = of_loss | performance_metrics([metrics])
                 tested = step == config.max_steps or _is_due(step, config.test_freq)
                 if tested:
                     self._actor.update_weights(f"warmup-{step}")
