@@ -11,7 +11,6 @@ M, H, V = 11, 8, 37
 def _compare(size: int) -> list[float]:
     """On each rank: the largest differences of log-probs, entropy and gradients, over dtypes and chunks."""
     from tidemill_engines.log_probs import Head, head_log_probs
-    from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 
     rows = -(-V // size)
     first = dist.get_rank() * rows
@@ -29,10 +28,10 @@ def _compare(size: int) -> list[float]:
         padded[:num_tokens] = weight.detach()[first : first + num_tokens]
         padded.requires_grad_()
         own = hidden.detach().clone().requires_grad_()
-        head = VocabShard(weight=padded, first=first, num_tokens=num_tokens, group=dist.group.WORLD)
-        chunk_bytes = chunk_tokens * rows * 8
-        actual = vocab_parallel_log_probs(own, head, labels, temperature=0.7, entropy=True, chunk_bytes=chunk_bytes)
-        alone, none = vocab_parallel_log_probs(own, head, labels, temperature=0.7, chunk_bytes=chunk_bytes)
+        head = Head(weight=padded[:num_tokens])
+        settings = {"temperature": 0.7, "chunk_bytes": chunk_tokens * rows * 8, "group": dist.group.WORLD}
+        actual = head_log_probs(own, head, labels - first, entropy=True, **settings)
+        alone, none = head_log_probs(own, head, labels - first, **settings)
         assert none is None
         _total(actual).backward()
         grad = own.grad.clone()
@@ -60,13 +59,14 @@ def test_a_divided_vocabulary_gives_what_the_whole_one_does(size):
 
 def _only_padding() -> list[float]:
     """Three tokens among four ranks: one row each, the last one's is padding."""
-    from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
+    from tidemill_engines.log_probs import Head, head_log_probs
 
     rank = dist.get_rank()
     weight = torch.eye(4)[rank : rank + 1].clone().requires_grad_()
-    head = VocabShard(weight=weight, first=rank, num_tokens=int(rank < 3), group=dist.group.WORLD)
+    head = Head(weight=weight[: int(rank < 3)])
     hidden = torch.zeros(2, 4, requires_grad=True)
-    log_probs, entropy = vocab_parallel_log_probs(hidden, head, torch.tensor([0, 2]), entropy=True)
+    labels = torch.tensor([0, 2]) - rank
+    log_probs, entropy = head_log_probs(hidden, head, labels, entropy=True, group=dist.group.WORLD)
     (log_probs.sum() + entropy.sum()).backward()
     return torch.cat([log_probs, entropy]).detach().tolist()
 

@@ -25,7 +25,6 @@ from tidemill_engines.megatron.cpu import on_cpu
 from tidemill_engines.megatron.data_parallel import grad_buffers, wait_for, wrap_chunks
 from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
-from tidemill_engines.megatron.layout import padded_vocab_size
 from tidemill_engines.megatron.mixture import check_mixture
 from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, transformer_config
 from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors
@@ -201,17 +200,16 @@ class MegatronEngine(BaseEngine):
             raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig and initialize() it")
         return self._optimizer
 
-    def head(self) -> tuple[torch.Tensor, int, int]:
-        """On the last stage, the rows of the head of this rank, the token of the first, and how many are tokens."""
+    def head(self) -> tuple[torch.Tensor, int]:
+        """On the last stage, the rows of the head that this rank has, without padding, and the token of the first."""
         chunk = self.chunks[-1]
         model: Any = unwrapped(chunk)
         is_tied = self.architecture.tie_word_embeddings
         weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
         wait_for(chunk, weight)
-        size = self.config.tensor_model_parallel_size
-        rows = padded_vocab_size(self.architecture.vocab_size, size) // size
-        first = dist.get_rank(self.groups.tp) * rows
-        return weight, first, max(0, min(rows, self.architecture.vocab_size - first))
+        first = dist.get_rank(self.groups.tp) * len(weight)
+        num_tokens = max(0, self.architecture.vocab_size - first)
+        return weight if num_tokens >= len(weight) else weight[:num_tokens], first
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from tidemill_engines.megatron.mixture import COLUMN, MixtureBatch
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
 from tidemill_engines.megatron.rotary import rotary_angles
-from tidemill_engines.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
 from tidemill_engines.routing import with_router_loss
@@ -118,24 +117,15 @@ class MegatronLanguageModel(MegatronEngine):
         Args:
             hidden_states: [n, H] of all tokens of this context-parallel rank.
         """
-        weight, first, num_tokens = self.head()
-        hidden_states = hidden_states[inputs.predictors]
-        if self.config.tensor_model_parallel_size == 1:
-            log_probs, entropy = head_log_probs(
-                hidden_states,
-                Head(weight=weight),
-                inputs.labels,
-                temperature=inputs.temperature,
-                entropy=calculate_entropy,
-            )
-        else:
-            log_probs, entropy = vocab_parallel_log_probs(
-                hidden_states,
-                VocabShard(weight=weight, first=first, num_tokens=num_tokens, group=self.groups.tp),
-                inputs.labels,
-                temperature=inputs.temperature,
-                entropy=calculate_entropy,
-            )
+        weight, first = self.head()
+        log_probs, entropy = head_log_probs(
+            hidden_states[inputs.predictors],
+            Head(weight=weight),
+            inputs.labels - first,
+            temperature=inputs.temperature,
+            entropy=calculate_entropy,
+            group=self.groups.tp if self.config.tensor_model_parallel_size > 1 else None,
+        )
         return ModelOutput(
             log_probs=self.of_all_tokens(log_probs, inputs),
             entropy=None if entropy is None else self.of_all_tokens(entropy, inputs),
