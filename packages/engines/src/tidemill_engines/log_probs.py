@@ -152,8 +152,3 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def token_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
-    size = max(1, chunk_bytes // (vocab_size * dtype.itemsize))
-    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
