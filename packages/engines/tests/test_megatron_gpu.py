@@ -264,8 +264,8 @@ def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
         assert error < max(2 * rounding, 1e-3), f"{name}: {error} against {rounding} of the padded path"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rotation_as_one_kernel_equals_that_of_several(dtype):
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_rotation_as_one_kernel_equals_that_of_several(dtype, atol):
     from tidemill_engines.megatron.rotary import rotary_angles, rotate
 
     torch.manual_seed(0)
@@ -277,8 +277,7 @@ def test_the_rotation_as_one_kernel_equals_that_of_several(dtype):
         fused = x.clone().requires_grad_()
         out, expected = rotate(fused, *rotary, fused=True), rotate(plain, *rotary)
         direction = torch.randn_like(out)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad((out * direction).sum(), fused),
-            torch.autograd.grad((expected * direction).sum(), plain),
-        )
+        torch.testing.assert_close(out, expected, rtol=atol, atol=atol)
+        [grad] = torch.autograd.grad((out * direction).sum(), fused)
+        [expected_grad] = torch.autograd.grad((expected * direction).sum(), plain)
+        torch.testing.assert_close(grad, expected_grad, rtol=atol, atol=atol)
