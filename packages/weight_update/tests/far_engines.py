@@ -3,7 +3,6 @@
 far_engines.py SOCKET [DEVICE]      one rank; started by `Rank`, or by hand in a PID namespace of its own
 """
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -123,13 +122,6 @@ def _be_far() -> None:
     torch.from_file = from_file
 
 
-def context() -> Any:
-    """Starts processes from a server that has torch imported already, as `run_ranks` does."""
-    forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(ranks._PRELOAD)
-    return forkserver
-
-
 class Rank:
     """A process that serves as one rank of an engine.
 
@@ -146,7 +138,7 @@ class Rank:
 
     def _start(self, device: str, is_far: bool) -> None:
         args = (self.path, device, is_far, os.environ[TOKEN_VARIABLE])
-        self._process = context().Process(target=main, args=args, daemon=True)
+        self._process = ranks.context().Process(target=main, args=args, daemon=True)
         self._process.start()
 
     @property

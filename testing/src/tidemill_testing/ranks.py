@@ -55,12 +55,12 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    context = _context()
+    start = context()
     with tempfile.TemporaryDirectory(prefix="tidemill-ranks-") as folder:
-        results = context.Queue()
+        results = start.Queue()
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=_rank_main, args=(payload, rank, world_size, store, results), daemon=True)
+            start.Process(target=_rank_main, args=(payload, rank, world_size, store, results), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -74,7 +74,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 process.join()
 
 
-def _context() -> Any:
+def context() -> Any:
+    """How processes are started: forked from a server that has torch imported already, or afresh where there are GPUs."""
     import torch
 
     # Some of what the server imports looks at the GPUs, after which no process forked from it can use them.
