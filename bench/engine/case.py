@@ -101,7 +101,7 @@ _MICRO_TOKENS = {  # as they come; compiled; with recomputation; in a plain loop
 DEFAULT_CASES = {
     "0.6b": "base,compile,ckpt,plain",
     "1.7b": "base,compile,ckpt,plain",
-    "4b": "logprobs,base,compile,compile+zero2,ckpt,ckpt+compile,plain,plain+sorted",
+    "4b": "logprobs,base,compile,compile+zero2,selective+compile,ckpt,ckpt+compile,plain,plain+sorted",
     "8b": "ckpt,ckpt+compile,bf16+compile,plain+ckpt,plain+bf16+ckpt,plain+bf16+ckpt+sorted",
     "moe": "ckpt",
     "tiny": "logprobs,base,ckpt+compile,bf16,plain,plain+sorted",
