@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from far_engines import FarEngine, Rank, context, resources, settled, steady, stopwatch
+from far_engines import FarEngine, Rank, resources, settled, steady, stopwatch
+from tidemill_testing import ranks
 from tidemill_weight_update import GroupLink, LocalShard, UpdateStats, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from torch import Tensor
@@ -130,9 +131,9 @@ def run(
         signal=how,
         after=AFTER,
     )
-    pipes = [context().Pipe(duplex=False) for _ in range(world_size)]
+    pipes = [ranks.context().Pipe(duplex=False) for _ in range(world_size)]
     trainers = [
-        context().Process(target=_main, args=(plan, rank, os.environ[TOKEN_VARIABLE], pipe), daemon=True)
+        ranks.context().Process(target=_main, args=(plan, rank, os.environ[TOKEN_VARIABLE], pipe), daemon=True)
         for rank, (_, pipe) in enumerate(pipes)
     ]
     for trainer, (_, pipe) in zip(trainers, pipes, strict=True):

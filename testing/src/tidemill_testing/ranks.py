@@ -75,7 +75,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def context() -> Any:
-    """How processes are started: forked from a server that has torch imported already, or afresh where there are GPUs."""
+    """How processes are started: forked from a server that has torch imported already; where there are GPUs, afresh."""
     import torch
 
     # Some of what the server imports looks at the GPUs, after which no process forked from it can use them.
