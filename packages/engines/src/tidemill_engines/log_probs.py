@@ -78,7 +78,7 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         parts = SoftmaxParts(len(labels), dtype, hidden_states.device)
-        for chunk in vocabulary_chunks(len(labels), len(weight), dtype, chunk_bytes):
+        for chunk in _vocabulary_chunks(len(labels), len(weight), dtype, chunk_bytes):
             parts.add(_logits(hidden_states, weight, bias, chunk, dtype), labels, rule)
         if group is not None:
             parts.combine(group)
@@ -104,12 +104,12 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_states, dtype=dtype) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
-        for chunk in vocabulary_chunks(len(labels), len(weight), dtype, chunk_bytes):
+        for chunk in _vocabulary_chunks(len(labels), len(weight), dtype, chunk_bytes):
             piece = _logits(hidden_states, weight, bias, chunk, dtype)
             grad = logit_gradients(piece, labels, statistics, grad_log_probs, grad_entropy, rule, weight.dtype)
             del piece
             if grad_hidden is not None:
-                add_product(grad_hidden, grad, weight[chunk])
+                _add_product(grad_hidden, grad, weight[chunk])
             if grad_weight is not None:
                 torch.mm(grad.T, hidden_states, out=grad_weight[chunk])
             if grad_bias is not None:
@@ -120,7 +120,7 @@ class _HeadLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def vocabulary_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
+def _vocabulary_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
     """Runs of the vocabulary; matrix products are fastest where their sizes are multiples of 128."""
     size = max(1, chunk_bytes // (max(num_tokens, 1) * dtype.itemsize))
     if size > 128:
@@ -131,11 +131,11 @@ def vocabulary_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chun
 def _logits(
     hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice, dtype: torch.dtype
 ) -> LogitSlice:
-    logits = product(hidden_states, weight[chunk].T, dtype)
+    logits = _product(hidden_states, weight[chunk].T, dtype)
     return LogitSlice(logits, None if bias is None else bias[chunk], chunk.start)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a @ b in `dtype`, which may be wider than theirs; the product is not rounded to theirs."""
     if a.dtype == dtype:
         return a @ b
@@ -144,7 +144,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return a.to(dtype) @ b.to(dtype)
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, where `total` may be of a wider dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
