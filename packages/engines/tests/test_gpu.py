@@ -67,6 +67,23 @@ def test_cudnn_takes_rows_of_any_number_and_length(lengths, head_dim):
     assert_equals_the_padded_path(varlen_cuda, torch.bfloat16, lengths, kv_heads=2, head_dim=head_dim)
 
 
+def test_cudnn_makes_few_plans():
+    needs_cudnn()
+    from tidemill_engines.cudnn_attention import _backward_plan, _forward_plan
+
+    plans = _forward_plan, _backward_plan
+    before = [plan.cache_info().misses for plan in plans]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        lengths = torch.randint(257, 512, (5,), generator=generator)
+        layout = PackedLayout.from_lengths(lengths, DEVICE)
+        total = int(lengths.sum())
+        q, k, v = (torch.randn(total, 4, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        varlen_cuda(q, k, v, layout, None, None).sum().backward()
+    for plan, misses in zip(plans, before, strict=True):  # rows up to 8, of up to 512, of 2,048 or of 4,096 tokens
+        assert plan.cache_info().misses <= misses + 2
+
+
 def test_cudnn_in_a_compiled_layer():
     needs_cudnn()
     layout = PackedLayout.from_lengths(torch.tensor([300, 212]), DEVICE)
