@@ -235,7 +235,7 @@ def build_engine(
         model_type=model_type,
         backend=backend,
         model=ModelConfig(path=str(path), **({} if model is None else model)),
-        engine=config_class(device="cpu", **engine),
+        engine=config_class(**{"device": "cpu"} | engine),
         optimizer=OptimizerConfig(**settings) if settings else None,
     )
     new.initialize()

@@ -1,5 +1,6 @@
 """Vision-language models: rows with images beside rows without, against plain transformers, one row at a time."""
 
+import json
 from importlib.util import find_spec
 
 import numpy as np
@@ -160,6 +161,34 @@ def test_training_equals_transformers_in_any_layout(tmp_path, family):
         check_training([of_rank[number] for of_rank in results], expected, (family, layout))
 
 
+FOUR_RANKS = [
+    {"fsdp_size": 2},
+    {"ulysses_sequence_parallel_size": 4},
+    {
+        "fsdp_size": 2,
+        "ulysses_sequence_parallel_size": 2,
+        "reshard_after_forward": False,
+        "micro_batch_size_per_gpu": 2,
+    },
+    {"model": {"gradient_checkpointing": True, "recompute": "selective"}},
+    {"param_offload": True, "grad_offload": True, "optimizer_offload": True},
+]
+
+
+def run_four_ranks(path, batches):
+    return [engine_training(path, batches, **layout) for layout in FOUR_RANKS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_on_four_ranks(tmp_path, family):
+    path = vision_model(tmp_path / "model", family)
+    expected = plain_training(path, BATCHES)
+    results = run_ranks(run_four_ranks, 4, path, BATCHES)
+    for number, layout in enumerate(FOUR_RANKS):
+        check_training([of_rank[number] for of_rank in results], expected, (family, layout))
+
+
 CLIP, SHORT_CLIP = (3, 4, 4), (2, 2, 4)
 
 
@@ -208,6 +237,7 @@ def run_inference(path, batch, output):
     own = shard(engine, batch)
     out = [engine.infer_batch(form, entropy=True) for form in (own, pad_batch(own, prompt_width=60))]
     engine.save_hf(output)
+    engine.save_hf(f"{output} in bfloat16", dtype="bfloat16")
     engine.close()
     return [column[name] for column in out for name in ("log_probs", "entropy")]
 
@@ -233,6 +263,9 @@ def test_positions_of_the_batch_padding_and_export(tmp_path, family):
     assert saved.keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():
         assert torch.equal(saved[name], weight), name
+    config = json.loads((tmp_path / "saved in bfloat16" / "config.json").read_text())
+    assert {part["dtype"] for part in (config, config["text_config"], config["vision_config"])} == {"bfloat16"}
+    assert "tidemill" not in json.dumps(config)
 
 
 def test_operations_are_those_of_the_decoder(tmp_path):
@@ -322,3 +355,26 @@ def test_bad_images_are_refused_on_every_rank(tmp_path):
     text_path = tiny_model(tmp_path / "text", "qwen3", vocab_size=VOCAB)
     path = vision_model(tmp_path / "model", "qwen2_vl")
     assert run_ranks(run_refused, 2, path, text_path) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_on_cuda(tmp_path, monkeypatch, family):
+    """In float32 as on the CPU; in bfloat16, with kernels for rows of any lengths, near it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    path = vision_model(tmp_path / "model", family)
+    batch = vision_batch([[WIDE], [], [SMALL, TALL], [], [TALL], [SMALL]], seed=1)
+    seen = []
+    for settings in ({}, {"device": "cuda"}, {"device": "cuda", "param_dtype": "bfloat16"}):
+        engine = build_engine(path, max_token_len_per_gpu=45, **settings)
+        log_probs = ragged.values(engine.infer_batch(batch)["log_probs"])
+        metrics = engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
+        seen.append((log_probs, metrics["loss"], metrics["grad_norm"]))
+        engine.close()
+    (expected, *numbers), (in_float32, *on_cuda), (in_bfloat16, *rounded) = seen
+    torch.testing.assert_close(in_float32, expected, rtol=1e-4, atol=1e-4)
+    assert on_cuda == pytest.approx(numbers, rel=1e-4)
+    assert (in_bfloat16 - expected).abs().mean() < 0.05
+    assert rounded == pytest.approx(numbers, rel=0.1)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from tidemill_engines.agreement import together
 
@@ -119,6 +120,15 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
         raise
     except Exception as error:  # safetensors raises its own class for a full disk
         raise OSError(f"could not write {file}: {error}") from error
+
+
+def write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
+    """Writes the configuration of a model whose weights are saved as `dtype`; it says so for each part of the model."""
+    parts = [getattr(config, name) for name in config.sub_configs]
+    for part in (config, *parts):
+        if part is not None:
+            part.dtype = dtype
+    config.save_pretrained(path)
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -154,7 +154,7 @@ def kinds_in(batch: DataProto) -> frozenset[str]:
 
 
 def rows_with_images(batch: DataProto) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """The numbers of the rows whose `multi_modal_inputs` are neither None nor empty, and what is not None in them.
+    """The numbers of the rows whose `multi_modal_inputs` are neither None nor empty, and their tensors, on the CPU.
 
     Raises:
         TypeError: an element of the column is not a dict of tensors.
@@ -167,12 +167,14 @@ def rows_with_images(batch: DataProto) -> list[tuple[int, dict[str, torch.Tensor
             continue
         if not isinstance(value, dict):
             raise TypeError(f"{COLUMN} of row {row} must be a dict or None, got a {type(value).__name__}")
-        entries = {name: item for name, item in value.items() if item is not None}
-        for name, item in entries.items():
+        entries = {}
+        for name, item in value.items():
             if name not in _KNOWN:
                 raise ValueError(f"{COLUMN} of row {row} has {name!r}; known are {', '.join(_KNOWN)}. Leave it out")
-            if not isinstance(item, torch.Tensor):
-                raise TypeError(f"{COLUMN} of row {row}: {name} must be a tensor, got a {type(item).__name__}")
+            if item is not None:
+                if not isinstance(item, torch.Tensor):
+                    raise TypeError(f"{COLUMN} of row {row}: {name} must be a tensor, got a {type(item).__name__}")
+                entries[name] = item.cpu()
         if entries:
             rows.append((row, entries))
     return rows

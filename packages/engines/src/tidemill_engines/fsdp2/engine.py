@@ -23,7 +23,7 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_weights
+from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_config, write_weights
 from tidemill_engines.offload import Parked, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -335,9 +335,7 @@ class FSDP2Engine(BaseEngine):
         with together(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
-                config = self.export_config()
-                config.dtype = self.model_config.dtype if dtype is None else dtype
-                config.save_pretrained(target)
+                write_config(self.export_config(), target, self.model_config.dtype if dtype is None else dtype)
                 copy_side_files(Path(self.model_config.path), target)
         write_weights(
             lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_bytes=max_shard_bytes
