@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 NUM_LINES = 25
@@ -20,11 +19,11 @@ def profiled(step: Callable[[], Any], device: torch.device) -> str:
         started = time.perf_counter()
         step()
         wall_s = time.perf_counter() - started
-    events = recorded.key_averages()
+    events = [event for event in recorded.key_averages() if not event.is_user_annotation]
     if not is_cuda:
         return _table("operations", [(e.key, e.count, e.self_cpu_time_total) for e in events], wall_s)
-    kernels = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type == DeviceType.CUDA]
-    operations = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type == DeviceType.CPU]
+    kernels = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type.name == "CUDA"]
+    operations = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type.name == "CPU"]
     counts = {e.key: e.count for e in events}
     waits = ", ".join(f"{name} {counts.get(name, 0)}" for name in _WAITS)
     busy = sum(time_us for _, _, time_us in kernels) / 1e6

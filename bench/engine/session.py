@@ -149,12 +149,15 @@ def _facts(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return facts | {"device": "cpu"}
     import triton
+    from tidemill_engines.attention import HAS_CUDNN
+    from torch.cuda import nccl
 
     gib = torch.cuda.get_device_properties(device).total_memory / (1 << 30)
     return facts | {
         "device": torch.cuda.get_device_name(device),
         "memory_gib": round(gib, 1),
         "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "attention": "cuDNN" if HAS_CUDNN else "torch varlen",
+        "nccl": ".".join(map(str, nccl.version())),
         "environment": " ".join(f"{name}={os.environ.get(name)}" for name in ENVIRONMENT),
     }
