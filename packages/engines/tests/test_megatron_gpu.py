@@ -50,7 +50,7 @@ ON_TWO: list[Case] = [
     ("qwen2", {PP: 2, "use_distributed_optimizer": False, "micro_batch_size_per_gpu": 2}, {}),
     ("qwen3", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 2, **OVERLAP}, {}),
     ("qwen3", {CP: 2, "max_token_len_per_gpu": 30}, SELECTIVE),
-    ("qwen3_moe", {EP: 2, "max_token_len_per_gpu": 30}, {}),
+    ("qwen3_moe", {EP: 2, **OVERLAP, "max_token_len_per_gpu": 30}, {}),
     ("qwen3_moe", {TP: 2, EP: 2, "expert_tensor_parallel_size": 1, **SP}, {}),
 ]
 

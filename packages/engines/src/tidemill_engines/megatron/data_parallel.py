@@ -1,6 +1,7 @@
 """Megatron's wrapper for data parallelism: buffers of weights and gradients, and when they are exchanged."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines.megatron.experts import GroupedExperts
 from tidemill_engines.megatron.model import HiddenStatesModel
 
 
@@ -29,6 +31,9 @@ def wrap_chunks(
         DistributedDataParallel(transformer, settings, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
     ]
+    for chunk in chunks:
+        for experts in (module for module in chunk.modules() if isinstance(module, GroupedExperts)):
+            experts.register_forward_pre_hook(partial(_wait_for_all, chunk))
     if settings.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -39,6 +44,11 @@ def wait_for(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None
     """Lets a weight that is used outside of its module be gathered, which the modules' own use does by itself."""
     if chunk.use_forward_hook:
         chunk.param_to_bucket_group[weight].finish_param_sync()
+
+
+def _wait_for_all(chunk: DistributedDataParallel, module: torch.nn.Module, *_: Any) -> None:
+    for weight in module.parameters() if chunk.use_forward_hook else ():
+        wait_for(chunk, weight)
 
 
 def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:

@@ -314,6 +314,10 @@ class MegatronEngine(BaseEngine):
             for name, shard in self.weights.shards(None if dtype is None else getattr(torch, dtype)):
                 yield name, replace(shard, tensor=shard.tensor.clone()) if was_away else shard
 
+    @property
+    def streams_weights(self) -> bool:
+        return self._parking.get("params") is not None
+
     def save_checkpoint(self, path: str | Path) -> None:
         self._saver.finish()
         progress = Progress(

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.experts import GroupedExperts
 from tidemill_engines.megatron.layout import padded_vocab_size
 from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
 from tidemill_engines.megatron.router import RoutedModel, Router
@@ -149,4 +150,5 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts:
         layer.mlp.submodules.router = Router
+        layer.mlp.submodules.experts.module = GroupedExperts
     return spec
