@@ -81,6 +81,7 @@ def run_offload(path: Path, batches: list[Any], layout: dict[str, Any], offload:
     log_probs = engine.infer_batch(rows[1])["log_probs"].values()
     with engine.eval_mode():
         seen["evaluating"] = device_bytes(engine)
+    assert engine.streams_weights is offload.get("param_offload", False)
     shards = [(name, shard.tensor) for name, shard in engine.get_per_tensor_shards()]
     held = sum(tensor.double().sum().item() for _, tensor in shards)  # still valid, now that all is away again
     weights = weights_of(engine)
