@@ -182,16 +182,17 @@ class FSDP2LanguageModel(FSDP2Engine):
     def _set_gradient_sync(self, *, is_last: bool) -> None:
         """Adds up the gradients of all micro-batches before they are reduced once, where that takes no more memory.
 
-        So it is where weights stay gathered, and where each rank has whole weights anyway, and gradients in the dtype
-        in which they are added up.
+        Where weights stay gathered, gradients do, too. Else it is where each rank has whole weights anyway, or, between
+        replicas, its part of them; provided that sums and gradients have the same dtype.
         """
-        config = self.engine_config
+        config, groups = self.engine_config, self.groups
         keeps_weights = not config.reshard_after_forward
-        has_all = self.groups.mesh.size(-1) == 1 and not config.offload_policy
-        if not keeps_weights and not (has_all and config.reduce_dtype == self.model_config.dtype):
-            return
+        adds_alike = config.reduce_dtype == self.model_config.dtype and not config.offload_policy
         root = fsdp_modules(self.model)[0]
-        root.set_requires_gradient_sync(is_last)
+        if keeps_weights or (adds_alike and groups.mesh.size(-1) == 1):
+            root.set_requires_gradient_sync(is_last)
+        elif adds_alike and groups.num_replicas > 1:
+            root.set_requires_all_reduce(is_last)
         if keeps_weights:
             root.set_reshard_after_backward(is_last)
             root.set_is_last_backward(is_last)

@@ -179,7 +179,10 @@ def drop_unreduced_grads(model: torch.nn.Module) -> None:
     """Forgets gradients that a broken-off backward has left behind before they were reduced over the ranks."""
     for module in fsdp_modules(model):
         group = module._get_fsdp_state()._fsdp_param_group
-        for param in () if group is None else group.fsdp_params:
+        if group is None:
+            continue
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):  # from the first time that it is gathered
                 param._unsharded_param.grad = None
