@@ -79,7 +79,13 @@ def test_performance_of_the_last_step_is_that_of_the_global_batch(tmp_path):
     batch = make_batch(9, seed=1)
     lengths = ragged.lengths(batch["input_ids"]).tolist()
     flops = training_flops(plain_model(path), lengths, len(ragged.values(batch["responses"]))).total
-    layouts = [{"max_token_len_per_gpu": 40}, {"ulysses_sequence_parallel_size": 2}, {"param_offload": True}]
+    layouts = [
+        {"max_token_len_per_gpu": 40},
+        {"ulysses_sequence_parallel_size": 2},
+        {"param_offload": True},
+        {"backend": "megatron", "max_token_len_per_gpu": 40},
+        {"backend": "megatron", "pipeline_model_parallel_size": 2},
+    ]
     first, second = run_ranks(run_measured, 2, path, batch, layouts)
     for (metrics, elapsed), (other, _) in zip(first, second, strict=True):
         assert metrics == other

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.base import BaseEngine
@@ -80,6 +80,7 @@ class MegatronEngine(BaseEngine):
         self._optimizer: MegatronOptimizer | None = None
         self._parking = Parking({})
         self._saver = Saver()
+        self._counted: PreTrainedModel | None = None
         self._grads_are_zero = True
         self._weights_are_whole = True  # not while other ranks' part of an update has yet to be gathered
 
@@ -367,11 +368,12 @@ class MegatronEngine(BaseEngine):
 
     def performance(self) -> dict[str, float]:
         parallel, meter = self.config, self.meter
-        with torch.device("meta"):
-            model = self.counted_model.from_config(self.export_config())
+        if self._counted is None:
+            with torch.device("meta"):
+                self._counted = self.counted_model.from_config(self.export_config())
         known = known_peak_tflops(self.device, parallel.param_dtype)
         return meter.report(
-            training_flops(model, meter.lengths, meter.num_outputs).total,
+            training_flops(self._counted, meter.lengths, meter.num_outputs).total,
             ranks_per_row=parallel.tensor_model_parallel_size
             * parallel.pipeline_model_parallel_size
             * parallel.context_parallel_size,
