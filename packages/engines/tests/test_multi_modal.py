@@ -275,20 +275,19 @@ def test_operations_are_those_of_the_decoder(tmp_path):
     assert training_flops(model, [10, 20], num_outputs=5) == flops
 
 
-LORA = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "qkv"))  # of the decoder, and of the images
-
-
-def run_adapters(path, batches):
-    engine = build_engine(path, model={"lora": LORA})
+def run_adapters(path, batches, targets):
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=targets)
+    engine = build_engine(path, model={"lora": lora})
     engine.save_adapter(path / "adapter")
     engine.close()
-    return engine_training(path, batches, model={"lora": LORA}, max_token_len_per_gpu=45)
+    return engine_training(path, batches, model={"lora": lora}, max_token_len_per_gpu=45)
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-def test_adapters(tmp_path):
+@pytest.mark.parametrize("targets", [("q_proj", "qkv"), ("all-linear",)], ids=str)
+def test_adapters(tmp_path, targets):
     path = vision_model(tmp_path / "model", "qwen2_vl")
-    results = run_ranks(run_adapters, 2, path, BATCHES)
+    results = run_ranks(run_adapters, 2, path, BATCHES, targets)
     check_training(results, plain_training(path, BATCHES, adapter=path / "adapter"), "adapters")
 
 

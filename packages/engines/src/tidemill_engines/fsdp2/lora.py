@@ -141,8 +141,17 @@ def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
 
 
 def adapted_modules(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of the layers that have an adapter."""
-    return sorted({name.removesuffix(f"{_BASE}weight").rpartition(".")[2] for name in adapters(model)})
+    """The layers that have an adapter, as peft finds them: by the last parts of their names.
+
+    Where a layer without one has that in common, such as "0" in a sequence, it is the whole name.
+    """
+    adapted = {name.removesuffix(f"{_BASE}weight") for name in adapters(model)}
+    others = {_last_part(name) for name, _ in model.named_modules() if name not in adapted}
+    return sorted({name if _last_part(name) in others else _last_part(name) for name in adapted})
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def is_adapter(name: str) -> bool:
