@@ -24,7 +24,7 @@ from tidemill_engines.fsdp2.weights import (
     tied_aliases,
 )
 from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_config, write_weights
-from tidemill_engines.offload import Parked, like, local_part
+from tidemill_engines.offload import Parked, Parking, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
     clip_grads,
@@ -72,7 +72,7 @@ class FSDP2Engine(BaseEngine):
         self._model: PreTrainedModel | None = None
         self._groups: ProcessGroups | None = None
         self._layout: Layout = {}
-        self._parked: dict[str, Parked] = {}
+        self._parking = Parking({})
         self._saver = Saver()
 
     def initialize(self) -> None:
@@ -110,26 +110,12 @@ class FSDP2Engine(BaseEngine):
             "grads": (config.grad_offload, lambda: (p.grad for p in self.model.parameters() if p.grad is not None)),
             "optimizer": (config.optimizer_offload, self._optimizer_tensors),
         }
-        self._parked = {kind: Parked(tensors) for kind, (wanted, tensors) in kinds.items() if wanted}
-        for parked in self._parked.values():
-            parked.offload()
+        self._parking = Parking({kind: Parked(tensors) for kind, (wanted, tensors) in kinds.items() if wanted})
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 yield from state.values()
-
-    @contextmanager
-    def _at_hand(self, *kinds: str) -> Iterator[None]:
-        """Brings "params", "grads" or "optimizer" back from the CPU, and sends away again what was away."""
-        brought = [self._parked[kind] for kind in kinds if kind in self._parked and self._parked[kind].away]
-        for parked in brought:
-            parked.load()
-        try:
-            yield
-        finally:
-            for parked in brought:
-                parked.offload()
 
     def _load_model(self) -> None:
         """Makes the model without memory, shards it, and has each rank read or draw its own part of the weights."""
@@ -175,7 +161,7 @@ class FSDP2Engine(BaseEngine):
             groups, self._groups = self._groups, None
             self._optimizer = None
             self._model = None
-            self._parked = {}
+            self._parking = Parking({})
             if groups is not None:
                 close_groups(groups)
 
@@ -202,19 +188,16 @@ class FSDP2Engine(BaseEngine):
 
     def check_at_hand(self, *kinds: str) -> None:
         """Raises RuntimeError if "params", "grads" or "optimizer" are asked for and away on the CPU."""
-        away = [kind for kind in kinds if kind in self._parked and self._parked[kind].away]
-        if away:
-            context = "train_mode() or eval_mode()" if away == ["params"] else "train_mode()"
-            raise RuntimeError(f"{', '.join(away)}: offloaded to the CPU; call this within {context}")
+        self._parking.check(*kinds)
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self._at_hand("params", "grads", "optimizer"), self._mode(training=True):
+        with self._parking.at_hand("params", "grads", "optimizer"), self._mode(training=True):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self._at_hand("params"), self._mode(training=False), torch.no_grad():
+        with self._parking.at_hand("params"), self._mode(training=False), torch.no_grad():
             yield
 
     @contextmanager
@@ -230,8 +213,8 @@ class FSDP2Engine(BaseEngine):
         for param in self.model.parameters():
             param.grad = None
         drop_unreduced_grads(self.model)
-        if "grads" in self._parked:
-            self._parked["grads"].forget()
+        if (parked := self._parking.get("grads")) is not None:
+            parked.forget()
 
     def grad_norm(self) -> float:
         self.check_at_hand("grads")
@@ -256,12 +239,12 @@ class FSDP2Engine(BaseEngine):
         return used
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        with self._at_hand("params"):
+        with self._parking.at_hand("params"):
             self._optimizer = build_adamw(self.model.named_parameters(), optimizer)
         self.optimizer_config = optimizer
         self.step = self.skipped_steps = 0
-        if "optimizer" in self._parked:
-            self._parked["optimizer"].replace()
+        if (parked := self._parking.get("optimizer")) is not None:
+            parked.replace()
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._merged_weights(dtype):
@@ -273,7 +256,11 @@ class FSDP2Engine(BaseEngine):
 
     @property
     def streams_weights(self) -> bool:
-        return self.model_config.lora is not None or "params" in self._parked or self.engine_config.offload_policy
+        return (
+            self.model_config.lora is not None
+            or self._parking.get("params") is not None
+            or self.engine_config.offload_policy
+        )
 
     def _merged_weights(self, dtype: Dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by their names in the model, on the engine's device, with adapters merged."""
@@ -291,8 +278,8 @@ class FSDP2Engine(BaseEngine):
     def _readable(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight on the engine's device: itself, or a copy of one that is kept on the CPU."""
         weight = weight.detach()
-        if "params" in self._parked:
-            weight = self._parked["params"].read(weight)
+        if (parked := self._parking.get("params")) is not None:
+            weight = parked.read(weight)
         return weight if weight.device == self.device else like(weight, local_part(weight).to(self.device))
 
     def save_checkpoint(self, path: str | Path) -> None:
@@ -304,7 +291,7 @@ class FSDP2Engine(BaseEngine):
             has_optimizer=self._optimizer is not None,
         )
         settings, group = self.checkpoint_config, self.groups.checkpoint
-        with self._at_hand("params", "optimizer"):
+        with self._parking.at_hand("params", "optimizer"):
             tensors = self._state_tensors() | self._rng_tensors()
             if settings.asynchronous:
                 tensors = checkpoint.snapshot(tensors)
@@ -322,7 +309,7 @@ class FSDP2Engine(BaseEngine):
         if self._optimizer is not None and not progress.has_optimizer:
             raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
-        with self._at_hand("params", "optimizer"):
+        with self._parking.at_hand("params", "optimizer"):
             checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)

@@ -62,6 +62,11 @@ class ParallelConfig:
         """The tensor-parallel size of the experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
     def check(self, architecture: Architecture, world_size: int) -> None:
         """Checks that a model and a number of ranks can be divided so; nothing is communicated.
 

@@ -309,11 +309,9 @@ class MegatronEngine(BaseEngine):
             yield from self.weights.full_tensors(getattr(torch, dtype or self.config.param_dtype))
 
     def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-        parked = self._parking.get("params")
-        was_away = parked is not None and parked.away
         with self._whole_weights():
             for name, shard in self.weights.shards(None if dtype is None else getattr(torch, dtype)):
-                yield name, replace(shard, tensor=shard.tensor.clone()) if was_away else shard
+                yield name, replace(shard, tensor=shard.tensor.clone()) if self.streams_weights else shard
 
     @property
     def streams_weights(self) -> bool:
@@ -374,9 +372,7 @@ class MegatronEngine(BaseEngine):
         known = known_peak_tflops(self.device, parallel.param_dtype)
         return meter.report(
             training_flops(self._counted, meter.lengths, meter.num_outputs).total,
-            ranks_per_row=parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size,
+            ranks_per_row=parallel.ranks_per_row,
             peak_tflops=known if parallel.peak_tflops is None else parallel.peak_tflops,
             group=self.groups.control,
         )
