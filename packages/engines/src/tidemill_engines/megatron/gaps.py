@@ -1,4 +1,4 @@
-"""Three places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
+"""Four places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
 
 Nothing happens at import. `without_transformer_engine()` is a context in which they are closed; where Transformer
 Engine is installed it changes nothing that matters. Upstream places are those of megatron-core 0.16.1.
@@ -7,6 +7,8 @@ Engine is installed it changes nothing that matters. Upstream places are those o
 - Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
   fails (`distrib_optimizer.py:938`).
 - `CheckpointWithoutOutput`, which computes norms again, takes `fp8=False` for True (`tensor_parallel/random.py:636`).
+- `HAVE_TE` of latent attention is False: it finds names of Transformer Engine that stand for no layer, and asks
+  whether a layer is one (`multi_latent_attention.py:185`).
 """
 
 from collections.abc import Callable
@@ -20,12 +22,15 @@ from tidemill_engines.megatron.redirect import Changes, Redirection
 def _close(changes: Changes) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if "te_general_gemm" not in vars(moe_utils):
         changes.set(moe_utils, "te_general_gemm", None)
     name = "_set_main_param_and_optimizer_states"
     changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
+    if not isinstance(multi_latent_attention.TELinear, type):
+        changes.set(multi_latent_attention, "HAVE_TE", False)
     if not HAVE_TE:
         make: Any = CheckpointWithoutOutput.__init__
         changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))

@@ -106,8 +106,9 @@ class MegatronLanguageModel(MegatronEngine):
     ) -> MegatronInputs:
         inputs = pack_rows(micro_batch, self.device, self.division)
         a, dtype = self.architecture, getattr(torch, self.config.param_dtype)
-        angles = rotary_angles(inputs.position_ids, a.head_dim, a.rope_theta)
-        inputs.packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        if a.latent is None:  # else Megatron's own attention has it
+            angles = rotary_angles(inputs.position_ids, a.head_dim, a.rope_theta)
+            inputs.packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
         return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]

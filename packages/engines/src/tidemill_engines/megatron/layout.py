@@ -142,8 +142,53 @@ def _gate_and_up(module: str, height: int, width: int, part: Part) -> list[Block
     ]
 
 
+def _rows_of(name: str, height: int, width: int, part: Part) -> list[Block]:
+    """A matrix [height, width] that is cut along its rows."""
+    start, length = part.of(height, f"rows of {name}")
+    return [_rows(name, (height, width), start, length, 0)]
+
+
+def _latent(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    latent = a.latent
+    if latent is None:
+        raise ValueError(f"{match[0]!r} is of latent attention, which a {a.model_type} model does not have")
+    q_rank, kv_rank = latent.q_lora_rank or 0, latent.kv_lora_rank
+    of_values = a.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    name, height, width = {
+        "q_proj": ("q_proj", a.num_attention_heads * a.head_dim, a.hidden_size),
+        "q_down_proj": ("q_a_proj", q_rank, a.hidden_size),
+        "q_up_proj": ("q_b_proj", a.num_attention_heads * a.head_dim, q_rank),
+        "kv_down_proj": ("kv_a_proj_with_mqa", kv_rank + latent.qk_rope_head_dim, a.hidden_size),
+        "kv_up_proj": ("kv_b_proj", of_values, kv_rank),
+    }[match["part"]]
+    part = Part() if "down" in match["part"] else p.tp
+    return _rows_of(f"{prefix}self_attn.{name}.weight", height, width, part)
+
+
+def _query_norm(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    if a.latent is None:
+        return _whole(prefix + "self_attn.q_norm.weight", a.head_dim)
+    return _whole(prefix + "self_attn.q_a_layernorm.weight", a.latent.q_lora_rank or 0)
+
+
+def _latent_norm(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _whole(prefix + "self_attn.kv_a_layernorm.weight", 0 if a.latent is None else a.latent.kv_lora_rank)
+
+
+def _shared_expert(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    module = f"{prefix}mlp.shared_experts"
+    if match["fc"] == "1":
+        return _gate_and_up(module, a.shared_intermediate_size, a.hidden_size, p.tp)
+    return _columns(f"{module}.down_proj.weight", a.shared_intermediate_size, a.hidden_size, p.tp)
+
+
+def _router_bias(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
+    return _whole(prefix + "mlp.gate.e_score_correction_bias", a.num_experts)
+
+
 def _attention_output(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
-    return _columns(f"{prefix}self_attn.o_proj.weight", a.num_attention_heads * a.head_dim, a.hidden_size, p.tp)
+    of_values = a.head_dim if a.latent is None else a.latent.v_head_dim
+    return _columns(f"{prefix}self_attn.o_proj.weight", a.num_attention_heads * of_values, a.hidden_size, p.tp)
 
 
 def _mlp_in(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
@@ -188,13 +233,17 @@ _RULES: tuple[tuple[str, Rule], ...] = (
         _L + r"(pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)weight",
         _norm("post_attention_layernorm.weight", _hidden),
     ),
-    (_L + r"self_attention\.q_layernorm\.weight", _norm("self_attn.q_norm.weight", _head)),
+    (_L + r"self_attention\.q_layernorm\.weight", _query_norm),
+    (_L + r"self_attention\.kv_layernorm\.weight", _latent_norm),
+    (_L + r"self_attention\.linear_(?P<part>q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)\.weight", _latent),
     (_L + r"self_attention\.k_layernorm\.weight", _norm("self_attn.k_norm.weight", _head)),
     (_L + r"self_attention\.linear_qkv\.(?P<kind>weight|bias)", _qkv),
     (_L + r"self_attention\.linear_proj\.weight", _attention_output),
     (_L + r"mlp\.linear_fc1\.weight", _mlp_in),
     (_L + r"mlp\.linear_fc2\.weight", _mlp_out),
     (_L + r"mlp\.router\.weight", _router),
+    (_L + r"mlp\.router\.expert_bias", _router_bias),
+    (_L + r"mlp\.shared_experts\.linear_fc(?P<fc>[12])\.weight", _shared_expert),
     (_L + r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.linear_fc(?P<fc>[12])\.weight", _expert),
     (_L + r"mlp\.experts\.linear_fc(?P<fc>[12])\.weight(?P<expert>\d+)", _expert),
 )

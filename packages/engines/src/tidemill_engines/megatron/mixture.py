@@ -30,6 +30,11 @@ def check_mixture(model: ModelConfig, config: MegatronConfig, architecture: Arch
         ):
             if is_set:
                 raise ValueError(f"{name} is for mixtures of experts; a {architecture.model_type} is none")
+    elif architecture.router is not None and model.router_aux_loss_coef > 0:
+        raise ValueError(
+            f"ModelConfig.router_aux_loss_coef: a {architecture.model_type} is balanced by the bias of its router, "
+            "which stays as it is here; leave the loss out"
+        )
     elif device.type == "cpu" and config.expert_tp > 1 and config.moe_token_dispatcher_type == "alltoall":
         raise ValueError(
             f"expert_tensor_parallel_size = {config.expert_tp} with moe_token_dispatcher_type='alltoall' gathers "
@@ -166,6 +171,7 @@ class MixtureBatch:
             for layer, sent in routing.sent.items() if routing is not None else ():
                 counts[layer] += sent.sum(0).double().cpu()
         dist.all_reduce(counts, group=self._groups.control)
+        counts = counts[a.num_dense_layers :]
         even = counts.mean(-1, keepdim=True).clamp(min=1.0)
         return {
             "expert_load/max": (counts / even).max().item(),

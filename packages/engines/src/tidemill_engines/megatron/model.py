@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
@@ -41,6 +43,7 @@ def transformer_config(
         recompute: what the backward computes again: modules by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture
+    kind = TransformerConfig if a.latent is None else MLATransformerConfig
     experts: dict[str, Any] = {}
     if a.num_experts:
         experts = {
@@ -50,8 +53,9 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_router_pre_softmax": not a.norm_topk_prob,
             "moe_router_dtype": "fp32",
+            **_deepseek(a),
         }
-    return TransformerConfig(
+    return kind(
         num_layers=a.num_hidden_layers,
         hidden_size=a.hidden_size,
         ffn_hidden_size=a.intermediate_size,
@@ -64,7 +68,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
+        qk_layernorm=a.qk_norm or a.latent is not None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -99,6 +103,36 @@ def transformer_config(
     )
 
 
+def _deepseek(a: Architecture) -> dict[str, Any]:
+    """What a model with latent attention has besides."""
+    if a.latent is None or a.router is None:
+        return {}
+    latent, yarn = a.latent, dict(a.latent.yarn)
+    has_groups = a.router.num_groups > 1
+    return {
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": a.rope_theta,
+        "rotary_scaling_factor": yarn.get("factor", 1.0),
+        "mscale": yarn.get("mscale", 1.0),
+        "mscale_all_dim": yarn.get("mscale_all_dim", 0.0),
+        **{name: yarn[name] for name in ("beta_fast", "beta_slow", "original_max_position_embeddings") if name in yarn},
+        "moe_layer_freq": [int(layer >= a.num_dense_layers) for layer in range(a.num_hidden_layers)],
+        "moe_shared_expert_intermediate_size": a.shared_intermediate_size,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": a.router.num_groups if has_groups else None,
+        "moe_router_group_topk": a.router.top_groups if has_groups else None,
+        "moe_router_topk_scaling_factor": a.router.scaling_factor,
+    }
+
+
 def _as_it_is(weight: torch.Tensor) -> None:
     pass
 
@@ -118,8 +152,10 @@ def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[
 
 
 def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> HiddenStatesModel:
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
     layers = TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),
+        layer_specs=[_layer_spec(config, is_dense=number < architecture.num_dense_layers) for number in numbers],
         layer_norm=RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
     )
     return HiddenStatesModel(
@@ -135,20 +171,26 @@ def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int 
     )
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, *, is_dense: bool) -> ModuleSpec:
+    num_experts = None if is_dense else config.num_moe_experts
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        # Whole on each rank: of divided ones Megatron leaves out other ranks' gradients of the key's rotary part.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
+    if num_experts:
         layer.mlp.submodules.router = Router
         layer.mlp.submodules.experts.module = GroupedExperts
     return spec

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -39,6 +40,7 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         assert config.kv_channels is not None
@@ -58,20 +60,25 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """
         Args:
-            query, key, value: [n, H, D], H being fewer for key and value.
+            query, key, value: [n, H, D], H being fewer for key and value, and D of the value maybe, too.
             attention_mask: not used; the rows say it all.
-            packed_seq_params: a `PackedRows`.
+            packed_seq_params: a `PackedRows`; without angles if queries and keys are turned already.
 
         Returns:
-            [n, H * D].
+            [n, H * D], D of the value.
         """
         assert isinstance(packed_seq_params, PackedRows)
         layout, rotary = packed_seq_params.layout, packed_seq_params.rotary
         assert layout is not None
-        assert rotary is not None
-        query, key = (rotate(x, *rotary, fused=self._fused) for x in (query, key))
+        if rotary is not None:
+            query, key = (rotate(x, *rotary, fused=self._fused) for x in (query, key))
+        of_value = value.shape[-1]
+        if of_value < query.shape[-1]:  # kernels want the same for all
+            value = F.pad(value, (0, query.shape[-1] - of_value))
         if isinstance(layout, PartLayout):
-            return context_parallel_attention(query, key, value, layout, self._scale, self._group).flatten(1)
-        if query.is_cuda and query.dtype == torch.bfloat16:
-            return varlen_cuda(query, key, value, layout, self._scale, None).flatten(1)
-        return varlen_padded(query, key, value, layout, self._scale, None).flatten(1)
+            out = context_parallel_attention(query, key, value, layout, self._scale, self._group)
+        elif query.is_cuda and query.dtype == torch.bfloat16:
+            out = varlen_cuda(query, key, value, layout, self._scale, None)
+        else:
+            out = varlen_padded(query, key, value, layout, self._scale, None)
+        return out[..., :of_value].flatten(1)

@@ -145,6 +145,9 @@ class Router(TopKRouter):
             routing.count(self.layer, routing_map, probabilities)
         return probs, routing_map
 
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Does nothing: the bias of a trained model stays as it is, so tokens need not be counted for it."""
+
 
 class RoutedModel(GPTModel):
     """Megatron's model, whose routers do as the `PackedRows` say that it is given."""

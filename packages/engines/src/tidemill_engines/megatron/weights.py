@@ -43,11 +43,12 @@ class MegatronWeights:
     ) -> None:
         self._group = group
         self._is_tied = architecture.tie_word_embeddings
-        self._blocks: list[tuple[nn.Parameter, list[Block]]] = []
-        self._copies: list[tuple[nn.Parameter, list[Block]]] = []  # of tied embeddings, on the last pipeline stage
+        self._blocks: list[tuple[torch.Tensor, list[Block]]] = []
+        self._copies: list[tuple[torch.Tensor, list[Block]]] = []  # of tied embeddings, on the last pipeline stage
         with together(group):
             for chunk in map(unwrapped, chunks):
-                for name, parameter in chunk.named_parameters():
+                biases = ((name, bias) for name, bias in chunk.named_buffers() if name.endswith("router.expert_bias"))
+                for name, parameter in (*chunk.named_parameters(), *biases):
                     is_copy = self._is_tied and name == _HEAD
                     blocks = blocks_of(_EMBEDDING if is_copy else _global_name(chunk, name), architecture, placement)
                     _check_shape(name, parameter, blocks)
@@ -98,7 +99,7 @@ class MegatronWeights:
             for block in blocks:
                 if block.name.endswith("norm.weight"):
                     parameter.fill_(1.0)
-                elif not block.name.endswith(".bias") and block.name not in zero:
+                elif not block.name.endswith("bias") and block.name not in zero:
                     generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, block.name))
                     whole = torch.empty(block.global_shape, device=parameter.device)
                     rows = parameter[block.row : block.row + block.shape[0]]
@@ -196,7 +197,7 @@ def _global_name(chunk: nn.Module, name: str) -> str:
     return f"decoder.layers.{int(layer.layer_number) - 1}.{name[match.end() :]}"  # type: ignore[arg-type]
 
 
-def _check_shape(name: str, parameter: nn.Parameter, blocks: Sequence[Block]) -> None:
+def _check_shape(name: str, parameter: torch.Tensor, blocks: Sequence[Block]) -> None:
     rows = sum(block.shape[0] for block in blocks)
     fits = all(block.shape[1:] == tuple(parameter.shape[1:]) for block in blocks)
     is_padded = name in (_HEAD, _EMBEDDING) and rows < parameter.shape[0]

@@ -1,0 +1,138 @@
+"""DeepSeek-V3's latent attention and mixtures with Megatron, against a plain loop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import VOCAB, check_training, engine_training, make_batch, plain_training
+from megatron_cases import save_and_load
+from safetensors.torch import load_file
+from tidemill_engines import ModelConfig
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_testing import run_ranks
+
+pytestmark = pytest.mark.timeout(280)
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+SP = {"sequence_parallel": True}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 16,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("yarn", {"micro_batch_size_per_gpu": 3}),
+    ("yarn", {TP: 2, EP: 2, ETP: 1, **SP, "max_token_len_per_gpu": 30}),
+    ("yarn", {CP: 2, EP: 2}),
+    ("one group", {PP: 2, EP: 2, "max_token_len_per_gpu": 30}),
+    ("one group", {PP: 2, VPP: 2}),
+]
+
+
+def deepseek(path: Path, **fields: Any) -> Path:
+    """A tiny model whose routers have a bias and whose first layer has no experts."""
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        **fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    model.save_pretrained(path)
+    return path
+
+
+def batches():
+    return [make_batch(7, seed=1, temperature=0.8), make_batch(6, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "yarn": deepseek(folder / "yarn", q_lora_rank=24, n_group=4, topk_group=2, rope_parameters=YARN),
+        "one group": deepseek(folder / "one", q_lora_rank=None, n_group=1, topk_group=1),
+    }
+
+
+def train(paths):
+    """What training gives in each case; then the weights without any."""
+    trained = [engine_training(paths[model], batches(), backend="megatron", **settings) for model, settings in CASES]
+    return trained, engine_training(paths["yarn"], [], backend="megatron", **CASES[1][1])[1]
+
+
+def test_latent_attention_equals_a_plain_loop(paths):
+    expected = {name: plain_training(path, batches()) for name, path in paths.items()}
+    ranks = run_ranks(train, 4, paths, timeout_s=250)
+    for number, case in enumerate(CASES):
+        check_training([trained[number] for trained, _ in ranks], expected[case[0]], case)
+    checkpoint = load_file(paths["yarn"] / "model.safetensors")
+    for _, weights in ranks:
+        assert set(weights) == set(checkpoint)
+        assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.items())
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_it_was_saved(paths, tmp_path):
+    layout = {TP: 2, EP: 2, ETP: 1, **SP}
+    for seen in run_ranks(save_and_load, 2, str(paths["yarn"]), str(tmp_path), [layout], {}, timeout_s=250):
+        assert seen["metrics"][0] == seen["metrics"][1]
+        before, after = seen["weights"]
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"topk_group": 4}, "groups of experts of which other than two decide"),
+        ({"rope_interleave": False}, "rotary pairs that lie apart"),
+        ({"norm_topk_prob": False}, "weights of experts that do not add up to one"),
+        ({"attention_bias": True}, "a bias of o_proj"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "rope type 'linear'"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused(paths, fields, message):
+    config = json.loads((paths["yarn"] / "config.json").read_text())
+    assert Architecture.from_config(config).head_dim == 24
+    with pytest.raises(ValueError, match=f"cannot train a deepseek_v3 model with {message}"):
+        Architecture.from_config(config | fields)
+
+
+def test_there_is_no_balance_loss_beside_the_bias(paths):
+    from tidemill_engines.megatron.mixture import check_mixture
+
+    architecture = Architecture.read(paths["yarn"])
+    model = ModelConfig(path=str(paths["yarn"]), router_aux_loss_coef=0.1)
+    with pytest.raises(ValueError, match="a deepseek_v3 is balanced by the bias of its router"):
+        check_mixture(model, MegatronConfig(), architecture, torch.device("cpu"))
