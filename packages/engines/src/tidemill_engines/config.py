@@ -51,7 +51,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A causal language model in Hugging Face format.
+    """A causal language model in Hugging Face format, which may see images (`multi_modal.MODEL_TYPES`).
 
     Attributes:
         path: a local folder with `config.json` and safetensors.
