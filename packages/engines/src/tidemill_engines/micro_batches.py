@@ -177,14 +177,10 @@ def plan_batch(
         kinds = sorted(frozenset[str]().union(*(report.vision_kinds for report in parts)))
         for micro_batch in micro_batches:
             micro_batch.meta_info["vision_kinds"] = kinds
-    normalizer = None
-    if with_loss:
-        tokens, sequences = (sum(column) for column in zip(*(report.trained for report in parts), strict=True))
-        normalizer = Normalizer(num_tokens=max(tokens, 1.0), num_sequences=max(sequences, 1.0))
     return BatchPlan(
         micro_batches=micro_batches,
         indices=indices,
-        normalizer=normalizer,
+        normalizer=_normalizer(parts) if with_loss else None,
         responses=batch["responses"],
         response_mask=padding,
     )
@@ -200,6 +196,11 @@ def _one_per_part(reports: list[_Report]) -> list[_Report]:
                 "ones; give all ranks with the same get_data_parallel_rank() the same batch"
             )
     return [report for _, report in first.values()]
+
+
+def _normalizer(parts: list[_Report]) -> Normalizer:
+    tokens, sequences = (sum(column) for column in zip(*(report.trained for report in parts), strict=True))
+    return Normalizer(num_tokens=max(tokens, 1.0), num_sequences=max(sequences, 1.0))
 
 
 def _fingerprint(batch: DataProto) -> tuple[int, ...]:
