@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import OPTIMIZER, VOCAB, make_batch, policy_like_loss, shard, weights_of
+from engine_cases import OPTIMIZER, VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = pytest.mark.timeout(280)
@@ -178,6 +178,31 @@ def test_recomputing_changes_no_number(tmp_path):
                 assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-7)
             for name, weight in expected[family][1].items():
                 torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def run_reference(path: Path, batch: Any, folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Log-probabilities of a policy, those of an engine without an optimizer, and what its gradients take."""
+    from tidemill_engines.megatron.data_parallel import grad_buffers
+
+    engine = build_engine(path, backend="megatron", **{TP: 2})
+    expected = engine.infer_batch(batch)["log_probs"].values()
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = build_engine(path, backend="megatron", optimizer=False, **{TP: 2}, **ALL_AWAY)
+    engine.load_checkpoint(folder)
+    actual = engine.infer_batch(batch)["log_probs"].values()
+    num_bytes = sum(buffer.nbytes for buffer in grad_buffers(engine.chunks))
+    with pytest.raises(RuntimeError, match="has no optimizer"):
+        engine.train_batch(batch, policy_like_loss)
+    engine.close()
+    return expected, actual, num_bytes
+
+
+def test_an_engine_without_optimizer_has_no_gradients(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for expected, actual, num_bytes in run_ranks(run_reference, 2, path, make_batch(5), tmp_path / "saved"):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # weights lie elsewhere in memory
+        assert num_bytes == 0
 
 
 def save_and_finish(engine: Any, folder: Path) -> None:

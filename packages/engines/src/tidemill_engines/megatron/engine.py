@@ -102,6 +102,7 @@ class MegatronEngine(BaseEngine):
             self.close()
             raise
         self.step = self.skipped_steps = 0
+        self._grads_are_zero = self._weights_are_whole = True
 
     def _read(self, world_size: int) -> None:
         self._architecture = self.read_architecture()

@@ -120,7 +120,7 @@ class MegatronLanguageModel(MegatronEngine):
         """
         weight, first = self.head()
         log_probs, entropy = head_log_probs(
-            hidden_states[inputs.predictors],
+            hidden_states.index_select(0, inputs.predictors),
             Head(weight=weight),
             inputs.labels - first,
             temperature=inputs.temperature,

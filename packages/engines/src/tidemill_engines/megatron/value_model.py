@@ -71,7 +71,7 @@ class MegatronValueModel(MegatronLanguageModel):
     ) -> Outputs:
         head = unwrapped(self.chunks[-1]).score
         assert isinstance(head, ValueHead)
-        return ValueOutput(values=self.of_all_tokens(head(hidden_states[inputs.predictors]), inputs))
+        return ValueOutput(values=self.of_all_tokens(head(hidden_states.index_select(0, inputs.predictors)), inputs))
 
     def export_config(self) -> PretrainedConfig:
         config = super().export_config()
