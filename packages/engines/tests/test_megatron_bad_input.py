@@ -1,5 +1,6 @@
 """What the Megatron engine refuses: on every rank, before anything is divided, and fit for another engine after it."""
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -46,8 +47,9 @@ def long_rows() -> DataProto:
     return DataProto.concat([batch.select(["input_ids", "responses"]), DataProto.from_dict(columns)])
 
 
-def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int]:
-    """What is said to each case, then to a row that is too long; and how many rows an engine still infers then."""
+def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
+    """What is said to each case, then to a row that is too long; how many rows an engine still infers then; and how
+    many threads another engine leaves behind."""
     said = []
     for model, settings, _ in CASES:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared outside
@@ -58,7 +60,9 @@ def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int]:
         engine.infer_batch(shard(engine, long_rows()))
     rows = engine.infer_batch(shard(engine, long_rows()[0:4]))
     engine.close()
-    return said, str(caught.value), len(rows)
+    before = len(os.listdir("/proc/self/task"))
+    build_engine(paths["dense"], backend="megatron", **{CP: 2}).close()
+    return said, str(caught.value), len(rows), len(os.listdir("/proc/self/task")) - before
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
@@ -66,11 +70,12 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
         name: tiny_model(tmp_path / name, family, vocab_size=VOCAB, **fields)
         for name, (family, fields) in MODELS.items()
     }
-    for said, too_long, num_rows in run_ranks(refusals, 2, paths, timeout_s=250):
+    for said, too_long, num_rows, num_threads in run_ranks(refusals, 2, paths, timeout_s=250):
         for message, (_, _, expected) in zip(said, CASES, strict=True):
             assert expected in message
         assert "a row has 17 tokens, the model's max_position_embeddings are 16" in too_long
         assert num_rows == 4
+        assert num_threads <= 0
 
 
 def test_a_missing_megatron_names_the_extra():

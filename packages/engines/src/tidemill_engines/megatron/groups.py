@@ -115,13 +115,15 @@ def make_groups(
 
 def close_groups(groups: MegatronGroups) -> None:
     """Gives the groups up, and the default group with all others if it was made for the engine."""
+    made = parallel_state._global_process_group_list or []
+    own = (groups.control, groups.checkpoint, groups.stages, groups.last_stage)
+    if not groups.owns_default:
+        for group in (*own, *made):  # Megatron would forget its groups and leave them alive, with the threads of each
+            if group is not None:
+                dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     if groups.owns_default:
         dist.destroy_process_group()
-        return
-    for group in (groups.control, groups.checkpoint, groups.stages, groups.last_stage):
-        if group is not None:
-            dist.destroy_process_group(group)
 
 
 def own_placement() -> Placement:
