@@ -16,7 +16,7 @@ TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
 @pytest.mark.parametrize(
     ("family", "layouts", "others"),
     [
-        ("qwen3", [{TP: 2}, {TP: 2}, {PP: 2}], {}),
+        ("qwen3", [{TP: 2}, {TP: 2}, {PP: 2}, {}], {}),
         pytest.param("qwen3", [{PP: 2}, {}], {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", [{EP: 2}, {EP: 2}], {}, marks=pytest.mark.slow),
         pytest.param("qwen2", [{PP: 2}, {PP: 2}, {TP: 2}], NOT_DISTRIBUTED, marks=pytest.mark.slow),

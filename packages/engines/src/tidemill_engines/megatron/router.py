@@ -49,13 +49,15 @@ class Routing:
         self.chosen: dict[int, torch.Tensor] = {}
         self.sent: dict[int, torch.Tensor] = {}
         self._expected: dict[int, torch.Tensor] = {}
-        self._is_token = tokens >= 0
-        self._row = torch.searchsorted(ends, tokens[self._is_token], right=True)
+        # Nothing here asks the device how many tokens there are: padding is a row and a token of its own, behind all.
+        is_token = tokens >= 0
+        row = torch.searchsorted(ends, tokens.clamp(min=0), right=True)
+        self._row = row.where(is_token, len(lengths))
         self._lengths = lengths
         self._given = None
         if given is not None:
-            self._given = given.new_full((len(tokens), *given.shape[1:]), -1)
-            self._given[self._is_token] = given[tokens[self._is_token]]
+            given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])
+            self._given = given[tokens.where(is_token, len(given) - 1)]
         self._weights = weights
         self._sharing = sharing
         self._sums = sums
@@ -85,8 +87,8 @@ class Routing:
             self._expected[layer] = self._by_row(probabilities)
 
     def _by_row(self, values: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(len(self._lengths), values.shape[-1], device=values.device)
-        return out.index_add_(0, self._row, values.detach()[self._is_token].float())
+        out = torch.zeros(len(self._lengths) + 1, values.shape[-1], device=values.device)
+        return out.index_add_(0, self._row, values.detach().float())[:-1]
 
     def end_of_chunk(self, chunk: int, layers: Sequence[int]) -> None:
         """Tells the other stages about the layers of a chunk that were just computed. Collective over `sharing`."""
@@ -110,9 +112,7 @@ class Routing:
         sent = self._sums.total()[0]
         size = (self._lengths * self._num_layers).clamp(min=1).float()
         of_rows = sent * (self._weights * sent.shape[-1] / size.square())[:, None]
-        out = of_rows.new_zeros(len(self.tokens), sent.shape[-1])
-        out[self._is_token] = of_rows[self._row]
-        return out
+        return torch.cat([of_rows, of_rows.new_zeros(1, sent.shape[-1])])[self._row]
 
 
 class Router(TopKRouter):
