@@ -1,5 +1,6 @@
 """What every Megatron engine is, whatever its model computes: life cycle, optimizer and export."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -179,6 +180,8 @@ class MegatronEngine(BaseEngine):
                     close_groups(groups)
             finally:
                 self._redirections.close()
+            del groups
+            gc.collect()  # Megatron's modules hold groups in cycles, and gloo's threads end with the last reference
 
     @property
     def groups(self) -> MegatronGroups:
