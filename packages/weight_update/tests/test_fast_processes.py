@@ -96,8 +96,8 @@ def test_the_rank_that_was_killed_is_told_by_the_others(started):
 
     class Patient(ProcessEngine):
         def load(self, request, *, flush_cache):
-            self._connections[0].send(request)
-            self._connections[1].send(request)
+            for connection in self._connections:
+                connection.send((1, request))
             self._connections[0].recv()
 
     bad.__class__ = Patient

@@ -24,15 +24,16 @@ def _serve_rank(rank: int, size: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     model = ToyModel(rank, size)
     receiver = Receiver(model, rank, size, lambda name: name == TIED, lambda: None)
-    connection.send(None)
+    connection.send((0, None))
     while True:
         try:
-            request = connection.recv()
+            number, request = connection.recv()
         except EOFError:
             return
         if request is not None:
             receiver.handle(request)
-        connection.send({name: p.detach().clone().numpy(force=True) for name, p in _as_float(model)})
+        state = {name: p.detach().clone().numpy(force=True) for name, p in _as_float(model)}
+        connection.send((number, state))
 
 
 def _as_float(model: ToyModel) -> Iterator[tuple[str, Tensor]]:
@@ -70,6 +71,7 @@ class ProcessEngine:
             for rank, (_, theirs) in enumerate(pairs)
         ]
         self._connections = [ours for ours, _ in pairs]
+        self._number = 0  # of the last question
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
             process.start()
             theirs.close()
@@ -89,19 +91,21 @@ class ProcessEngine:
         return [{name: torch.from_numpy(array) for name, array in rank.items()} for rank in self._ask(None)]
 
     def _ask(self, request: Request | None) -> list[dict[str, Any]]:
+        self._number += 1
         for connection in self._connections:
-            while connection.poll(0):  # what came too late for the last question
-                connection.recv()
-            connection.send(request)
+            connection.send((self._number, request))
         return self._answers(self._timeout_s)
 
     def _answers(self, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         answers = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
-            answers.append(connection.recv())
+            number, answer = -1, None
+            while number != self._number:  # else it comes too late, of a question before
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
+                number, answer = connection.recv()
+            answers.append(answer)
         return answers
 
     def load_bucket(self, bucket: object) -> None:
