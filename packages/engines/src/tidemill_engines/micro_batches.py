@@ -99,11 +99,11 @@ class _Report:
     """What a rank tells the others about its rows before any of them starts."""
 
     part: int
-    error: tuple[str, str] | None
-    fingerprint: tuple[int, ...]
-    num_micro_batches: int
-    trained: tuple[float, float]
-    vision_kinds: frozenset[str]
+    error: tuple[str, str] | None = None
+    fingerprint: tuple[int, ...] = ()
+    num_micro_batches: int = 0
+    trained: tuple[float, float] = (0.0, 0.0)
+    vision_kinds: frozenset[str] = frozenset()
 
 
 def plan_batch(
@@ -133,12 +133,9 @@ def plan_batch(
         ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
             ranks of one part with different rows; on every rank, naming the rank that it was found on.
     """
-    error, fingerprint, count, trained, padding, vision_kinds = None, (), 0, (0.0, 0.0), None, frozenset[str]()
+    error, padding, own = None, None, _Report(part=data_parallel_rank)
     try:
-        batch = batch.to("cpu")  # what is in it decides what is done; micro-batches go to the device one by one
-        if is_padded(batch):
-            padding = response_attention_mask(batch)
-            batch = to_ragged(batch)
+        batch, padding = _ragged_on_cpu(batch)
         check_batch(
             batch,
             vocab_size=vocab_size,
@@ -147,22 +144,19 @@ def plan_batch(
             training=with_loss,
             vision=vision,
         )
-        vision_kinds = kinds_in(batch)
-        fingerprint = _fingerprint(batch)
-        count = num_micro_batches_needed(batch, max_token_len=limit.total, micro_batch_size=micro_batch_size)
         if micro_batch_size is not None:
             _check_fixed_micro_batches(batch, micro_batch_size, limit)
-        trained = count_trained(batch) if with_loss else trained
+        own = _Report(
+            part=data_parallel_rank,
+            fingerprint=_fingerprint(batch),
+            num_micro_batches=num_micro_batches_needed(
+                batch, max_token_len=limit.total, micro_batch_size=micro_batch_size
+            ),
+            trained=count_trained(batch) if with_loss else (0.0, 0.0),
+            vision_kinds=kinds_in(batch),
+        )
     except (ValueError, TypeError) as caught:
-        error = caught
-    own = _Report(
-        part=data_parallel_rank,
-        error=describe(error),
-        fingerprint=fingerprint,
-        num_micro_batches=count,
-        trained=trained,
-        vision_kinds=vision_kinds,
-    )
+        error, own = caught, _Report(part=data_parallel_rank, error=describe(caught))
     reports: list[_Report] = gather(own, group)
     raise_first([report.error for report in reports], error)
     parts = _one_per_part(reports)
@@ -174,9 +168,8 @@ def plan_batch(
         num_micro_batches=-(-needed // multiple_of) * multiple_of,
     )
     if vision is not None:
-        kinds = sorted(frozenset[str]().union(*(report.vision_kinds for report in parts)))
         for micro_batch in micro_batches:
-            micro_batch.meta_info["vision_kinds"] = kinds
+            micro_batch.meta_info["vision_kinds"] = sorted({kind for part in parts for kind in part.vision_kinds})
     return BatchPlan(
         micro_batches=micro_batches,
         indices=indices,
@@ -184,6 +177,15 @@ def plan_batch(
         responses=batch["responses"],
         response_mask=padding,
     )
+
+
+def _ragged_on_cpu(batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
+    """The batch with ragged columns, and the mask of the responses of one that was padded.
+
+    On the CPU, since what is in it decides what is done; micro-batches go to the device one by one.
+    """
+    batch = batch.to("cpu")
+    return (to_ragged(batch), response_attention_mask(batch)) if is_padded(batch) else (batch, None)
 
 
 def _one_per_part(reports: list[_Report]) -> list[_Report]:

@@ -44,17 +44,6 @@ def transformer_config(
     """
     a = architecture
     kind = TransformerConfig if a.latent is None else MLATransformerConfig
-    experts: dict[str, Any] = {}
-    if a.num_experts:
-        experts = {
-            "num_moe_experts": a.num_experts,
-            "moe_ffn_hidden_size": a.moe_intermediate_size,
-            "moe_router_topk": a.num_experts_per_tok,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_pre_softmax": not a.norm_topk_prob,
-            "moe_router_dtype": "fp32",
-            **_deepseek(a),
-        }
     return kind(
         num_layers=a.num_hidden_layers,
         hidden_size=a.hidden_size,
@@ -71,13 +60,6 @@ def transformer_config(
         qk_layernorm=a.qk_norm or a.latent is not None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tp,
-        sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -86,14 +68,9 @@ def transformer_config(
         output_layer_init_method=_as_it_is,
         embedding_init_method=_as_it_is,
         calculate_per_token_loss=True,
-        # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
-        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
-        moe_token_dispatcher_type=parallel.moe_token_dispatcher_type,
-        **experts,
+        **_division(parallel),
+        **_mixture(a),
         **_recompute(recompute),
-        # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
-        overlap_p2p_comm=parallel.virtual_pipeline_model_parallel_size is not None,
-        batch_p2p_comm=parallel.virtual_pipeline_model_parallel_size is None,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=fused,
@@ -101,6 +78,40 @@ def transformer_config(
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
+
+
+def _division(parallel: ParallelConfig) -> dict[str, Any]:
+    """What the ranks have of the model, and how they talk to each other."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
+        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1,
+        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
+        "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
+    }
+
+
+def _mixture(a: Architecture) -> dict[str, Any]:
+    """Of experts, if there are any."""
+    if not a.num_experts:
+        return {}
+    return {
+        "num_moe_experts": a.num_experts,
+        "moe_ffn_hidden_size": a.moe_intermediate_size,
+        "moe_router_topk": a.num_experts_per_tok,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": not a.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        **_deepseek(a),
+    }
 
 
 def _deepseek(a: Architecture) -> dict[str, Any]:
