@@ -13,6 +13,7 @@ NOT_DISTRIBUTED = {"use_distributed_optimizer": False}
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layouts", "others"),
     [

@@ -9,7 +9,7 @@ from engine_cases import VOCAB, make_batch, plain_log_probs, plain_policy_like_l
 from megatron_cases import NUM_ROWS, OPTIMIZER, train
 from tidemill_testing import run_ranks, tiny_model
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"

@@ -92,6 +92,7 @@ def train(paths):
     return trained, engine_training(paths["yarn"], [], backend="megatron", **CASES[1][1])[1]
 
 
+@pytest.mark.slow
 def test_latent_attention_equals_a_plain_loop(paths):
     expected = {name: plain_training(path, batches()) for name, path in paths.items()}
     ranks = run_ranks(train, 4, paths, timeout_s=250)

@@ -49,6 +49,7 @@ def references(folders) -> dict[str, dict[str, Any]]:
     return {name: plain_training(Path(folder)) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 def test_balanced_and_replayed_training_equals_a_plain_loop(ranks, references, index):
     reference = references[CASES[index][0]]
@@ -60,6 +61,7 @@ def test_balanced_and_replayed_training_equals_a_plain_loop(ranks, references, i
             torch.testing.assert_close(rank["weights"][name], weight, atol=2e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 def test_the_experts_of_each_token_are_recorded(ranks, references, index):
     rows = references[CASES[index][0]]["recorded"]

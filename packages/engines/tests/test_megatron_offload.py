@@ -9,7 +9,7 @@ import torch
 from engine_cases import OPTIMIZER, VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from tidemill_testing import run_ranks, tiny_model
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}

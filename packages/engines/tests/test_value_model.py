@@ -108,7 +108,9 @@ MEGATRON = [
     [
         ("qwen3", True, 2, FSDP2),
         ("llama", False, 2, FSDP2),
-        ("qwen3", True, 4, [{"backend": "megatron", **layout} for layout in MEGATRON]),
+        pytest.param(
+            *("qwen3", True, 4, [{"backend": "megatron", **layout} for layout in MEGATRON]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_values_and_training_equal_transformers(tmp_path, family, tied, num_ranks, layouts):
