@@ -159,10 +159,10 @@ def _fold(
     """
     others = np.bincount(chosen[chosen > 0], weights=(part["rows"] * part["cols"])[chosen > 0], minlength=len(shapes))
     index = int(others.argmax())
+    if index == 0:  # there are no others
+        return chosen
     cols = shapes[index][1] // unit
     folded = (chosen == 0) & (part["rows"] == 1) & (part["cols"] % cols == 0)
-    if index == 0:
-        return chosen
     part["rows"] = np.where(folded, part["cols"] // cols, part["rows"])
     part["cols"] = np.where(folded, cols, part["cols"])
     for name, pitch in (("src_pitch", cols), ("dst_pitch", cols), ("pos_pitch", cols * unit)):
