@@ -1,6 +1,7 @@
 """Weight updates of SGLang, measured: stock SGLang's paths, ours, and the floor, from the same tensors in one run.
 
     python bench/weight_update.py --case moe1 --case dense1     one GPU
+    python bench/weight_update.py --case moe2 --case dense2     two GPUs
     python bench/weight_update.py --case moe4 --case dense2x2   four GPUs
     python bench/weight_update.py --case moe4 --case megatron4  the same model from FSDP2 and from Megatron's layout
     python bench/weight_update.py --case tiny                   no GPU
@@ -20,6 +21,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from weight_update.case import CASES, Case
 from weight_update.report import Report
 from weight_update.session import Effort, run_rank
@@ -30,14 +32,19 @@ LIMIT_S = 570.0
 
 
 def main() -> int:
-    """Returns 0 if everything was measured and arrived as it should, whether the ratios were reached or not."""
+    """Returns 0 if everything was measured and arrived as it should, whether the ratios were reached or not, else 1; or
+    2 if nothing was begun for want of GPUs."""
     args = _arguments()
+    cases = [CASES[name].tiny() if args.scale == "tiny" and name != "tiny" else CASES[name] for name in args.case]
+    refused = _too_large(cases, torch.cuda.device_count())
+    if refused:
+        print(refused, file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end the ranks
     effort = Effort(repeats=args.repeats, max_s=args.max_s, only=tuple(args.only))
     reports = []
     end = time.monotonic() + args.limit_s
-    for name in args.case:
-        case = CASES[name].tiny() if args.scale == "tiny" and name != "tiny" else CASES[name]
+    for case in cases:
         reports.append(_run(case, effort, args.silence_s, end - time.monotonic()))
     for report in reports:
         print("\n" + report.table())
@@ -55,6 +62,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest time for all cases together")
     parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="longest time in which nothing is heard")
     return parser.parse_args()
+
+
+def _too_large(cases: list[Case], num_gpus: int) -> str:
+    """What to tell if there are too few GPUs for some of these cases, else nothing."""
+    needed = ", ".join(f"{case.name} needs {case.num_gpus}" for case in cases if case.num_gpus > num_gpus)
+    if not needed:
+        return ""
+    return f"too few GPUs: {needed}, {num_gpus} can be seen here; --scale tiny runs any case without one"
 
 
 def _run(case: Case, effort: Effort, silence_s: float, limit_s: float) -> Report:

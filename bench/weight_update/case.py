@@ -26,6 +26,7 @@ class Case:
         buckets: sizes of the stock batches and buckets, in bytes; the second is the one to compare with.
         to_beat: the method that ours is compared with, at the second bucket size.
         speedup, floor_ratio: what is to be reached: how many times faster than `to_beat`, how many times the floor.
+            Two GPUs are held to what is asked of four.
     """
 
     name: str
@@ -66,31 +67,18 @@ class Case:
 
 
 _DENSE1 = Case(name="dense1", config=DENSE, speedup=5, floor_ratio=2.5)
+_MOE4 = Case(name="moe4", config=MOE, num_trainers=4, tp_size=4, to_beat=UPDATE_WEIGHTS, speedup=10, floor_ratio=4)
+_MOE2 = replace(_MOE4, name="moe2", num_trainers=2, tp_size=2)
 
 CASES = {
     case.name: case
     for case in (
         Case(name="moe1", config=MOE, speedup=20, floor_ratio=2),
         _DENSE1,
-        Case(
-            name="moe4",
-            config=MOE,
-            num_trainers=4,
-            tp_size=4,
-            to_beat=UPDATE_WEIGHTS,
-            speedup=10,
-            floor_ratio=4,
-        ),
-        Case(
-            name="megatron4",
-            config=MOE,
-            num_trainers=4,
-            layout=MegatronLayout(tp=2, ep=2),
-            tp_size=4,
-            to_beat=UPDATE_WEIGHTS,
-            speedup=10,
-            floor_ratio=4,
-        ),
+        _MOE2,
+        replace(_MOE2, name="dense2", config=DENSE),
+        _MOE4,
+        replace(_MOE4, name="megatron4", layout=MegatronLayout(tp=2, ep=2)),
         Case(
             name="dense2x2",
             config=DENSE,
