@@ -118,12 +118,14 @@ def test_step_does_not_depend_on_any_layout(models, backend, wanted):
 
 
 FIVE_STEPS = [make_batch(9, seed=seed, temperature=0.8) for seed in range(5)]
+WHOLE_EXPERTS = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
 ENGINES = {
     "qwen3": [("fsdp2", {}), ("megatron", {"tensor_model_parallel_size": 2})],
     "qwen3_moe": [
         ("fsdp2", {"model": {"router_aux_loss_coef": 0.3}}),
         ("megatron", {"model": {"router_aux_loss_coef": 0.3}, "expert_model_parallel_size": 2}),
         ("megatron", {"model": {"router_aux_loss_coef": 0.3}, "pipeline_model_parallel_size": 2}),
+        ("megatron", {"model": {"router_aux_loss_coef": 0.3}, **WHOLE_EXPERTS}),
     ],
 }
 

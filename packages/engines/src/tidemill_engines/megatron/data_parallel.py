@@ -27,6 +27,8 @@ def wrap_chunks(
         overlap_grad_reduce=is_trained and config.overlap_grad_reduce,
         overlap_param_gather=is_trained and config.overlap_param_gather,
     )
+    for model in models:
+        _tell_experts_apart(model, transformer)
     chunks = [
         DistributedDataParallel(transformer, settings, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
@@ -38,6 +40,18 @@ def wrap_chunks(
         no_sync: Any = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return chunks
+
+
+def _tell_experts_apart(model: HiddenStatesModel, transformer: TransformerConfig) -> None:
+    """Lets experts' gradients be added over the ranks that have the same experts.
+
+    Megatron takes those of all other parameters for it unless experts are divided (`layers.py:886`), which leaves out
+    tensor-parallel ranks that have whole experts and other tokens.
+    """
+    if transformer.expert_tensor_parallel_size != transformer.tensor_model_parallel_size:
+        for name, weight in model.named_parameters():
+            if ".experts." in name:
+                weight.allreduce = False  # type: ignore[attr-defined]
 
 
 def wait_for(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
