@@ -1,12 +1,14 @@
 """Random copy tables and what they must do, for the tests of the copiers."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tidemill_weight_update.copy.digest import digest_rows, non_finite
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 from torch import Tensor
 
 NUM_TENSORS = 7
@@ -77,11 +79,55 @@ def random_copies(
         align: all offsets, lengths and pitches are multiples of this many elements.
     """
     rng = random.Random(seed)
+
+    def shape() -> tuple[int, int]:
+        num_rows = rng.choice([1, 1, 2, rng.randint(1, max_rows)])
+        return num_rows, align * rng.randint(1, max(1, rng.choice([max_cols, 40]) // align))
+
+    return placed(rng, (shape() for _ in range(num_copies)), src_dtype, dst_dtype, align)
+
+
+def whole_and_parts(
+    seed: int,
+    src_dtype: torch.dtype,
+    dst_dtype: torch.dtype,
+    align: int,
+    part_rows: int,
+    fold: int,
+    num_copies: int = 3,
+) -> Copies:
+    """Parts of up to 16 elements of about `part_rows` rows; between them whole rows and, first and last, empty copies.
+
+    Args:
+        align: as in `random_copies`, up to 16.
+        fold: most whole rows are two to four times as long, the others longer by `align`.
+    """
+    rng = random.Random(seed)
+    shapes = [(0, 5 * align)]
+    for number in range(num_copies):
+        shapes.append((1, fold * rng.randint(2, 4) + (align if number == 1 else 0)))
+        shapes.append((part_rows - rng.randrange(3), max(align, 16 - align * rng.randrange(6))))
+    return placed(rng, [*shapes, (3, 0)], src_dtype, dst_dtype, align)
+
+
+def num_folded(table: CopyTable, tile_elements: int) -> int:
+    """How many single rows of the table are several rows of its tiles, if all blocks are aligned."""
+    aligned = (np.ones(1 + column.max(), np.bool_) for column in (table.memory, table.target))
+    rows = [group.segments[:, SEGMENT_FIELDS.index("rows")] for group in cut(table, tile_elements, *aligned)]
+    return int((table.rows[table.cols > 0] == 1).sum() - (np.concatenate(rows) == 1).sum())
+
+
+def placed(
+    rng: random.Random,
+    shapes: Iterable[tuple[int, int]],
+    src_dtype: torch.dtype,
+    dst_dtype: torch.dtype,
+    align: int,
+) -> Copies:
+    """Copies of so many rows and cols, from and to random multiples of `align`."""
     rows = []
     filled, needed = [0, 0], [0, 0, 0]
-    for _ in range(num_copies):
-        num_rows = rng.choice([1, 1, 2, rng.randint(1, max_rows)])
-        cols = align * rng.randint(1, max(1, rng.choice([max_cols, 40]) // align))
+    for num_rows, cols in shapes:
         pitches = [cols + align * rng.choice([0, 0, rng.randint(0, 20)]) for _ in range(3)]
         memory, target = rng.randrange(3), rng.randrange(2)
         src = align * rng.randrange(200)

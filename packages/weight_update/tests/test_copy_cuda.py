@@ -7,6 +7,7 @@ CPU, and addresses are those of host memory.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 FP8, INT64, UINT8 = torch.float8_e4m3fn, torch.int64, torch.uint8
 SAME = [BF16, FP16, FP32, FP64, FP8, torch.float8_e5m2, INT64, UINT8]
 CASTS = [(FP32, BF16), (BF16, FP32), (FP32, FP16), (FP16, FP32), (FP16, BF16), (BF16, FP16)]
+# Types, rows of the parts that make whole rows fold, and what each is folded to.
+FOLDED = [((BF16, BF16), 120, 32), ((FP8, FP8), 30, 128), ((FP32, FP32), 8, 512), ((FP64, FP64), 120, 32)]
+FOLDED += [((FP32, BF16), 30, 128), ((BF16, FP32), 120, 32)]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -27,8 +31,13 @@ SIZE = {"num_copies": 6, "max_cols": 1500, "max_rows": 20} if INTERPRETED else {
 on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1):
-    """Targets, digests and counts of one run; `skew`: bytes by which every block begins after a multiple of 512."""
+def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
+    """Targets, digests and counts of one run.
+
+    Args:
+        skew: bytes by which every block begins after a multiple of 512.
+        far: elements by which all places are further from where the blocks are said to begin.
+    """
     from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
     def on_skew(block):
@@ -39,8 +48,12 @@ def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, st
     sources, targets = [on_skew(memory) for memory in memories], [on_skew(target) for target in case.targets()]
     digests = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
     counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
-    copier = CudaCopier([case.table], DEVICE, digest_of, Tiling(steps=steps))
-    addresses = [[block.data_ptr() for block in blocks] for blocks in (sources, targets)]
+    table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
+    copier = CudaCopier([table], DEVICE, digest_of, Tiling(steps=steps))
+    addresses = [
+        [block.data_ptr() - far * dtype.itemsize for block in blocks]
+        for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
+    ]
     copier.run(*addresses, digests, counts, write)
     return [target.cpu() for target in targets], digests, counts
 
@@ -89,6 +102,30 @@ class TestKernel:
         wanted, digests, counts = case.expected(memories, "target")
         assert_equal(run(case, memories, sums=False), (wanted, None, None))
         assert_equal(run(case, memories, "target", write=False), (case.targets(), digests, counts))
+
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize(("pair", "part_rows", "cols"), FOLDED, ids=str)
+    def test_whole_rows_are_folded_between_parts_of_rows(self, copies, pair, part_rows, cols, align):
+        packed = 4 // min(pair[0].itemsize, 4) if pair[0] == pair[1] and align > 1 else 1
+        case = copies.whole_and_parts(3, *pair, align, part_rows, fold=cols * packed)
+        assert copies.num_folded(case.table, 4096) > 1
+        memories = case.memories(1, exact=INTERPRETED)
+        wanted, *sums = case.expected(memories, "target")
+        assert_equal(run(case, memories, "target"), (wanted, *sums))
+        assert_equal(run(case, memories, "target", write=False, steps=4), (case.targets(), *sums))
+
+    @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (FP8, 5), (FP64, 4)])
+    def test_folded_rows_may_begin_anywhere(self, copies, dtype, skew):
+        case = copies.whole_and_parts(skew, dtype, dtype, 16, part_rows=120, fold=128)
+        memories = case.memories(1)
+        assert_equal(run(case, memories, skew=skew), case.expected(memories, "source"))
+
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize("pair", [(UINT8, UINT8), (FP64, FP64), (FP32, BF16)], ids=str)
+    def test_places_may_be_further_than_32_bits_count(self, copies, pair, align):
+        case = copies.whole_and_parts(4, *pair, align, part_rows=120, fold=128)
+        memories = case.memories(1, exact=INTERPRETED)
+        assert_equal(run(case, memories, far=3 << 30), case.expected(memories, "source"))
 
     @pytest.mark.parametrize("write", [False, True])
     @pytest.mark.parametrize(("cols", "rows"), [(192, 700), (1024, 90), (60_000, 3)])

@@ -1,8 +1,12 @@
 """Tiles: together they are the copies, and not many more of them than needed."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 
@@ -62,8 +66,14 @@ def test_the_tiles_are_the_copies(copies, pair, align):
     groups = cut_aligned(case.table)
     assert len({group.shape for group in groups}) > 2
     assert align == 1 or all(group.unit > 1 for group in groups)
+    check_places(case, groups)
+
+
+def check_places(case, groups):
+    """That the tiles have each word of the copies, once."""
     got = [place for group in groups for place in places_in(group)]
-    src_bytes, dst_bytes = pair[0].itemsize, pair[1].itemsize
+    pair = case.table.src_dtype, case.table.dst_dtype
+    src_bytes, dst_bytes = (dtype.itemsize for dtype in pair)
     wanted = set()
     for row in case.rows:
         for r in range(row["rows"]):
@@ -75,6 +85,21 @@ def test_the_tiles_are_the_copies(copies, pair, align):
                 wanted.add((row["tensor"], row["memory"], *ends))
     assert len(got) == len(wanted)
     assert set(got) == wanted
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_folded_rows_are_the_copies_wherever_they_begin(copies, pair, data):
+    align = data.draw(st.sampled_from([1, 2, 16]), "align")
+    rows, fold = data.draw(st.sampled_from([(60, 32), (28, 128), (7, 512)]), "rows of parts, what whole rows fold to")
+    whole = st.tuples(st.just(1), st.sampled_from([fold, 4 * fold]), st.sampled_from([0, 0, 0, align]))
+    part = st.tuples(st.sampled_from([0, rows]), st.integers(0, 24 // align).map(lambda n: n * align), st.just(0))
+    shapes = data.draw(st.lists(whole | part, min_size=1, max_size=5), "rows, cols, and how many more")
+    shapes += [(rows, 16, 0), (1, 4 * fold, 0)]
+    rng = random.Random(data.draw(st.integers(0, 99), "seed of the places"))
+    case = copies.placed(rng, [(rows, cols + more) for rows, cols, more in shapes], *pair, align)
+    check_places(case, cut_aligned(case.table))
 
 
 @pytest.mark.parametrize(
