@@ -87,7 +87,7 @@ def test_what_cannot_be_routed_is_refused_on_all_ranks(folders):
     num_tokens = len(ragged.values(batches()[1]["input_ids"]))
     experts = torch.zeros(num_tokens, LAYERS, TOP_K, dtype=torch.int64)
     configs = [{TP: 2}, {TP: 2, **SP}, {PP: 2, **ALL}, {EP: 2, **ALL, TP: 2}]
-    wrong = {"layers": experts[:, 1:], "experts": experts + EXPERTS, "lengths": experts}
+    wrong = {"layers": experts[:, 1:], "experts": experts + EXPERTS, "lengths": experts, "twice": experts}
     for said in run_ranks(refusals, 2, folders["normalized"], configs, wrong):
         starts = [
             "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
@@ -97,6 +97,7 @@ def test_what_cannot_be_routed_is_refused_on_all_ranks(folders):
             "routed_experts must be ragged [B, j, 4, 2]; got (3, 2) a token",
             "routed_experts must be experts from 0 to 3, or -1 where the router chooses",
             "routed_experts must have the experts of each token of input_ids; its rows have other lengt",
+            "routed_experts must be 2 different experts of a token in each layer, or all -1",
         ]
         for message, start in zip(said, starts, strict=True):
             assert message.removeprefix("rank 0: ").startswith(start)

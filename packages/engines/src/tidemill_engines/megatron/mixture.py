@@ -110,6 +110,10 @@ class MixtureBatch:
         given = ragged.values(column).long()
         if len(given) and (int(given.min()) < -1 or int(given.max()) >= a.num_experts):
             raise ValueError(f"{COLUMN} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses")
+        if not _are_different(given[:, a.num_dense_layers :]):
+            raise ValueError(
+                f"{COLUMN} must be {a.num_experts_per_tok} different experts of a token in each layer, or all -1"
+            )
         return given
 
     def routing_of(self, micro_batch: DataProto, inputs: MegatronInputs) -> Routing:
@@ -199,3 +203,10 @@ class MixtureBatch:
         found = found.cpu()
         dist.all_reduce(found, group=self._groups.stages)
         return found
+
+
+def _are_different(given: torch.Tensor) -> bool:
+    """Whether the experts [..., K] of each token are different ones, or all -1."""
+    ordered = given.sort(-1).values
+    follows = ordered[..., 1:] > ordered[..., :-1]
+    return bool((follows | (ordered[..., -1:] < 0)).all())

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 
+from tidemill_engines.megatron.dispatcher import replace_dispatchers
 from tidemill_engines.megatron.stage_sums import StageSums
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -28,7 +29,8 @@ class Routing:
 
     Attributes:
         chosen: by layer (from 0) the experts [n, K] that tokens were sent to.
-        sent: by layer how many tokens of each row [B] were sent to each expert [E]; float32 [B, E].
+        sent: by layer how many tokens of each row [B] were sent to each expert [E]; float32 [B, E], or [1, E] of all
+            rows together where there is no balance loss.
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class Routing:
         row = torch.searchsorted(ends, tokens.clamp(min=0), right=True)
         self._row = row.where(is_token, len(lengths))
         self._lengths = lengths
+        # Sums over rows as a product: as many additions to a few places would wait for one another.
+        of_row, num_rows = (self._row, len(lengths)) if weights is not None else ((~is_token).long(), 1)
+        self._members = torch.zeros(num_rows + 1, len(tokens), device=tokens.device).scatter_(0, of_row[None], 1.0)[:-1]
         self._given = None
         if given is not None:
             given = torch.cat([given, given.new_full((1, *given.shape[1:]), -1)])
@@ -87,8 +92,7 @@ class Routing:
             self._expected[layer] = self._by_row(probabilities)
 
     def _by_row(self, values: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(len(self._lengths) + 1, values.shape[-1], device=values.device)
-        return out.index_add_(0, self._row, values.detach().float())[:-1]
+        return self._members @ values.detach().float()
 
     def end_of_chunk(self, chunk: int, layers: Sequence[int]) -> None:
         """Tells the other stages about the layers of a chunk that were just computed. Collective over `sharing`."""
@@ -151,6 +155,10 @@ class Router(TopKRouter):
 
 class RoutedModel(GPTModel):
     """Megatron's model, whose routers do as the `PackedRows` say that it is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        replace_dispatchers(self)
 
     def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> torch.Tensor:
         routers = [module for module in self.modules() if isinstance(module, Router)]
