@@ -2,14 +2,14 @@
 
     python bench/engine.py --models 0.6b,1.7b,4b,8b              one GPU, all that is compared
     python bench/engine.py --models 4b --cases compile --gpus 1,2,4
-    python bench/engine.py --models 4b --cases base --backend megatron --gpus 4 --tp 2 --pp 2
+    python bench/engine.py --models 4b,8b --cases compile,megatron+tp4,megatron+tp2+pp2,moe:megatron+ep4 --gpus 4
     python bench/engine.py --models tiny --device cpu             no GPU
 
-A case is some of the words below joined with "+", "base" none of them; several are separated by commas. Rows are of 512
-to 8,192 tokens, log-uniform, one eighth of them prompt; weights are random. Every GPU has the same work, however many
-there are. MFU counts what the model needs (tidemill_engines.throughput): nothing that is recomputed, no padding, and
-the head for response tokens only. A line is printed when a case was measured, ratios at the end. If OUT is set, all is
-also written to OUT/engine.json.
+A case is some of the words below joined with "+", "base" none of them; several are separated by commas. A case is of
+every model, "moe:megatron+ep4" of one. Rows are of 512 to 8,192 tokens, log-uniform, one eighth of them prompt; weights
+are random. Every GPU has the same work, however many there are. MFU counts what the model needs
+(tidemill_engines.throughput): nothing that is recomputed, no padding, and the head for response tokens only. A line is
+printed when a case was measured, ratios at the end. If OUT is set, all is also written to OUT/engine.json.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import socket
 import sys
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from engine.case import DEFAULT_CASES, ENVIRONMENT, PATIENCE_S, WORDS, Case, Effort, parse
+from engine.case import DEFAULT_CASES, ENVIRONMENT, PATIENCE_S, SIZES, WORDS, Case, Effort, parse
 from engine.report import Report
 from engine.shapes import MODELS
 from weight_update.supervisor import run_ranks
@@ -42,14 +43,15 @@ def main() -> int:
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
     )
+    all_cases = [case for num_gpus in args.gpus for case in _cases(args, num_gpus)]
     effort = Effort(steps=args.steps, case_s=args.case_s, profile=args.profile, device=args.device)
     end = time.monotonic() + args.limit_s
     out = os.environ.get("OUT")
     report = Report(Path(out, "engine.json") if out else None)
     report.fact({"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]})
     report.heading()
-    for num_gpus in args.gpus:
-        cases = _cases(args, num_gpus)
+    for _, alike in groupby(all_cases, lambda case: (case.num_gpus, case.environment)):
+        cases = list(alike)
         while cases:
             cases = _run(cases, effort, report, end - time.monotonic())
     report.close()
@@ -57,18 +59,16 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    words = "\n".join(f"  {word:10} {meaning}" for word, meaning in WORDS.items())
+    sized = {f"{word}N": meaning for word, meaning in SIZES.items()}
+    words = "\n".join(f"  {word:10} {meaning}" for word, meaning in (WORDS | sized).items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"words of cases:\n{words}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=_names, default=["0.6b", "1.7b", "4b", "8b"], help=", ".join(MODELS))
-    parser.add_argument("--cases", type=_names, help="of every model; by default those of each model")
+    parser.add_argument("--cases", type=_names, help="of every model, or MODEL:CASE; by default those of each model")
     parser.add_argument("--gpus", type=lambda text: [int(number) for number in text.split(",")], default=[1])
-    parser.add_argument("--backend", choices=("fsdp2", "megatron"), default="fsdp2")
-    for size in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{size}", type=int, default=1, help="of Megatron")
     parser.add_argument("--tokens", type=int, help="of a step, for each GPU")
-    parser.add_argument("--micro-tokens", type=int, help="of a micro-batch, for each GPU")
+    parser.add_argument("--micro-tokens", type=int, help="of a micro-batch, for each data-parallel rank")
     parser.add_argument("--steps", type=int, default=Effort().steps, help="that are measured")
     parser.add_argument("--case-s", type=float, default=Effort().case_s, help="after these no further step is begun")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all cases together")
@@ -82,19 +82,12 @@ def _names(text: str) -> list[str]:
 
 
 def _cases(args: argparse.Namespace, num_gpus: int) -> list[Case]:
-    cases = [
-        parse(
-            model,
-            words,
-            num_gpus=num_gpus,
-            backend=args.backend,
-            sizes=(args.tp, args.pp, args.ep),
-            tokens=args.tokens,
-            micro_tokens=args.micro_tokens,
-        )
-        for model in args.models
-        for words in (args.cases or DEFAULT_CASES[model].split(","))
-    ]
+    if args.cases is None:
+        texts = [f"{model}:{words}" for model in args.models for words in DEFAULT_CASES[model].split(",")]
+    else:
+        texts = [f"{model}:{words}" for model in args.models for words in args.cases if ":" not in words]
+        texts += [text for text in args.cases if ":" in text]
+    cases = [parse(text, num_gpus=num_gpus, tokens=args.tokens, micro_tokens=args.micro_tokens) for text in texts]
     return [case for case in cases if num_gpus == 1 or not {"plain", "logprobs"} & set(case.words)]
 
 

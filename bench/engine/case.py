@@ -1,9 +1,10 @@
 """What one line of the table measures, and how."""
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 WORDS = {
+    "megatron": "the Megatron engine instead of FSDP2",
     "plain": "a loop written by hand: transformers with torch SDPA, padded rows, logits of all tokens",
     "sorted": "of a plain loop: rows sorted by length, so that less is padded",
     "ckpt": "layers are recomputed in the backward pass",
@@ -11,9 +12,19 @@ WORDS = {
     "compile": "layers are compiled",
     "bf16": "master weights and optimizer state in bfloat16 (else float32)",
     "zero2": "weights stay gathered from forward to backward (FSDP2)",
+    "overlap": "gradients are reduced and weights gathered beside the computation (Megatron)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
 
+SIZES = {
+    "tp": "ranks of tensor parallelism, with sequence parallelism (Megatron)",
+    "pp": "pipeline stages (Megatron)",
+    "ep": "ranks of expert parallelism (Megatron)",
+    "micro": "tokens of a micro-batch, for each data-parallel rank",
+}
+"""Words with a number behind them, such as "tp2"."""
+
+_NOT_OF_MEGATRON = {"plain", "sorted", "selective", "compile", "bf16", "zero2", "logprobs"}
 
 PATIENCE_S = 150.0
 """How long a case may be silent: it loads, compiles, and makes its first step."""
@@ -53,18 +64,16 @@ class Case:
 
     Attributes:
         model: a name in `MODELS`.
-        words: some of `WORDS`; none: the engine as it comes.
+        words: some of `WORDS`; none: the FSDP2 engine as it comes.
         num_gpus: processes, one for each GPU (or so many on the CPU).
-        backend: "fsdp2" or "megatron".
         tp, pp, ep: sizes of Megatron's tensor, pipeline and expert parallelism.
         tokens: of a step, for each GPU.
-        micro_tokens: that a micro-batch may have; padded ones for a plain loop.
+        micro_tokens: that a micro-batch may have on a data-parallel rank; padded ones for a plain loop.
     """
 
     model: str
     words: tuple[str, ...]
     num_gpus: int = 1
-    backend: str = "fsdp2"
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -72,9 +81,13 @@ class Case:
     micro_tokens: int = 1
 
     @property
+    def backend(self) -> str:
+        return "megatron" if "megatron" in self.words else "fsdp2"
+
+    @property
     def name(self) -> str:
         layout = [f"{kind}{size}" for kind, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size > 1]
-        own = [] if {"plain", "logprobs"} & set(self.words) else [self.backend]
+        own = [] if {"plain", "logprobs", "megatron"} & set(self.words) else ["fsdp2"]
         return "+".join([*own, *self.words, *layout])
 
     @property
@@ -84,6 +97,12 @@ class Case:
     @property
     def key(self) -> str:
         return f"{self.model} {self.name} x{self.num_gpus}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its processes need besides `ENVIRONMENT`, before they start."""
+        # Communication of tensor parallelism goes on beside kernels only if it is begun before them.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tp > 1 else {}
 
 
 TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "tiny": 256}
@@ -108,42 +127,44 @@ DEFAULT_CASES = {
 }
 
 
-def parse(
-    model: str,
-    words: str,
-    *,
-    num_gpus: int,
-    backend: str,
-    sizes: Sequence[int],
-    tokens: int | None,
-    micro_tokens: int | None,
-) -> Case:
-    """The case of `words`, such as "ckpt+compile"; "base" says nothing.
+def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | None) -> Case:
+    """The case that is written "model:words", such as "8b:ckpt+compile"; "base" says nothing.
 
     Args:
-        sizes: tp, pp and ep.
-        tokens, micro_tokens: None takes the model's own.
+        tokens, micro_tokens: None takes the model's own; of Megatron's tensor-parallel ranks, so many each.
 
     Raises:
-        ValueError: an unknown word, or sizes that the number of GPUs cannot be divided by.
+        ValueError: an unknown model or word, or sizes that the number of GPUs cannot be divided by.
     """
-    chosen = tuple(word for word in words.split("+") if word != "base")
-    unknown = sorted(set(chosen) - set(WORDS))
+    model, _, said = text.partition(":")
+    if model not in TOKENS:
+        raise ValueError(f"unknown model {model!r} in {text!r}; they are {', '.join(TOKENS)}")
+    sizes, words = dict.fromkeys(SIZES, 0), []
+    for word in said.split("+"):
+        match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
+        if match and match[1] in SIZES:
+            sizes[match[1]] = int(match[2])
+        elif word != "base":
+            words.append(word)
+    unknown = sorted(set(words) - set(WORDS))
     if unknown:
-        raise ValueError(f"unknown words {', '.join(unknown)} in {words!r}; they are {', '.join(WORDS)}")
-    tp, pp, ep = sizes if backend == "megatron" else (1, 1, 1)
+        raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; they are {', '.join([*WORDS, *SIZES])}")
+    tp, pp, ep = (sizes[kind] or 1 for kind in ("tp", "pp", "ep"))
+    unfit = _NOT_OF_MEGATRON & set(words) if "megatron" in words else {"overlap"} & set(words)
+    if unfit or (tp * pp * ep > 1 and "megatron" not in words):
+        raise ValueError(f"{text!r}: what is of one backend is not of the other")
     if num_gpus % (tp * pp) or num_gpus % (ep * pp):
-        raise ValueError(f"{num_gpus} GPUs cannot be divided by tp {tp}, pp {pp}, ep {ep}")
+        raise ValueError(f"{text!r}: {num_gpus} GPUs cannot be divided by tp {tp}, pp {pp}, ep {ep}")
     base, compiled, recomputed, plain = _MICRO_TOKENS[model]
-    own = recomputed if "ckpt" in chosen else compiled if "compile" in chosen else base
+    own = recomputed if "ckpt" in words else compiled if "compile" in words else base
+    default = (plain if "plain" in words else own * tp) if micro_tokens is None else micro_tokens
     return Case(
         model=model,
-        words=chosen,
+        words=tuple(words),
         num_gpus=num_gpus,
-        backend=backend,
         tp=tp,
         pp=pp,
         ep=ep,
         tokens=TOKENS[model] if tokens is None else tokens,
-        micro_tokens=(plain if "plain" in chosen else own) if micro_tokens is None else micro_tokens,
+        micro_tokens=sizes["micro"] or default,
     )

@@ -1,7 +1,8 @@
 """Where a step spends its time, by torch's profiler."""
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,23 @@ from torch.profiler import ProfilerActivity, profile
 NUM_LINES = 25
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 
+COMMUNICATION, OTHERS = "communication", "elementwise, reductions"
+_CLASSES = (  # the first that a kernel's name fits
+    (COMMUNICATION, r"nccl"),
+    ("attention", r"sdpa|flash|fmha"),
+    ("matrix products", r"nvjet|gemm|gemv|cutlass|splitK"),
+    ("optimizer", r"multi_tensor_apply|adam"),
+    ("norms", r"norm|GammaBeta"),
+    ("compiled", r"^triton_"),  # norms, activation and rotary embedding
+    ("copies, permutation", r"Memcpy|Memset|copy|[Cc]at|[Ff]ill|index|gather|scatter|[Ss]ort|[Ss]can|nonzero"),
+)
+
+Kernel = tuple[str, float, float]
+"""Name, and when it began and ended in microseconds."""
+
 
 def profiled(step: Callable[[], Any], device: torch.device) -> str:
-    """Runs `step` and returns a table of the kernels and operations with the longest time on the device."""
+    """Runs `step` and returns what kinds of kernels, which kernels and operations took the longest on the device."""
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if is_cuda else [ProfilerActivity.CPU]
     with profile(activities=activities) as recorded:
@@ -22,18 +37,50 @@ def profiled(step: Callable[[], Any], device: torch.device) -> str:
     events = [event for event in recorded.key_averages() if not event.is_user_annotation]
     if not is_cuda:
         return _table("operations", [(e.key, e.count, e.self_cpu_time_total) for e in events], wall_s)
-    kernels = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type.name == "CUDA"]
+    names = {e.key for e in events if e.device_type.name == "CUDA"}
+    kernels = [
+        (e.name, e.time_range.start, e.time_range.end)
+        for e in recorded.events() or ()
+        if e.device_type.name == "CUDA" and e.name in names
+    ]
+    totals = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type.name == "CUDA"]
     operations = [(e.key, e.count, e.self_device_time_total) for e in events if e.device_type.name == "CPU"]
     counts = {e.key: e.count for e in events}
     waits = ", ".join(f"{name} {counts.get(name, 0)}" for name in _WAITS)
-    busy = sum(time_us for _, _, time_us in kernels) / 1e6
     return "\n".join(
         [
-            f"profile of {wall_s:.3f} s (recording makes it slower), kernels {busy:.3f} s; calls: {waits}",
-            _table("kernels", kernels, wall_s),
+            f"profile of {wall_s:.3f} s (recording makes it slower); calls: {waits}",
+            summary(kernels, wall_s),
+            _table("kernels", totals, wall_s),
             _table("operations", operations, wall_s),
         ]
     )
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((kind for kind, pattern in _CLASSES if re.search(pattern, kernel)), OTHERS)
+
+
+def summary(kernels: Sequence[Kernel], wall_s: float) -> str:
+    """How long kernels of each kind ran, for how long none did, and for how long none but communication."""
+    times: dict[str, list[float]] = {}
+    for name, start, end in kernels:
+        times.setdefault(kind_of(name), []).append(end - start)
+    busy = covered((start, end) for _, start, end in kernels)
+    at_work = covered((start, end) for name, start, end in kernels if kind_of(name) != COMMUNICATION)
+    rows = [(kind, len(values), sum(values)) for kind, values in times.items()]
+    rows += [("nothing but communication", 0, busy - at_work), ("nothing", 0, wall_s * 1e6 - busy)]
+    return _table("kinds of kernels", rows, wall_s)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what spans (start, end) cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _table(title: str, items: list[tuple[str, int, float]], wall_s: float) -> str:

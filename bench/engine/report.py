@@ -49,14 +49,23 @@ class Report:
 
     def close(self) -> None:
         """Prints the ratios that the benchmark is about."""
-        for line in [*self._heads(), *self._shares_of_peak(), *self._speedups(), *self._efficiencies()]:
+        for line in [
+            *self._heads(),
+            *self._shares_of_peak(),
+            *self._speedups(),
+            *self._backends(),
+            *self._efficiencies(),
+        ]:
             self._print(line)
 
     def _print(self, text: str) -> None:
         print(text, flush=True)
         self._lines.append(text)
         if self._path is not None:
-            cases = [{"case": case.key, "tokens": case.tokens, **result} for case, result in self.results]
+            cases = [
+                {"case": case.key, "tokens": case.tokens, "micro_tokens": case.micro_tokens, **result}
+                for case, result in self.results
+            ]
             self._path.write_text(json.dumps({"facts": self._facts, "cases": cases, "printed": self._lines}, indent=1))
 
     def _heads(self) -> list[str]:
@@ -72,9 +81,10 @@ class Report:
 
     def _shares_of_peak(self) -> list[str]:
         lines = []
-        for case, result in self._best("mfu", lambda case: "plain" not in case.words):
-            goal = f", at least {MFU:.0%}: {_said(result['mfu'] >= MFU)}" if case.model in ("4b", "8b") else ""
-            lines.append(f"{case.key}, masters {case.precision}: MFU {result['mfu']:.1%}{goal}")
+        for num_gpus in sorted({case.num_gpus for case, _ in self.results}):
+            for case, result in self._best("mfu", lambda case: "plain" not in case.words, num_gpus):
+                goal = f", at least {MFU:.0%}: {_said(result['mfu'] >= MFU)}" if case.model in ("4b", "8b") else ""
+                lines.append(f"{case.key}, masters {case.precision}: MFU {result['mfu']:.1%}{goal}")
         return lines
 
     def _speedups(self) -> list[str]:
@@ -92,11 +102,25 @@ class Report:
                 )
         return lines
 
-    def _best(self, number: str, fits: Callable[[Case], bool]) -> list[tuple[Case, dict[str, Any]]]:
-        """Of each model and precision on one GPU the case with the largest `number`."""
+    def _backends(self) -> list[str]:
+        lines = []
+        for num_gpus in sorted({case.num_gpus for case, _ in self.results}):
+            best = {
+                backend: self._best("tokens_per_s", lambda case, backend=backend: case.backend == backend, num_gpus)
+                for backend in ("fsdp2", "megatron")
+            }
+            others = {(case.model, case.precision): (case, result) for case, result in best["fsdp2"]}
+            for case, result in best["megatron"]:
+                if (found := others.get((case.model, case.precision))) is not None:
+                    ratio = result["tokens_per_s"] / found[1]["tokens_per_s"]
+                    lines.append(f"{case.key}: trains {ratio:.2f} times as many tokens/s as {found[0].name}")
+        return lines
+
+    def _best(self, number: str, fits: Callable[[Case], bool], num_gpus: int = 1) -> list[tuple[Case, dict[str, Any]]]:
+        """Of each model and precision on so many GPUs the case with the largest `number`."""
         best: dict[tuple[str, str], tuple[Case, dict[str, Any]]] = {}
         for case, result in self.results:
-            if case.num_gpus == 1 and fits(case) and result.get(number) is not None:
+            if case.num_gpus == num_gpus and fits(case) and result.get(number) is not None:
                 key = case.model, case.precision
                 if key not in best or result[number] > best[key][1][number]:
                     best[key] = case, result
@@ -104,12 +128,13 @@ class Report:
 
     def _efficiencies(self) -> list[str]:
         lines = []
-        alone = {(c.model, c.words, c.backend): r for c, r in self.results if c.num_gpus == 1 and "tokens_per_s" in r}
+        alone = {(c.model, c.words): r for c, r in self.results if c.num_gpus == 1 and "tokens_per_s" in r}
         for case, result in self.results:
-            one = alone.get((case.model, case.words, case.backend))
+            one = alone.get((case.model, case.words))
             if case.num_gpus > 1 and "tokens_per_s" in result and one is not None:
                 share = result["tokens_per_s"] / case.num_gpus / one["tokens_per_s"]
-                goal = f", at least {EFFICIENCY:.0%}: {_said(share >= EFFICIENCY)}" if case.num_gpus == 4 else ""
+                is_goal = case.num_gpus == 4 and case.backend == "fsdp2"
+                goal = f", at least {EFFICIENCY:.0%}: {_said(share >= EFFICIENCY)}" if is_goal else ""
                 lines.append(f"{case.key}: {share:.1%} of what one GPU does, on each{goal}")
         return lines
 

@@ -21,8 +21,11 @@ from engine.subject import Subject, count_outputs, make_subject, write_config
 
 
 def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: int, effort: Effort) -> None:
-    """Runs the cases, all of which have as many GPUs, and tells the results of all ranks from rank 0."""
-    os.environ |= {
+    """Runs the cases, all of which have as many GPUs and one environment, and tells their results from rank 0.
+
+    The process groups are left to the end of the processes: NCCL's may wait for one another when they are given up.
+    """
+    os.environ |= cases[0].environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(cases[0].num_gpus),
@@ -51,7 +54,6 @@ def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: in
         dist.all_gather_object(problems, problem)
         problem = next((item for item in problems if item is not None), None)
         say("result", {"number": number, "out_of_memory": problem} | ({} if problem else result))
-    dist.destroy_process_group()
 
 
 def _train(case: Case, folder: str, device: torch.device, effort: Effort, say: Tell) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1 if case.ep > 1 else None,
         sequence_parallel=case.tp > 1,
+        overlap_grad_reduce="overlap" in case.words,
+        overlap_param_gather="overlap" in case.words,
         # Not with tied embeddings in a pipeline, which it refuses.
         use_distributed_optimizer=case.pp == 1 or not MODELS[case.model]["tie_word_embeddings"],
         max_token_len_per_gpu=case.micro_tokens,

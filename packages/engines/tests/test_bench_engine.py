@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,11 +53,28 @@ def test_rows_are_of_the_lengths_that_are_said():
     assert ragged.lengths(batch["responses"]).tolist() == [length - length // 8 for length in lengths]
 
 
-def test_words_that_nobody_knows_are_refused():
+def test_what_a_case_is_called_says_what_it_measures():
     from engine.case import parse
 
-    with pytest.raises(ValueError, match="unknown words fast"):
-        parse("tiny", "ckpt+fast", num_gpus=1, backend="fsdp2", sizes=(1, 1, 1), tokens=None, micro_tokens=None)
+    def parsed(text: str, num_gpus: int = 4) -> Any:
+        return parse(text, num_gpus=num_gpus, tokens=None, micro_tokens=None)
+
+    case = parsed("8b:megatron+overlap+tp2+pp2")
+    assert (case.backend, case.tp, case.pp, case.ep, case.micro_tokens) == ("megatron", 2, 2, 1, 16384)
+    assert case.key == "8b megatron+overlap+tp2+pp2 x4"
+    assert case.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert parsed("moe:megatron+ep2+micro16384").micro_tokens == 16384
+    assert parsed("4b:base").key == "4b fsdp2 x4"
+    assert not parsed("4b:compile").environment
+    for text, said in (
+        ("tiny:ckpt+fast", "unknown words fast"),
+        ("30b:base", "unknown model '30b'"),
+        ("4b:compile+tp2", "what is of one backend is not of the other"),
+        ("4b:megatron+compile", "what is of one backend is not of the other"),
+        ("4b:megatron+tp8", "4 GPUs cannot be divided by tp 8, pp 1, ep 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parsed(text)
 
 
 def test_ratios_are_those_of_the_best_cases(capsys):
@@ -64,9 +82,9 @@ def test_ratios_are_those_of_the_best_cases(capsys):
     from engine.report import Report
 
     def add(words: str, tokens_per_s: float, *, num_gpus: int = 1) -> None:
-        case = parse("4b", words, num_gpus=num_gpus, backend="fsdp2", sizes=(1, 1, 1), tokens=None, micro_tokens=None)
-        result = {"tokens_per_s": tokens_per_s, "tflops": 1.0, "mfu": tokens_per_s / 4e4, "peak_bytes": 1 << 30}
-        report.add(case, result | {"step_s": 1.0, "steps_s": [1.0], "first_s": 1.0, "loss": 1.0})
+        case = parse(f"4b:{words}", num_gpus=num_gpus, tokens=None, micro_tokens=None)
+        result = {"tokens_per_s": tokens_per_s, "tflops": 1.0, "mfu": tokens_per_s / num_gpus / 4e4}
+        report.add(case, result | {"peak_bytes": 1, "step_s": 1.0, "steps_s": [1.0], "first_s": 1.0, "loss": 1.0})
 
     report = Report(None)
     add("base", 12000)
@@ -75,15 +93,45 @@ def test_ratios_are_those_of_the_best_cases(capsys):
     add("plain+ckpt", 10000)
     add("plain+sorted", 16000)
     add("compile", 72000, num_gpus=4)
-    case = parse("4b", "bf16", num_gpus=1, backend="fsdp2", sizes=(1, 1, 1), tokens=None, micro_tokens=None)
+    add("megatron+tp2", 54000, num_gpus=4)
+    case = parse("4b:bf16", num_gpus=1, tokens=None, micro_tokens=None)
     report.add(case, {"out_of_memory": "tried to allocate too much"})
     capsys.readouterr()
     report.close()
     assert capsys.readouterr().out.splitlines() == [
         "4b fsdp2+compile x1, masters fp32: MFU 50.0%, at least 45%: reached",
+        "4b fsdp2+compile x4, masters fp32: MFU 45.0%, at least 45%: reached",
         "4b, masters fp32: fsdp2+compile trains 2.00 times as many tokens/s as plain+ckpt, at least 1.5: reached",
         "4b, masters fp32: fsdp2+compile trains 1.25 times as many tokens/s as plain+sorted",
+        "4b megatron+tp2 x4: trains 0.75 times as many tokens/s as fsdp2+compile",
         "4b fsdp2+compile x4: 90.0% of what one GPU does, on each, at least 90%: reached",
+    ]
+
+
+def test_a_profile_says_what_kernels_are_for():
+    from engine.profile import covered, kind_of, summary
+
+    kinds = {
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
+        "nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN": "matrix products",
+        "_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_4gemm6kernel": "matrix products",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizer": "optimizer",
+        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<c10::BFloat16": "norms",
+        "triton_poi_fused__to_copy_add_cat_mul_rsub_sigmoid_silu_split_0": "compiled",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized": "copies, permutation",
+        "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>": "elementwise, reductions",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+    assert covered([(5, 6), (0, 2), (1, 3), (1.5, 2)]) == 4
+    # 10 us, of which 4 with a product, 3 with communication alone
+    kernels = [("nvjet_1", 0.0, 4.0), ("ncclDevKernel_SendRecv", 2.0, 7.0)]
+    lines = [line.split(maxsplit=3) for line in summary(kernels, 10e-6).splitlines()[1:]]
+    assert [(share, count, kind) for _, share, count, kind in lines] == [
+        ("50.0%", "1", "communication"),
+        ("40.0%", "1", "matrix products"),
+        ("30.0%", "0", "nothing but communication"),
+        ("30.0%", "0", "nothing"),
     ]
 
 
