@@ -36,6 +36,8 @@ def wrap_chunks(
     for chunk in chunks:
         for experts in (module for module in chunk.modules() if isinstance(module, GroupedExperts)):
             experts.register_forward_pre_hook(partial(_wait_for_all, chunk))
+            # Where gradients are reduced meanwhile, Megatron wants to see each of them as autograd makes it.
+            experts.adds_gradients = is_trained and not settings.overlap_grad_reduce
     if settings.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

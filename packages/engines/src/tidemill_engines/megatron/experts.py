@@ -1,6 +1,7 @@
 """The experts of a rank, with one kernel for each product that all of them make."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +15,17 @@ class GroupedExperts(SequentialMLP):
     """As Megatron's experts, which go one after another and make hundreds of small kernels a layer.
 
     In bfloat16 they go together. Parameters, their names and their checkpoints stay those of single experts.
+
+    Attributes:
+        adds_gradients: whether the backward adds the gradients of all experts to Megatron's buffers itself, instead of
+            leaving them to autograd, one by one.
     """
+
+    adds_gradients = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_experts = _FromLast(self.local_experts)
 
     def forward(
         self,
@@ -35,53 +46,121 @@ class GroupedExperts(SequentialMLP):
         if hidden_states.dtype != torch.bfloat16:
             return super().forward(hidden_states, tokens_per_expert, permuted_probs)
         counts, experts = tokens_per_expert.tolist(), list[Any](self.local_experts)
-        inner = grouped_linear(hidden_states, counts, [expert.linear_fc1.weight for expert in experts])
-        if self.config.bias_activation_fusion:
+        is_fused = self.config.bias_activation_fusion
+        add = None
+        if self.adds_gradients and torch.is_grad_enabled():
+            add = _compiled_add() if is_fused else _add
+        inner = grouped_linear(hidden_states, counts, [expert.linear_fc1.weight for expert in experts], add)
+        if is_fused:
             inner = weighted_bias_swiglu_impl(inner, None, probs)
         else:
             gate, up = inner.chunk(2, dim=-1)
             inner = (F.silu(gate) * up * probs).to(inner.dtype)
-        return grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts]), None
+        return grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts], add), None
 
 
-def grouped_linear(x: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+class _FromLast(torch.nn.ModuleList):
+    """Names its modules, and with them parameters, from the last to the first.
+
+    Megatron's buffers hold parameters in the opposite order, so there the matrices of one expert after the other lie at
+    equal distances, as if they were one tensor.
+    """
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, torch.nn.Module], None, None]:
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, module in reversed(self._modules.items()):
+            assert module is not None
+            yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    counts: Sequence[int],
+    weights: Sequence[torch.Tensor],
+    add: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+) -> torch.Tensor:
     """Multiplies the first `counts[0]` rows of x by the transpose of `weights[0]`, the next by that of the next, ...
 
     Args:
         x: [n, K].
-        weights: [N, K] each; copied together, forward and backward, which takes little beside the products.
+        weights: [N, K] each; copied together, forward and backward, unless they lie at equal distances.
+        add: adds the gradients of the weights in place to their `main_grad`, and autograd is given none; None leaves
+            them to autograd.
 
     Returns:
         [n, N].
     """
-    out = _GroupedLinear.apply(x, tuple(counts), *weights)
+    out = _GroupedLinear.apply(x, tuple(counts), add, *weights)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view [E, ...] of tensors of one shape that lie at equal distances in one storage; None if they do not."""
+    first, shape = tensors[0], tensors[0].shape
+    places = [tensor.data_ptr() for tensor in tensors]
+    step, rest = divmod(places[1] - places[0] if len(places) > 1 else 0, first.element_size())
+    end = first.storage_offset() + step * (len(tensors) - 1) + first.numel()
+    are_regular = places == [places[0] + number * step * first.element_size() for number in range(len(places))]
+    if rest or step < 0 or not are_regular or end > first.untyped_storage().nbytes() // first.element_size():
+        return None
+    if not all(tensor.is_contiguous() and tensor.shape == shape for tensor in tensors):
+        return None
+    return first.detach().as_strided((len(tensors), *shape), (step, *first.stride()))
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    one = as_one(tensors)
+    return torch.stack(list(tensors)) if one is None else one
+
+
+def _add(target: torch.Tensor, value: torch.Tensor) -> None:
+    target.add_(value)
+
+
+@cache
+def _compiled_add() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    return torch.compile(_add, dynamic=True)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], add: Any, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.counts = counts
+        ctx.counts, ctx.add = counts, add
+        ctx.parameters = weights if add is not None else ()  # saved tensors come back without their attributes
         if not len(x):
             return x.new_empty(0, len(weights[0]))
-        return F.grouped_mm(x, torch.stack(weights).mT, offs=_ends(counts, x))
+        return F.grouped_mm(x, _stacked(weights).mT, offs=_ends(counts, x))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *weights = ctx.saved_tensors
         if not len(x):
-            return torch.empty_like(x), None, *map(torch.zeros_like, weights)
+            none = [None if ctx.add is not None else torch.zeros_like(weight) for weight in weights]
+            return torch.empty_like(x), None, None, *none
         ends, grad = _ends(ctx.counts, x), grad.contiguous()
-        grad_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        grad_x = F.grouped_mm(grad, _stacked(weights), offs=ends)
         grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
         for number, count in enumerate(ctx.counts):
             if count == 0:  # what no token reaches, a kernel may leave as it was
                 grad_weights[number].zero_()
-        return grad_x, None, *grad_weights.unbind()
+        if ctx.add is None:
+            return grad_x, None, None, *grad_weights.unbind()
+        buffers = [weight.main_grad for weight in ctx.parameters]
+        one = as_one(buffers)
+        for target, value in zip(buffers, grad_weights, strict=True) if one is None else [(one, grad_weights)]:
+            ctx.add(target, value)
+        return grad_x, None, None, *[None] * len(weights)
 
 
 def _ends(counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
