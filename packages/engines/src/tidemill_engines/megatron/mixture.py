@@ -172,8 +172,9 @@ class MixtureBatch:
         a = self._architecture
         counts = torch.zeros(a.num_hidden_layers, a.num_experts, dtype=torch.float64)
         for routing in self._routings:
-            for layer, sent in routing.sent.items() if routing is not None else ():
-                counts[layer] += sent.sum(0).double().cpu()
+            if routing is not None and routing.sent:
+                sent = torch.stack([of_rows.sum(0) for of_rows in routing.sent.values()])
+                counts[list(routing.sent)] += sent.double().cpu()
         dist.all_reduce(counts, group=self._groups.control)
         counts = counts[a.num_dense_layers :]
         even = counts.mean(-1, keepdim=True).clamp(min=1.0)

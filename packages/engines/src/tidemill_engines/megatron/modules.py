@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from tidemill_engines.attention import varlen_cuda, varlen_padded
 from tidemill_engines.megatron.context_parallel import PartLayout, context_parallel_attention
 from tidemill_engines.megatron.packed import PackedRows
+from tidemill_engines.megatron.rms_norm import rms_norm
 from tidemill_engines.megatron.rotary import rotate
 
 
@@ -20,8 +21,15 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._is_fused = config.bias_activation_fusion
         if config.sequence_parallel:
             self.weight.sequence_parallel = True  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_fused:
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PackedAttention(MegatronModule):
