@@ -1,22 +1,30 @@
 """The Megatron engine on GPUs: its kernels, and training on one and two of them against a plain loop on the CPU."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import (
-    OPTIMIZER,
-    VOCAB,
-    make_batch,
-    plain_training,
-    policy_like_loss,
-    relative_error,
-    shard,
-    weights_of,
+from engine_cases import plain_training, policy_like_loss, relative_error, shard, weights_of
+from megatron_gpu_cases import (
+    ALL_AWAY,
+    CP,
+    EP,
+    OVERLAP,
+    PP,
+    RECOMPUTE,
+    SELECTIVE,
+    SP,
+    TP,
+    VPP,
+    Case,
+    batches,
+    engine_on_gpu,
+    join_gpus,
+    make_models,
+    train,
 )
-from tidemill_testing import run_ranks, tiny_model
+from tidemill_testing import run_ranks
 
 pytest.importorskip("megatron.core")
 pytestmark = [
@@ -24,16 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(550),
 ]
-
-TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
-SP = {"sequence_parallel": True}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
-RECOMPUTE = {"gradient_checkpointing": True}
-SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
-Case = tuple[str, dict[str, Any], dict[str, Any]]
-"""Family, configuration of the engine, and of the model."""
 
 ON_ONE: list[Case] = [
     ("qwen3", {}, {}),
@@ -57,71 +55,13 @@ ON_TWO: list[Case] = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Models of four layers; Qwen2's embeddings are tied."""
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        family: tiny_model(
-            folder / family, family, num_hidden_layers=4, vocab_size=VOCAB, tie_word_embeddings=family == "qwen2"
-        )
-        for family in ("qwen2", "qwen3", "qwen3_moe")
-    }
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[str, Any]:
     """Metrics of each step and weights, from transformers and torch's AdamW on the CPU in float32."""
-    return {family: plain_training(folder, _batches()) for family, folder in folders.items()}
-
-
-def _batches() -> list[Any]:
-    return [make_batch(9, seed=1, temperature=0.8), make_batch(7, seed=2, temperature=0.8)]
-
-
-def engine_on_gpu(folder: str | Path, engine: dict[str, Any], model: dict[str, Any], **settings: Any) -> Any:
-    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
-
-    new = EngineRegistry.new(
-        model_type="language_model",
-        backend="megatron",
-        model=ModelConfig(path=str(folder), **model),
-        engine=MegatronConfig(device="cuda", **engine),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-        **settings,
-    )
-    new.initialize()
-    return new
-
-
-def join_gpus(store: str) -> None:
-    """Instead of the default process group of the tests, one that has NCCL too."""
-    import os
-
-    import torch.distributed as dist
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
-
-
-def train(store: str, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    """Of each case the metrics and weights that `plain_training` gives, and the bytes that lay on the GPU meanwhile."""
-    join_gpus(store)
-    out = []
-    for folder, settings, model in cases:
-        print(f"case {settings} {model}", file=sys.stderr, flush=True)
-        engine = engine_on_gpu(folder, settings, model)
-        rows = [shard(engine, batch) for batch in _batches()]
-        history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
-        weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
-        away = torch.cuda.memory_allocated()
-        with engine.train_mode():
-            at_hand = torch.cuda.memory_allocated()
-        out.append((history, weights, away, at_hand, engine.performance()))
-        engine.close()
-    return out
+    return {family: plain_training(folder, batches()) for family, folder in folders.items()}
 
 
 def _ranks(folders, tmp_path_factory, world_size: int, cases: list[Case], **settings: Any) -> list[Any]:
@@ -203,7 +143,7 @@ def save_and_load(store: str, folder: str, target: str) -> list[Any]:
 
     def steps(engine: Any) -> Any:
         history = [
-            engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in _batches()
+            engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches()
         ]
         return history, {name: weight.cpu() for name, weight in weights_of(engine).items()}
 

@@ -1,0 +1,80 @@
+"""What ranks of a Megatron engine on GPUs do in the tests."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_cases import OPTIMIZER, VOCAB, make_batch, policy_like_loss, shard, weights_of
+from tidemill_testing import tiny_model
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
+SP = {"sequence_parallel": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+RECOMPUTE = {"gradient_checkpointing": True}
+SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""Family, configuration of the engine, and of the model."""
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """Models of four layers; Qwen2's embeddings are tied."""
+    return {
+        family: tiny_model(
+            folder / family, family, num_hidden_layers=4, vocab_size=VOCAB, tie_word_embeddings=family == "qwen2"
+        )
+        for family in ("qwen2", "qwen3", "qwen3_moe")
+    }
+
+
+def batches() -> list[Any]:
+    return [make_batch(9, seed=1, temperature=0.8), make_batch(7, seed=2, temperature=0.8)]
+
+
+def engine_on_gpu(folder: str | Path, engine: dict[str, Any], model: dict[str, Any], **settings: Any) -> Any:
+    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    new = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model=ModelConfig(path=str(folder), **model),
+        engine=MegatronConfig(device="cuda", **engine),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        **settings,
+    )
+    new.initialize()
+    return new
+
+
+def join_gpus(store: str) -> None:
+    """Instead of the default process group of the tests, one that has NCCL too."""
+    import os
+
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def train(store: str, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Of each case the metrics and weights that `plain_training` gives, and the bytes that lay on the GPU meanwhile."""
+    join_gpus(store)
+    out = []
+    for folder, settings, model in cases:
+        print(f"case {settings} {model}", file=sys.stderr, flush=True)
+        engine = engine_on_gpu(folder, settings, model)
+        rows = [shard(engine, batch) for batch in batches()]
+        history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
+        weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
+        away = torch.cuda.memory_allocated()
+        with engine.train_mode():
+            at_hand = torch.cuda.memory_allocated()
+        out.append((history, weights, away, at_hand, engine.performance()))
+        engine.close()
+    return out
