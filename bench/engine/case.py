@@ -13,6 +13,8 @@ WORDS = {
     "bf16": "master weights and optimizer state in bfloat16 (else float32)",
     "zero2": "weights stay gathered from forward to backward (FSDP2)",
     "overlap": "gradients are reduced and weights gathered beside the computation (Megatron)",
+    "te": "layers are made of Transformer Engine (Megatron)",
+    "local": "they are not, though it is installed (Megatron)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
 
@@ -25,6 +27,7 @@ SIZES = {
 """Words with a number behind them, such as "tp2"."""
 
 _NOT_OF_MEGATRON = {"plain", "sorted", "selective", "compile", "bf16", "zero2", "logprobs"}
+_OF_MEGATRON = {"overlap", "te", "local"}
 
 PATIENCE_S = 150.0
 """How long a case may be silent: it loads, compiles, and makes its first step."""
@@ -150,7 +153,7 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
     if unknown:
         raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; they are {', '.join([*WORDS, *SIZES])}")
     tp, pp, ep = (sizes[kind] or 1 for kind in ("tp", "pp", "ep"))
-    unfit = _NOT_OF_MEGATRON & set(words) if "megatron" in words else {"overlap"} & set(words)
+    unfit = _NOT_OF_MEGATRON & set(words) if "megatron" in words else _OF_MEGATRON & set(words)
     if unfit or (tp * pp * ep > 1 and "megatron" not in words):
         raise ValueError(f"{text!r}: what is of one backend is not of the other")
     if num_gpus % (tp * pp) or num_gpus % (ep * pp):

@@ -83,6 +83,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
     return MegatronConfig(
         device=device.type,  # type: ignore[arg-type]
         param_dtype=dtype,
+        transformer_impl="transformer_engine" if "te" in case.words else "local" if "local" in case.words else "auto",
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         expert_model_parallel_size=case.ep,

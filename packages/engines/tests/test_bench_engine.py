@@ -71,6 +71,7 @@ def test_what_a_case_is_called_says_what_it_measures():
         ("30b:base", "unknown model '30b'"),
         ("4b:compile+tp2", "what is of one backend is not of the other"),
         ("4b:megatron+compile", "what is of one backend is not of the other"),
+        ("4b:te", "what is of one backend is not of the other"),
         ("4b:megatron+tp8", "4 GPUs cannot be divided by tp 8, pp 1, ep 1"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "does not divide the 33 moe_inter",
     ),
     ("three experts", {TP: 2}, "needs sequence_parallel=True"),
+    ("dense", {"transformer_impl": "transformer_engine"}, "it has no kernels for a CPU"),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"max_position_embeddings": 16}),

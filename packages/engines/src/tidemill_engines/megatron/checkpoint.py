@@ -119,7 +119,8 @@ def load(
                 f"otherwise, which megatron-core 0.16 cannot load: {error}"
             ) from error
         for name, chunk in _named(chunks).items():
-            unwrapped(chunk).load_state_dict(state[name])
+            model = unwrapped(chunk)
+            model.load_state_dict({**_extra_states(model.state_dict()), **state[name]})
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
             _part_steps(optimizer)
@@ -142,9 +143,17 @@ def _sharded_state(
     }
     models: Any = {name: unwrapped(chunk) for name, chunk in _named(chunks).items()}
     state = {name: model.sharded_state_dict(metadata=metadata) for name, model in models.items()}
+    for parts in state.values():
+        for name in _extra_states(parts):
+            del parts[name]
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _extra_states(state: dict[str, Any]) -> dict[str, Any]:
+    """What Transformer Engine's modules, and Megatron's for their sake, have beside weights for FP8: nothing here."""
+    return {name: part for name, part in state.items() if "_extra_state" in name}
 
 
 def _part_steps(optimizer: MegatronOptimizer) -> None:

@@ -117,6 +117,9 @@ class MegatronConfig(ParallelConfig):
         backend: tells configurations of different engines apart.
         device: "auto" takes CUDA where it is usable.
         param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters.
+        transformer_impl: what layers are made of, by Megatron's name: "transformer_engine", which has to be installed
+            and is for CUDA; "local", Megatron's own modules and this package's; or "auto", Transformer Engine where it
+            can be used and parameters are bfloat16 (it multiplies float32 in TF32), but not for latent attention.
         use_distributed_optimizer: divide the optimizer's state among data-parallel ranks.
         overlap_grad_reduce: reduce gradients while the backward goes on.
         overlap_param_gather: gather the weights that other ranks have updated while the next forward goes on.
@@ -145,6 +148,7 @@ class MegatronConfig(ParallelConfig):
     backend: Literal["megatron"] = "megatron"
     device: Device = "auto"
     param_dtype: Dtype = "float32"
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -166,6 +170,11 @@ class MegatronConfig(ParallelConfig):
             raise ValueError(f"MegatronConfig.device must be one of {', '.join(get_args(Device))}; got {self.device!r}")
         if self.param_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"MegatronConfig.param_dtype must be float32 or bfloat16; got {self.param_dtype!r}")
+        if self.transformer_impl not in ("auto", "local", "transformer_engine"):
+            raise ValueError(
+                "MegatronConfig.transformer_impl must be auto, local or transformer_engine; "
+                f"got {self.transformer_impl!r}"
+            )
         if self.max_token_len_per_gpu < 1:
             raise ValueError(
                 f"MegatronConfig.max_token_len_per_gpu must be at least 1; got {self.max_token_len_per_gpu}"

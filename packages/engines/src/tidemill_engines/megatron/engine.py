@@ -31,6 +31,7 @@ from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, tra
 from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors
 from tidemill_engines.megatron.packed import Division
 from tidemill_engines.megatron.pipeline import finalize_without_scaling, is_last_stage
+from tidemill_engines.megatron.transformer_engine import implementation
 from tidemill_engines.megatron.weights import MegatronWeights, unwrapped
 from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
@@ -128,6 +129,7 @@ class MegatronEngine(BaseEngine):
             self.architecture,
             parallel,
             dtype,
+            implementation=implementation(parallel.transformer_impl, self.architecture, self.device, dtype),
             fused=self.config.fuse_elementwise and self.device.type == "cuda",
             recompute=self.config.recomputed(self.model_config),
         )

@@ -1,11 +1,13 @@
-"""Four places in which megatron-core 0.16 takes Transformer Engine for granted, on any device.
+"""Places in which megatron-core 0.16 takes Transformer Engine for granted, or for wanted where it is installed.
 
-Nothing happens at import. `without_transformer_engine()` is a context in which they are closed; where Transformer
-Engine is installed it changes nothing that matters. Upstream places are those of megatron-core 0.16.1.
+Nothing happens at import. `without_transformer_engine()` is a context in which they are closed, on any device, and also
+where layers are made of Transformer Engine: what it changes is beside them. Places are those of megatron-core 0.16.1.
 
 - `te_general_gemm` is None: the name is undefined otherwise, so every router fails (`moe_utils.py:1192`).
 - Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
   fails (`distrib_optimizer.py:938`).
+- AdamW is torch's, whatever is installed: engine and checkpoints know its state (`optimizer/__init__.py:359`,
+  `distrib_optimizer.py:640`).
 - `CheckpointWithoutOutput`, which computes norms again, takes `fp8=False` for True (`tensor_parallel/random.py:636`).
 - `HAVE_TE` of latent attention is False: it finds names of Transformer Engine that stand for no layer, and asks
   whether a layer is one (`multi_latent_attention.py:185`).
@@ -20,8 +22,10 @@ from tidemill_engines.megatron.redirect import Changes, Redirection
 
 
 def _close(changes: Changes) -> None:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -29,11 +33,12 @@ def _close(changes: Changes) -> None:
         changes.set(moe_utils, "te_general_gemm", None)
     name = "_set_main_param_and_optimizer_states"
     changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
+    changes.set(optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    changes.set(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     if not isinstance(multi_latent_attention.TELinear, type):
         changes.set(multi_latent_attention, "HAVE_TE", False)
-    if not HAVE_TE:
-        make: Any = CheckpointWithoutOutput.__init__
-        changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))
+    make: Any = CheckpointWithoutOutput.__init__
+    changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))
 
 
 def _without_step(real: Callable[..., None]) -> Callable[..., None]:

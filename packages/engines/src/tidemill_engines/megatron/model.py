@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
@@ -18,6 +19,7 @@ from tidemill_engines.megatron.experts import GroupedExperts
 from tidemill_engines.megatron.layout import padded_vocab_size
 from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
 from tidemill_engines.megatron.router import RoutedModel, Router
+from tidemill_engines.megatron.transformer_engine import Implementation, prepare, use_transformer_engine
 
 
 class HiddenStatesModel(RoutedModel):
@@ -32,14 +34,16 @@ def transformer_config(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     *,
+    implementation: Implementation = "local",
     fused: bool = False,
     recompute: Sequence[str] = (),
 ) -> TransformerConfig:
     """Megatron's own configuration.
 
     Args:
+        implementation: what layers are made of.
         fused: make one kernel each of the activation and of the rotary embedding, by torch.compile; what else Megatron
-            fuses needs Transformer Engine or Apex, or is nothing here, where there are no biases and no dropout.
+            fuses needs Apex, or is nothing here, where there are no biases and no dropout.
         recompute: what the backward computes again: modules by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture
@@ -68,6 +72,7 @@ def transformer_config(
         output_layer_init_method=_as_it_is,
         embedding_init_method=_as_it_is,
         calculate_per_token_loss=True,
+        transformer_impl=implementation,
         **_division(parallel),
         **_mixture(a),
         **_recompute(recompute),
@@ -165,11 +170,12 @@ def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[
 def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> HiddenStatesModel:
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    has_te = config.transformer_impl == "transformer_engine"
     layers = TransformerBlockSubmodules(
         layer_specs=[_layer_spec(config, is_dense=number < architecture.num_dense_layers) for number in numbers],
-        layer_norm=RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
+        layer_norm=TENorm if has_te else RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
     )
-    return HiddenStatesModel(
+    model = HiddenStatesModel(
         config,
         layers,  # type: ignore[arg-type] - a block's submodules are taken as well
         vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
@@ -180,6 +186,9 @@ def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int 
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
         vp_stage=vp_stage,
     )
+    if has_te:
+        prepare(model)
+    return model
 
 
 def _layer_spec(config: TransformerConfig, *, is_dense: bool) -> ModuleSpec:
@@ -204,4 +213,6 @@ def _layer_spec(config: TransformerConfig, *, is_dense: bool) -> ModuleSpec:
     if num_experts:
         layer.mlp.submodules.router = Router
         layer.mlp.submodules.experts.module = GroupedExperts
+    if config.transformer_impl == "transformer_engine":
+        use_transformer_engine(spec, config)
     return spec

@@ -1,0 +1,91 @@
+"""Transformer Engine in Megatron's layers, where it is installed: its norms, its linear layers, its grouped experts."""
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from torch import nn
+
+from tidemill_engines.megatron.architecture import Architecture
+
+Implementation = Literal["local", "transformer_engine"]
+
+_INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+
+
+def implementation(
+    wanted: Literal["auto", "local", "transformer_engine"],
+    architecture: Architecture,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Implementation:
+    """What layers are made of. Float32 is left to torch by "auto", as Transformer Engine multiplies it in TF32.
+
+    Raises:
+        ValueError: Transformer Engine is asked for by name and cannot be had; it says why.
+    """
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"it has no kernels for a {device.type.upper()}; use 'auto' or 'local'"
+    elif architecture.latent is not None:
+        obstacle = f"the latent attention of a {architecture.model_type} is not made of it; use 'auto' or 'local'"
+    elif not HAVE_TE:
+        obstacle = f"it is not installed, or not for this version of torch: {_INSTALL}"
+    if obstacle is not None and wanted == "transformer_engine":
+        raise ValueError(f"MegatronConfig.transformer_impl is 'transformer_engine', but {obstacle}")
+    is_chosen = wanted == "transformer_engine" or (wanted == "auto" and dtype != torch.float32)
+    return "transformer_engine" if is_chosen and obstacle is None else "local"
+
+
+def use_transformer_engine(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Replaces modules of a layer as it is made without Transformer Engine, but for attention and router.
+
+    A norm is one module with the linear layer behind it, unless it is computed again in the backward: Megatron does so
+    with modules. Checkpoints have the same names either way, and as without Transformer Engine.
+    """
+    parts: Any = layer.submodules
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else None
+    joins = recomputed is None or "layernorm" not in recomputed
+    norm, column = (IdentityOp, TELayerNormColumnParallelLinear) if joins else (TENorm, TEColumnParallelLinear)
+    parts.input_layernorm, attention.linear_qkv = norm, column
+    attention.linear_proj = TERowParallelLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TENorm
+    if isinstance(mlp, MLPSubmodules):
+        parts.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2 = norm, column, TERowParallelLinear
+    else:
+        parts.pre_mlp_layernorm = TENorm
+        experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+        mlp.experts = ModuleSpec(module=TEGroupedMLP, submodules=experts)
+
+
+def prepare(model: nn.Module) -> None:
+    """Completes modules of Transformer Engine as Megatron makes them.
+
+    Matrix products of the backward add gradients of weights to those of earlier micro-batches, in float32; not by
+    Megatron's `gradient_accumulation_fusion`, for which its own linear layers want Apex: the head is one, and is
+    multiplied elsewhere. Experts' weights are marked as parts of divided ones, without which the gradient norm leaves
+    out those of all tensor-parallel ranks but the first.
+    """
+    dense = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)
+    grouped: Any = (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+    module: Any
+    for module in model.modules():
+        if isinstance(module, (*dense, *grouped)):
+            module.fuse_wgrad_accumulation = True
+        if isinstance(module, grouped):
+            for weight in module.parameters():
+                weight.tensor_model_parallel = True

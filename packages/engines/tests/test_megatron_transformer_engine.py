@@ -1,0 +1,82 @@
+"""When Megatron's layers are made of Transformer Engine, and what is said where they cannot be. No GPU is needed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tidemill_testing import tiny_model
+
+pytest.importorskip("megatron.core")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    from tidemill_engines.megatron.architecture import Architecture
+
+    return Architecture.read(tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def latent(dense):
+    from tidemill_engines.megatron.architecture import LatentAttention
+
+    parts = LatentAttention(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    return replace(dense, model_type="deepseek_v3", latent=parts)
+
+
+def installed(monkeypatch, is_installed: bool) -> None:
+    from tidemill_engines.megatron import transformer_engine
+
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", is_installed)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype", "is_installed", "chosen"),
+    [
+        ("auto", CUDA, torch.bfloat16, True, "transformer_engine"),
+        ("auto", CUDA, torch.bfloat16, False, "local"),
+        ("auto", CUDA, torch.float32, True, "local"),
+        ("auto", CPU, torch.bfloat16, True, "local"),
+        ("local", CUDA, torch.bfloat16, True, "local"),
+        ("transformer_engine", CUDA, torch.bfloat16, True, "transformer_engine"),
+        ("transformer_engine", CUDA, torch.float32, True, "transformer_engine"),
+    ],
+)
+def test_layers_are_made_of_what_there_is(dense, monkeypatch, wanted, device, dtype, is_installed, chosen):
+    from tidemill_engines.megatron.transformer_engine import implementation
+
+    installed(monkeypatch, is_installed)
+    assert implementation(wanted, dense, device, dtype) == chosen
+
+
+def test_latent_attention_stays_as_it_is(latent, monkeypatch):
+    from tidemill_engines.megatron.transformer_engine import implementation
+
+    installed(monkeypatch, True)
+    assert implementation("auto", latent, CUDA, torch.bfloat16) == "local"
+    with pytest.raises(ValueError, match="the latent attention of a deepseek_v3 is not made of it"):
+        implementation("transformer_engine", latent, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_installed", "message"),
+    [
+        (CPU, True, "is 'transformer_engine', but it has no kernels for a CPU; use 'auto' or 'local'"),
+        (CUDA, False, r"it is not installed, or not for this version of torch: pip install .*transformer_engine"),
+    ],
+)
+def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(dense, monkeypatch, device, is_installed, message):
+    from tidemill_engines.megatron.transformer_engine import implementation
+
+    installed(monkeypatch, is_installed)
+    with pytest.raises(ValueError, match=message):
+        implementation("transformer_engine", dense, device, torch.bfloat16)
+
+
+def test_another_name_is_refused():
+    from tidemill_engines.megatron.config import MegatronConfig
+
+    with pytest.raises(ValueError, match="transformer_impl must be auto, local or transformer_engine; got 'te'"):
+        MegatronConfig(transformer_impl="te")  # type: ignore[arg-type]
