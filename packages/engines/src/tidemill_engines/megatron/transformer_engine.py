@@ -77,15 +77,17 @@ def prepare(model: nn.Module) -> None:
 
     Matrix products of the backward add gradients of weights to those of earlier micro-batches, in float32; not by
     Megatron's `gradient_accumulation_fusion`, for which its own linear layers want Apex: the head is one, and is
-    multiplied elsewhere. Experts' weights are marked as parts of divided ones, without which the gradient norm leaves
-    out those of all tensor-parallel ranks but the first.
+    multiplied elsewhere. Nor are those of a step's first micro-batch written over what is there, since a step may have
+    several batches: Megatron tells modules which micro-batch is the first unless there is nothing to cache for FP8.
+    Experts' weights are marked as parts of divided ones, without which the gradient norm leaves out those of all
+    tensor-parallel ranks but the first.
     """
     dense = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)
     grouped: Any = (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
     module: Any
     for module in model.modules():
         if isinstance(module, (*dense, *grouped)):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = module.disable_parameter_transpose_cache = True
         if isinstance(module, grouped):
             for weight in module.parameters():
                 weight.tensor_model_parallel = True
