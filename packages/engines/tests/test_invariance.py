@@ -120,7 +120,11 @@ def test_step_does_not_depend_on_any_layout(models, backend, wanted):
 FIVE_STEPS = [make_batch(9, seed=seed, temperature=0.8) for seed in range(5)]
 WHOLE_EXPERTS = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
 ENGINES = {
-    "qwen3": [("fsdp2", {}), ("megatron", {"tensor_model_parallel_size": 2})],
+    "qwen3": [
+        ("fsdp2", {}),
+        ("megatron", {"tensor_model_parallel_size": 2}),
+        ("megatron", {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}),
+    ],
     "qwen3_moe": [
         ("fsdp2", {"model": {"router_aux_loss_coef": 0.3}}),
         ("megatron", {"model": {"router_aux_loss_coef": 0.3}, "expert_model_parallel_size": 2}),

@@ -19,7 +19,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"overlap_grad_reduce": True, "max_token_len_per_gpu": 30}),
     ("qwen3", {TP: 2, CP: 2, **SP}, {"micro_batch_size_per_gpu": 3}),
     ("qwen3", {PP: 2, VPP: 2}, {"micro_batch_size_per_gpu": 1}),
-    ("llama", {TP: 2, PP: 2}, {"max_token_len_per_gpu": 20}),
+    ("llama", {TP: 2, PP: 2, "num_layers_in_last_pipeline_stage": 1}, {"max_token_len_per_gpu": 20}),
     ("qwen2", {TP: 2, PP: 2, **SP}, {"use_distributed_optimizer": False}),
     ("qwen2", {CP: 2}, {}),
     ("qwen3_moe", {EP: 2, PP: 2}, {"micro_batch_size_per_gpu": 3}),

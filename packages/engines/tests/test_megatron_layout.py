@@ -110,6 +110,18 @@ def test_a_parameter_without_a_rule_is_refused_by_name(tmp_path):
         ("qwen3", {"tensor_model_parallel_size": 2}, 3, "tp x pp x cp = 2 does not divide the 3 ranks"),
         ("qwen3", {"tensor_model_parallel_size": 4}, 4, "= 4 does not divide the 2 key and value heads"),
         ("qwen3", {"pipeline_model_parallel_size": 3}, 3, "pp x vpp = 3 does not divide the 2 layers"),
+        (
+            "qwen3",
+            {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 2},
+            2,
+            "num_layers_in_last_pipeline_stage is 2, the model has 2 layers",
+        ),
+        (
+            "qwen3",
+            {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1},
+            3,
+            "pp - 1 = 2 does not divide the 1 layers of other stages than the last",
+        ),
         ("qwen3", {"expert_model_parallel_size": 2}, 2, "a qwen3 model has no experts"),
         (
             "qwen3_moe",
@@ -130,5 +142,7 @@ def test_parallelism_of_nothing_is_refused():
         ParallelConfig(sequence_parallel=True)
     with pytest.raises(ValueError, match="needs pipeline_model_parallel_size above 1"):
         ParallelConfig(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="num_layers_in_last_pipeline_stage needs pipeline_model_parallel_size above"):
+        ParallelConfig(num_layers_in_last_pipeline_stage=1)
     with pytest.raises(ValueError, match="context_parallel_size must be at least 1; got 0"):
         ParallelConfig(context_parallel_size=0)

@@ -15,6 +15,8 @@ class ParallelConfig:
 
     Attributes:
         virtual_pipeline_model_parallel_size: model chunks of each pipeline stage (interleaved schedule); None: one.
+        num_layers_in_last_pipeline_stage: of that which has the head, too, and may have fewer layers for it; None: as
+            many as others.
         expert_tensor_parallel_size: of the experts' matrices; None: as `tensor_model_parallel_size`.
         moe_token_dispatcher_type: how tokens reach their experts: "alltoall", or "allgather" for all to all ranks.
         sequence_parallel: norms and dropout work on a part of the tokens on each tensor-parallel rank.
@@ -26,6 +28,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
@@ -36,6 +39,7 @@ class ParallelConfig:
         for name in (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            "num_layers_in_last_pipeline_stage",
         ):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -56,6 +60,13 @@ class ParallelConfig:
             raise ValueError(
                 f"{type(self).__name__}.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1"
             )
+        if self.num_layers_in_last_pipeline_stage is not None and (
+            self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size is not None
+        ):
+            raise ValueError(
+                f"{type(self).__name__}.num_layers_in_last_pipeline_stage needs pipeline_model_parallel_size above 1 "
+                "and no virtual_pipeline_model_parallel_size"
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -75,7 +86,10 @@ class ParallelConfig:
         """
         a = architecture
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
-        chunks = pp * (self.virtual_pipeline_model_parallel_size or 1)
+        last = self.num_layers_in_last_pipeline_stage
+        chunks = pp * (self.virtual_pipeline_model_parallel_size or 1) if last is None else pp - 1
+        if last is not None and last >= a.num_hidden_layers:
+            raise ValueError(f"num_layers_in_last_pipeline_stage is {last}, the model has {a.num_hidden_layers} layers")
         ep, etp = self.expert_model_parallel_size, self.expert_tp
         if ep > 1 and not a.num_experts:
             raise ValueError(f"expert_model_parallel_size is {ep}, but a {a.model_type} model has no experts")
@@ -95,7 +109,12 @@ class ParallelConfig:
                 "intermediate_size",
             ),
             (tp, a.shared_intermediate_size, "tensor_model_parallel_size", "intermediate size of the shared experts"),
-            (chunks, a.num_hidden_layers, "pp x vpp", "layers"),
+            (
+                chunks,
+                a.num_hidden_layers - (last or 0),
+                "pp x vpp" if last is None else "pp - 1",
+                "layers" if last is None else "layers of other stages than the last",
+            ),
             (etp * ep * pp, world_size, "etp x ep x pp", "ranks"),
             (ep if a.num_experts else 1, a.num_experts, "expert_model_parallel_size", "experts"),
             (

@@ -91,6 +91,7 @@ def _division(parallel: ParallelConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.context_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tp,
