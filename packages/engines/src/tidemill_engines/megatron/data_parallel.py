@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.experts import GroupedExperts
 from tidemill_engines.megatron.model import HiddenStatesModel
+from tidemill_engines.megatron.weight_gradients import add_in_products
 
 
 def wrap_chunks(
@@ -29,6 +30,8 @@ def wrap_chunks(
     )
     for model in models:
         _tell_experts_apart(model, transformer)
+        if is_trained and transformer.params_dtype == torch.bfloat16 and next(model.parameters()).is_cuda:
+            add_in_products(model)
     chunks = [
         DistributedDataParallel(transformer, settings, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)

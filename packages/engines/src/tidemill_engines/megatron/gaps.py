@@ -9,6 +9,7 @@ where layers are made of Transformer Engine: what it changes is beside them. Pla
 - AdamW is torch's, whatever is installed: engine and checkpoints know its state (`optimizer/__init__.py:359`,
   `distrib_optimizer.py:640`).
 - `CheckpointWithoutOutput`, which computes norms again, takes `fp8=False` for True (`tensor_parallel/random.py:636`).
+- Linear layers that add gradients in their products take the kernel for it from Apex (`layers.py:569`); torch has one.
 - `HAVE_TE` of latent attention is False: it finds names of Transformer Engine that stand for no layer, and asks
   whether a layer is one (`multi_latent_attention.py:185`).
 """
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 
 from tidemill_engines.megatron.redirect import Changes, Redirection
+from tidemill_engines.megatron.weight_gradients import WeightGradients
 
 
 def _close(changes: Changes) -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -35,6 +38,7 @@ def _close(changes: Changes) -> None:
     changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
     changes.set(optimizer, "USING_PYTORCH_OPTIMIZER", True)
     changes.set(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    changes.set(layers, "fused_weight_gradient_mlp_cuda", WeightGradients)
     if not isinstance(multi_latent_attention.TELinear, type):
         changes.set(multi_latent_attention, "HAVE_TE", False)
     make: Any = CheckpointWithoutOutput.__init__

@@ -1,0 +1,22 @@
+"""Gradients that a product adds in float32 to those before it."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from tidemill_engines.megatron.weight_gradients import WeightGradients
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [1, 700, 4096])
+def test_a_product_adds_to_what_is_there(num_tokens):
+    torch.manual_seed(0)
+    x, grad = (torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16) for size in (384, 640))
+    kept = torch.randn(2, 640, 384, device="cuda")
+    expected = kept[1].double() + grad.double().T @ x.double()
+    other = kept[0].clone()
+    WeightGradients.wgrad_gemm_accum_fp32(x, grad, kept[1])
+    torch.testing.assert_close(kept[1].double(), expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(kept[0], other)
