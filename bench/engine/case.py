@@ -15,6 +15,7 @@ WORDS = {
     "overlap": "gradients are reduced and weights gathered beside the computation (Megatron)",
     "te": "layers are made of Transformer Engine (Megatron)",
     "local": "they are not, though it is installed (Megatron)",
+    "balanced": "tokens go to experts drawn at random, evenly, unlike those of random routers (Megatron)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
 
@@ -22,12 +23,13 @@ SIZES = {
     "tp": "ranks of tensor parallelism, with sequence parallelism (Megatron)",
     "pp": "pipeline stages (Megatron)",
     "ep": "ranks of expert parallelism (Megatron)",
+    "last": "layers of the last pipeline stage; without, as many as others have (Megatron)",
     "micro": "tokens of a micro-batch, for each data-parallel rank",
 }
 """Words with a number behind them, such as "tp2"."""
 
 _NOT_OF_MEGATRON = {"plain", "sorted", "selective", "compile", "bf16", "zero2", "logprobs"}
-_OF_MEGATRON = {"overlap", "te", "local"}
+_OF_MEGATRON = {"overlap", "te", "local", "balanced"}
 
 PATIENCE_S = 150.0
 """How long a case may be silent: it loads, compiles, and makes its first step."""
@@ -70,6 +72,7 @@ class Case:
         words: some of `WORDS`; none: the FSDP2 engine as it comes.
         num_gpus: processes, one for each GPU (or so many on the CPU).
         tp, pp, ep: sizes of Megatron's tensor, pipeline and expert parallelism.
+        last: layers of the last pipeline stage; 0: as many as others have.
         tokens: of a step, for each GPU.
         micro_tokens: that a micro-batch may have on a data-parallel rank; padded ones for a plain loop.
     """
@@ -80,6 +83,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    last: int = 0
     tokens: int = 1
     micro_tokens: int = 1
 
@@ -89,7 +93,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        layout = [f"{kind}{size}" for kind, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size > 1]
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "last": self.last}
+        layout = [f"{kind}{size}" for kind, size in sizes.items() if size > 1]
         own = [] if {"plain", "logprobs", "megatron"} & set(self.words) else ["fsdp2"]
         return "+".join([*own, *self.words, *layout])
 
@@ -168,6 +173,7 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
         tp=tp,
         pp=pp,
         ep=ep,
+        last=sizes["last"],
         tokens=TOKENS[model] if tokens is None else tokens,
         micro_tokens=sizes["micro"] or default,
     )

@@ -155,12 +155,13 @@ def _line(case: Case, result: dict[str, Any]) -> str:
             f"{result['fused_s'] * 1e3:.1f} ms, plain {_gib(result['plain_bytes'])} GiB in "
             f"{result['plain_s'] * 1e3:.1f} ms; largest difference {result['largest_difference']:.2g}"
         )
+    load = result.get("expert_load")
     mfu = "-" if result["mfu"] is None else f"{result['mfu']:.1%}"
     return start + (
         f"{case.precision:6} {case.micro_tokens:6} {result['tokens_per_s']:9.0f} "
         f"{result['tokens_per_s'] / case.num_gpus:8.0f} {result['tflops']:8.1f} {mfu:>6} "
         f"{_gib(result['peak_bytes']):>8} {result['step_s']:7.3f} {len(result['steps_s']):2} {result['first_s']:7.1f} "
-        f"{result['loss']:7.3f}"
+        f"{result['loss']:7.3f}" + ("" if load is None else f"  busiest expert {load:.1f} x an equal share")
     )
 
 

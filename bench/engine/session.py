@@ -5,6 +5,8 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -71,9 +73,14 @@ def _measure(
     shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
     share = case.tokens * case.num_gpus // subject.num_parts  # as much for each GPU, however many share the rows
     lengths = row_lengths(share, shortest=shortest, longest=longest, seed=0)
-    vocab_size = MODELS[case.model]["vocab_size"]
-    batch = make_batch(lengths, vocab_size, seed=subject.part)
-    warm_up = make_batch(warm_up_rows(lengths, case.micro_tokens), vocab_size, seed=subject.part)
+    vocab_size, experts = MODELS[case.model]["vocab_size"], None
+    if "balanced" in case.words:
+        experts = tuple(
+            MODELS[case.model][name] for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok")
+        )
+    batch = make_batch(lengths, vocab_size, seed=subject.part, experts=experts)
+    few = warm_up_rows(lengths, case.micro_tokens)
+    warm_up = make_batch(few, vocab_size, seed=subject.part, experts=experts)
     first_s, _ = _step(subject, warm_up, device)
     _step(subject, warm_up, device)
     if effort.profile:
@@ -103,6 +110,7 @@ def _measure(
         "mfu": None if peak_tflops is None else tflops / peak_tflops,
         "peak_bytes": int(_largest(float(peak))) if device.type == "cuda" else None,
         "loss": loss,
+        "expert_load": subject.expert_load,
     }
 
 
@@ -148,6 +156,8 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if find_spec("transformer_engine") is not None:
+        facts["transformer_engine"] = version("transformer_engine")
     if device.type != "cuda":
         return facts | {"device": "cpu"}
     import triton

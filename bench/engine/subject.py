@@ -17,10 +17,16 @@ MAX_GRAD_NORM = 1.0
 
 
 class Subject(Protocol):
-    """Trains on the rows of one of `num_parts` parts of a batch."""
+    """Trains on the rows of one of `num_parts` parts of a batch.
+
+    Attributes:
+        expert_load: of a mixture, how many times an equal share of the tokens the busiest expert of all layers had in
+            the last step; None of other models, and where it is not counted.
+    """
 
     part: int
     num_parts: int
+    expert_load: float | None
 
     def train(self, batch: DataProto) -> float:
         """One optimizer step; returns the mean loss of a token."""
@@ -61,9 +67,12 @@ class EngineSubject:
         self._engine.initialize()
         self.part = self._engine.get_data_parallel_rank()
         self.num_parts = self._engine.get_data_parallel_size()
+        self.expert_load: float | None = None
 
     def train(self, batch: DataProto) -> float:
-        return self._engine.train_batch(batch, sft_loss)["loss"]
+        metrics = self._engine.train_batch(batch, sft_loss)
+        self.expert_load = metrics.get("expert_load/max")
+        return metrics["loss"]
 
     def close(self) -> None:
         self._engine.close()
@@ -86,11 +95,13 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         transformer_impl="transformer_engine" if "te" in case.words else "local" if "local" in case.words else "auto",
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        num_layers_in_last_pipeline_stage=case.last or None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1 if case.ep > 1 else None,
         sequence_parallel=case.tp > 1,
         overlap_grad_reduce="overlap" in case.words,
         overlap_param_gather="overlap" in case.words,
+        router_replay="balanced" in case.words,
         # Not with tied embeddings in a pipeline, which it refuses.
         use_distributed_optimizer=case.pp == 1 or not MODELS[case.model]["tie_word_embeddings"],
         max_token_len_per_gpu=case.micro_tokens,
@@ -105,6 +116,7 @@ class PlainLoop:
     """
 
     part, num_parts = 0, 1
+    expert_load: float | None = None
 
     def __init__(self, case: Case, path: Path, device: torch.device) -> None:
         import transformers

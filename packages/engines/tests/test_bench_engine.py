@@ -53,6 +53,19 @@ def test_rows_are_of_the_lengths_that_are_said():
     assert ragged.lengths(batch["responses"]).tolist() == [length - length // 8 for length in lengths]
 
 
+def test_experts_are_drawn_evenly():
+    import torch
+    from engine.data import make_batch
+    from tidemill_dataproto import ragged
+
+    batch = make_batch([3000, 1000], 100, seed=0, experts=(2, 16, 4))
+    experts = ragged.values(batch["routed_experts"])
+    assert experts.shape == (4000, 2, 4)
+    assert bool((experts.sort(-1).values.diff() > 0).all())
+    counts = torch.nn.functional.one_hot(experts.long(), 16).sum((0, 2))
+    assert ((counts - 1000).abs() < 150).all()
+
+
 def test_what_a_case_is_called_says_what_it_measures():
     from engine.case import parse
 
