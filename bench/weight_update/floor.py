@@ -36,17 +36,14 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
         bytes_per_s=copy_rate(device, device),
         what="copy of an engine rank's parameters on its GPU",
     )
-    if case.num_trainers == 1:
+    num_moved = 0
+    if case.num_trainers > 1:
+        num_moved = moved_bytes(weights, _held(case, weights), case.tp_size, separate=case.separate)
+    if num_moved == 0:  # of one GPU, or of trainers that are cut as the engine is
         return [local]
     peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device
-    return [
-        Floor(
-            num_bytes=moved_bytes(weights, _held(case, weights), case.tp_size, separate=case.separate),
-            bytes_per_s=copy_rate(device, peer),
-            what="bytes that enter or leave the busiest GPU",
-        ),
-        local,
-    ]
+    rate = copy_rate(device, peer)
+    return [Floor(num_bytes=num_moved, bytes_per_s=rate, what="bytes that enter or leave the busiest GPU"), local]
 
 
 def _held(case: Case, weights: Sequence[Weight]) -> list[dict[str, list[Box]]]:

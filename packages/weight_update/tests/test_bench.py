@@ -91,6 +91,20 @@ def test_what_megatrons_ranks_hold_makes_up_the_model(tp, ep):
         assert count.unique().tolist() == [tp * ep if is_whole else 1 if ".experts." in name else ep], name
 
 
+def test_the_floor_is_the_local_copy_where_nothing_moves():
+    from weight_update.case import CASES
+    from weight_update.floor import floors_of
+    from weight_update.shapes import weights_of
+
+    found = {}
+    for name in ("tiny", "dense2", "megatron4", "dense2x2"):
+        case = CASES[name] if name == "tiny" else CASES[name].tiny()
+        floors = floors_of(case, weights_of(case.config))
+        assert all(floor.seconds > 0 for floor in floors)
+        found[name] = len(floors)
+    assert found == {"tiny": 1, "dense2": 2, "megatron4": 1, "dense2x2": 2}
+
+
 def test_batches_hold_whole_items_in_order():
     from weight_update.shapes import batches
 
