@@ -45,7 +45,7 @@ def _train(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
         "lengths": (ragged.lengths(recorded), ragged.lengths(own[1]["input_ids"])),
         "recorded": ragged.values(recorded),
         "metrics": metrics,
-        "weights": dict(engine.get_per_tensor_param()),
+        "weights": {name: weight.cpu() for name, weight in engine.get_per_tensor_param()},
     }
     engine.close()
     return seen
@@ -60,7 +60,7 @@ def build(folder: str, settings: dict[str, Any], **model: Any) -> Any:
         model_type="language_model",
         backend="megatron",
         model=ModelConfig(path=folder, **model),
-        engine=MegatronConfig(device="cpu", router_replay=True, **settings),
+        engine=MegatronConfig(**{"device": "cpu", "router_replay": True, **settings}),
         optimizer=OptimizerConfig(**OPTIMIZER),
     )
     engine.initialize()
