@@ -1,5 +1,5 @@
 """What needs an engine of its own: the HTTP server with bfloat16 and Llama, two tensor-parallel ranks with Qwen2,
-and how both end."""
+and how both end; a mixture of experts."""
 
 import base64
 import json
@@ -120,3 +120,35 @@ def test_two_ranks_over_gloo(tmp_path, reference):
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
     assert left_in_shared_memory([process.pid for process in started]) == []
+
+
+def test_a_mixture_of_experts_and_where_it_sent_tokens(tmp_path, reference):
+    import sglang
+    from sglang.srt.state_capturer.routed_experts import extract_routed_experts_from_meta_info
+
+    num_layers, top_k = 3, 2
+    path = tiny_model(tmp_path / "moe", "qwen3_moe", num_hidden_layers=num_layers, num_experts=8)
+    model = reference.load(path)
+    arguments = {"chunked_prefill_size": 32, "skip_tokenizer_init": True, "log_level": "error"}
+    engine = sglang.Engine(model_path=str(path), enable_return_routed_experts=True, **arguments)
+    try:
+        for _ in range(2):  # the second time with the prompts in the prefix cache
+            outputs = engine.generate(
+                input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True
+            )
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                assert output["output_ids"] == reference.greedy(model, prompt, 8)
+                expected = reference.log_probs(model, prompt, output["output_ids"])
+                torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=1e-4, rtol=0)
+                experts = torch.from_numpy(extract_routed_experts_from_meta_info(output).copy())
+                tokens = [*prompt, *output["output_ids"]]
+                with torch.no_grad():
+                    logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+                chosen = torch.stack([layer.topk(top_k, -1).indices for layer in logits], 1)
+                assert torch.equal(experts.view(-1, num_layers, top_k), chosen[:-1].int())  # the last is never read
+        new = reference.load(tiny_model(tmp_path / "new", "qwen3_moe", num_hidden_layers=3, num_experts=8, seed=3))
+        assert engine.update_weights_from_disk(str(tmp_path / "new"))[0]
+        output = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert output["output_ids"] == reference.greedy(new, PROMPTS[0], 8)
+    finally:
+        engine.shutdown()

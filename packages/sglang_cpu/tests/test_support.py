@@ -58,6 +58,7 @@ def test_a_model_that_does_not_run_here_is_named(tmp_path, config, message):
         ({"attention_backend": "triton"}, "attention_backend='triton' is not supported"),
         ({"quantization": "fp8"}, "quantization='fp8' is not supported"),
         ({"dp_size": 2}, "dp_size=2 is not supported"),
+        ({"tp_size": 2, "ep_size": 2}, "ep_size=2 is not supported"),
         ({"enable_torch_compile": True}, "enable_torch_compile=True is not supported"),
         ({"page_size": 16}, "page_size=16 is not supported"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3' is not supported"),

@@ -83,8 +83,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # in /dev/shm.
         tqdm.tqdm.set_lock(threading.RLock())
         _register_backends()
+        from tidemill_sglang_cpu.experts import register_experts
         from tidemill_sglang_cpu.patches import apply_patches
 
+        register_experts()
         apply_patches()
 
 

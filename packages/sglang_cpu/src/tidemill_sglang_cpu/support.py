@@ -2,11 +2,11 @@
 
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_MODULES = {"llama", "qwen2", "qwen3"}  # of sglang.srt.models
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SUPPORTED_MODULES = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}  # of sglang.srt.models
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 _SCOPE = (
-    "tidemill-sglang-cpu runs dense models with full causal MHA or GQA attention "
+    "tidemill-sglang-cpu runs models with full causal MHA or GQA attention "
     f"({', '.join(SUPPORTED_ARCHITECTURES)}) in {' or '.join(SUPPORTED_DTYPES)}"
 )
 
@@ -55,6 +55,7 @@ def check_arguments(server_args: Any) -> None:
         "kv_cache_dtype": server_args.kv_cache_dtype != "auto",
         "pp_size": server_args.pp_size != 1,
         "dp_size": server_args.dp_size != 1,
+        "ep_size": server_args.ep_size != 1,
         "enable_torch_compile": bool(server_args.enable_torch_compile),
     }
     names = [name for name, wrong in refused.items() if wrong]
