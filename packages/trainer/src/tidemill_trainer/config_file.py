@@ -18,6 +18,14 @@ from tidemill_trainer.config import Config
 
 _DEFAULT_BACKEND = "fsdp2"
 _BACKENDS: dict[str, type] = {"fsdp2": EngineConfig, "megatron": MegatronConfig}
+_SHORT = {  # for the command line, as Megatron's users call them
+    "engine.tp": "engine.tensor_model_parallel_size",
+    "engine.pp": "engine.pipeline_model_parallel_size",
+    "engine.vpp": "engine.virtual_pipeline_model_parallel_size",
+    "engine.cp": "engine.context_parallel_size",
+    "engine.ep": "engine.expert_model_parallel_size",
+    "engine.etp": "engine.expert_tensor_parallel_size",
+}
 
 
 class ConfigError(ValueError):
@@ -29,7 +37,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: TOML with one table per field of `Config`.
-        overrides: "section.key=value", where value is TOML, or else taken as a string.
+        overrides: "section.key=value", where value is TOML, or else taken as a string. Megatron's parallel sizes may
+            be called "engine.tp", "pp", "vpp", "cp", "ep" and "etp".
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key (the nearest known one is named), or a wrong value.
@@ -92,7 +101,8 @@ def save_config(config: Config, path: Path) -> None:
 
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    names = key.strip().split(".")
+    key = _SHORT.get(key.strip(), key.strip())
+    names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"expected section.key=value, got {override!r}")
     try:
