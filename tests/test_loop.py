@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout import RayEngine
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -137,6 +138,13 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         assert torch.equal(weights[1][name], value), name
+
+
+def test_calls_about_adapters_reach_the_engine(cluster):
+    engine = RayEngine(cluster.rollout.workers[0], "rank 0 of group 'rollout'", tp_size=1, timeout_s=60)
+    assert engine.adapters() == []
+    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+        engine.unload_adapter("policy")
 
 
 def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, warmed_up, make_config):

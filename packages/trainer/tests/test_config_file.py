@@ -1,4 +1,6 @@
 import pytest
+from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_trainer.actor import engine_config
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config, parse_config, save_config
 
@@ -69,14 +71,53 @@ def test_a_missing_key_file_or_syntax(tmp_path):
 
 
 def test_the_engine_is_chosen_by_its_backend(tmp_path):
-    from tidemill_engines.megatron.config import MegatronConfig
-
     model = {"path": "m"}
     config = parse_config({"model": model, "engine": {"backend": "megatron", "tensor_model_parallel_size": 2}})
     assert config.engine == MegatronConfig(tensor_model_parallel_size=2)
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
     assert parse_config({"model": model, "engine": {"backend": "fsdp2"}}) == parse_config({"model": model})
+
+
+def test_the_command_line_has_short_names_for_parallel_sizes():
+    made_by_name = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 3,
+        "context_parallel_size": 5,
+        "expert_model_parallel_size": 6,
+        "expert_tensor_parallel_size": 1,
+    }
+    short = [
+        f"engine.{name}={size}"
+        for name, size in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), (2, 4, 3, 5, 6, 1), strict=True)
+    ]
+    config = load_config(DEMO_CONFIG, ["engine.backend=megatron", *short])
+    assert isinstance(config.engine, MegatronConfig)
+    assert {name: getattr(config.engine, name) for name in made_by_name} == made_by_name
+    recipe = load_config(DEMO_CONFIG.parent / "demo_megatron.toml")
+    assert load_config(DEMO_CONFIG, ["engine.backend=megatron", "engine.tp=2"]) == recipe
+    with pytest.raises(ConfigError, match=r"unknown config key engine\.tensor_model_parallel_size; "):
+        load_config(DEMO_CONFIG, ["engine.tp=2"])
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_router_replay_needs_an_engine_that_has_it(empty, mode, tmp_path):
+    replay = f"actor.router_replay.mode={mode}"
+    with pytest.raises(ConfigError, match=rf'mode="{mode}" needs engine\.backend="megatron": the FSDP2 engine has no'):
+        load_config(empty, [replay])
+    config = load_config(empty, [replay, "engine.backend=megatron"])
+    assert engine_config(config) == MegatronConfig(router_replay=True)
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+    assert engine_config(load_config(empty, ["engine.backend=megatron"])) == MegatronConfig()
+
+
+def test_router_replay_of_the_engine_alone_is_refused(empty):
+    with pytest.raises(ConfigError, match=r"engine\.router_replay alone .* set actor\.router_replay\.mode"):
+        load_config(empty, ["engine.backend=megatron", "engine.router_replay=true"])
+    with pytest.raises(ConfigError, match=r"actor\.router_replay\.mode: Input should be 'disabled', 'R2' or 'R3'"):
+        load_config(empty, ["engine.backend=megatron", "actor.router_replay.mode=R4"])
 
 
 @pytest.mark.parametrize(

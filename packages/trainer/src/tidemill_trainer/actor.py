@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from tidemill_engines import BaseEngine, EngineRegistry, WeightShard, sft_loss
+from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, WeightShard, sft_loss
+from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.config import Config
@@ -32,7 +33,7 @@ class ActorWorker(Worker):
             model_type="language_model",
             backend=config.engine.backend,
             model=config.model,
-            engine=config.engine,
+            engine=engine_config(config),
             optimizer=config.optimizer,
         )
         actor = config.actor
@@ -76,7 +77,11 @@ class ActorWorker(Worker):
 
     @register(dispatch_mode=_compute)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """The policy's `old_log_probs` and `entropy` of the responses, ragged like `responses`."""
+        """The policy's `old_log_probs` and `entropy` of the responses, ragged like `responses`.
+
+        With router replay also `routed_experts` int32 [B, j, layers, top_k], the experts that the tokens of `input_ids`
+        were sent to: those of that column of `batch` if it has one, where they are not -1.
+        """
         return self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=_compute)
@@ -146,6 +151,14 @@ class ActorWorker(Worker):
     def save_hf(self, path: str) -> None:
         """Writes the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)
+
+
+def engine_config(config: Config) -> EngineConfig | MegatronConfig:
+    """The engine's configuration, with what other sections of the run's ask of it."""
+    engine = config.engine
+    if isinstance(engine, MegatronConfig) and config.actor.router_replay.mode != "disabled":
+        return replace(engine, router_replay=True)
+    return engine
 
 
 def to_send(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:

@@ -117,6 +117,18 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RouterReplayConfig:
+    """Which experts of a mixture the tokens of a batch are sent to, by verl's names; the Megatron engine has it.
+
+    Attributes:
+        mode: "disabled" leaves it to the routers. "R2": the update sends tokens to the experts that they were sent to
+            when `old_log_probs` were computed. "R3" (rollout routing replay): both send them to those of the rollout.
+    """
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorConfig:
     """The policy update.
 
@@ -127,7 +139,9 @@ class ActorConfig:
         clip_ratio_c: bound of the dual clip for negative advantages.
         entropy_coeff: weight of the entropy bonus.
         loss_agg_mode: "token-mean" over the batch, or a mean over sequences of the tokens' sum or mean.
-        num_workers: training processes (data-parallel ranks), of which each owns one device.
+        router_replay: of a mixture of experts.
+        num_workers: training processes, of which each owns one device; `engine` divides the model among them, and
+            what remains is data parallelism.
         num_gpus_per_worker: what Ray reserves for one on CUDA; a fraction shares the device with an engine.
         omp_num_threads: threads of each worker on the CPU.
         timeout_s: deadline of one call to the workers.
@@ -140,6 +154,7 @@ class ActorConfig:
     clip_ratio_c: float = 3.0
     entropy_coeff: float = 0.0
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     num_workers: int = 1
     num_gpus_per_worker: float = 1.0
     omp_num_threads: int = 1
@@ -260,6 +275,15 @@ class Config:
         _require(
             size is None or size <= prompts,
             f"actor.ppo_mini_batch_size={size} is more than the {prompts} prompts of data.train_batch_size",
+        )
+        mode = self.actor.router_replay.mode
+        _require(
+            mode == "disabled" or self.engine.backend == "megatron",
+            f'actor.router_replay.mode="{mode}" needs engine.backend="megatron": the FSDP2 engine has no router replay',
+        )
+        _require(
+            mode != "disabled" or not isinstance(self.engine, MegatronConfig) or not self.engine.router_replay,
+            'engine.router_replay alone replays nothing here; set actor.router_replay.mode="R2" or "R3" instead',
         )
         wants_val = self.trainer.stop_at_accuracy is not None
         _require(

@@ -19,6 +19,7 @@ from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.metrics import batch_metrics, mean_metrics, performance_metrics, validation_metrics
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import RewardScorer, Scores
+from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 from tidemill_trainer.rollout.worker import sampling_seeds
 from tidemill_trainer.run_dir import RunDir
 
@@ -87,7 +88,7 @@ class Trainer:
                 with timing("reward"):
                     scores = self._scorer(batch)
                 with timing("old_log_prob"):
-                    batch = batch.union(self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS)))
+                    batch = self._add_old_log_probs(batch)
                 with timing("adv"):
                     batch = self._add_advantages(batch, scores, step)
                     metrics = self._batch_metrics(batch)
@@ -166,6 +167,14 @@ class Trainer:
         batch.meta_info["temperature"] = config.rollout.temperature
         return batch
 
+    def _add_old_log_probs(self, batch: DataProto) -> DataProto:
+        """Adds `old_log_probs`, `entropy` and, with router replay, the `routed_experts` that were used for them."""
+        if self._config.actor.router_replay.mode != "R3":
+            return batch.union(self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS)))
+        of_rollout = batch.pop([ROUTED_EXPERTS])  # as used they are the same, with those of each row's last token
+        told = self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS).union(of_rollout))
+        return batch.union(told)
+
     def _add_advantages(self, batch: DataProto, scores: Scores, step: int) -> DataProto:
         """Adds `scores`, `rewards` [B] and the ragged `advantages`, each row's advantage on all of its tokens."""
         config = self._config.algorithm
@@ -190,7 +199,8 @@ class Trainer:
         n = config.rollout.n
         num_prompts = len(batch) // n
         size = num_prompts if config.actor.ppo_mini_batch_size is None else config.actor.ppo_mini_batch_size
-        columns = batch.select(_UPDATE_COLUMNS, [])
+        is_replayed = config.actor.router_replay.mode != "disabled"
+        columns = batch.select([*_UPDATE_COLUMNS, *([ROUTED_EXPERTS] if is_replayed else [])], [])
         for epoch in range(config.actor.ppo_epochs):
             order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
             for start in range(0, num_prompts, size):

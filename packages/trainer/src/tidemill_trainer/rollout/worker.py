@@ -8,18 +8,21 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from tidemill_engines import ModelConfig
-from tidemill_weight_update import BucketHandle, PauseMode, Request
+from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
+from tidemill_trainer.rollout.routed_experts import COLUMN, routed_experts_column
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from tidemill_weight_update.sglang import LocalEngine
 
 
-def engine_arguments(config: RolloutConfig, model: ModelConfig) -> dict[str, Any]:
+def engine_arguments(
+    config: RolloutConfig, model: ModelConfig, *, return_routed_experts: bool = False
+) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word.
 
     Its `custom_weight_loader` are added to the one that the weight updates use.
@@ -41,6 +44,8 @@ def engine_arguments(config: RolloutConfig, model: ModelConfig) -> dict[str, Any
     }
     if config.max_total_tokens is not None:
         arguments["max_total_tokens"] = config.max_total_tokens
+    if return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
     if device == "cuda":
         arguments["mem_fraction_static"] = config.mem_fraction_static
     else:
@@ -63,13 +68,23 @@ class RolloutWorker(Worker):
         model: that the engine starts with.
         files: where the engine's sockets and shared memory are, for the driver to remove.
         log_dir: this process and the engine's processes write their output to a file there.
+        return_routed_experts: whether rollouts say which experts of a mixture their tokens were sent to.
     """
 
-    def __init__(self, config: RolloutConfig, model: ModelConfig, files: EngineFiles, log_dir: str) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: ModelConfig,
+        files: EngineFiles,
+        log_dir: str,
+        *,
+        return_routed_experts: bool = False,
+    ) -> None:
         redirect_output(log_dir, f"rollout_{self.rank}")
         self._config = config
         self._model = model
         self._files = files
+        self._return_routed_experts = return_routed_experts
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
         self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
@@ -81,7 +96,8 @@ class RolloutWorker(Worker):
         from tidemill_weight_update.sglang import LocalEngine
 
         instance_id = self._files.claim(self.rank)
-        self._engine = Engine(**engine_arguments(self._config, self._model))
+        arguments = engine_arguments(self._config, self._model, return_routed_experts=self._return_routed_experts)
+        self._engine = Engine(**arguments)
         given = self._engine.port_args.instance_id
         if given != instance_id:  # SGLang only logs it when it could not apply a hook
             raise RuntimeError(
@@ -103,18 +119,21 @@ class RolloutWorker(Worker):
         Returns:
             Rows in the same order with the ragged columns `responses` int64 [B, j] (exactly the sampled tokens, the end
             token included), `rollout_log_probs` float32 (at the sampling temperature), `response_mask` float32 of ones,
-            and `input_ids` (prompt, then response).
+            and `input_ids` (prompt, then response). With `return_routed_experts`, unless `greedy`, also
+            `routed_experts` int32 [B, j, layers, top_k] (see `routed_experts_column`).
 
         Raises:
             RuntimeError: the engine ended a request for another reason than its end or its length.
         """
         assert self._engine is not None, "start_engine() comes first"
+        with_experts = self._return_routed_experts and not greedy
         outputs: list[Any] = []
         if len(prompts) > 0:
             outputs = self._engine.generate(  # type: ignore[assignment]
                 input_ids=[row.tolist() for row in prompts["prompts"].unbind()],
                 sampling_params=self._sampling_params(prompts, greedy),
                 return_logprob=True,
+                return_routed_experts=with_experts,
             )
         tokens: list[int] = []
         log_probs: list[float] = []
@@ -134,7 +153,19 @@ class RolloutWorker(Worker):
             "response_mask": ragged.like(torch.ones(len(tokens)), responses),
             "input_ids": ragged.concat_rows(prompts["prompts"], responses),
         }
+        if with_experts:
+            columns[COLUMN] = self._routed_experts(outputs, columns["input_ids"])
         return DataProto.from_dict(columns)
+
+    def _routed_experts(self, outputs: list[Any], input_ids: torch.Tensor) -> torch.Tensor:
+        assert self._engine is not None
+        model = self._engine.server_args.get_model_config().hf_text_config
+        return routed_experts_column(
+            [output["meta_info"][COLUMN] for output in outputs],
+            input_ids,
+            num_layers=model.num_hidden_layers,
+            top_k=model.num_experts_per_tok,
+        )
 
     def _sampling_params(self, prompts: DataProto, greedy: bool) -> list[dict[str, Any]]:
         config = self._config
@@ -169,6 +200,15 @@ class RolloutWorker(Worker):
 
     def get_weight_version(self) -> str:
         return self._require_client().get_weight_version()
+
+    def adapters(self) -> list[str]:
+        return self._require_client().adapters()
+
+    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
+        self._require_client().load_adapter(name, config, bucket)
+
+    def unload_adapter(self, name: str) -> None:
+        self._require_client().unload_adapter(name)
 
     def _require_client(self) -> "LocalEngine":
         if self._client is None:

@@ -1,0 +1,21 @@
+import inspect
+
+from tidemill_trainer.rollout import RayEngine, RolloutWorker
+from tidemill_weight_update import AdapterClient, EngineClient
+
+
+def _methods(protocol):
+    return {
+        name: inspect.signature(f) for name, f in vars(protocol).items() if inspect.isfunction(f) and name[0] != "_"
+    }
+
+
+def test_worker_and_client_have_every_method_of_the_updaters_protocols():
+    for protocol in (EngineClient, AdapterClient):
+        methods = _methods(protocol)
+        assert len(methods) >= 3
+        for name, signature in methods.items():
+            for cls in (RayEngine, RolloutWorker):
+                assert inspect.signature(getattr(cls, name)).parameters.keys() == signature.parameters.keys(), name
+    engine = RayEngine(None, "rank 0 of group 'rollout'", tp_size=1, timeout_s=1.0)
+    assert isinstance(engine, AdapterClient)

@@ -1,0 +1,86 @@
+"""Which batches of a step have the experts that tokens are sent to."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from tidemill_dataproto import DataProto, ragged
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.demo.model import character_tokenizer
+from tidemill_trainer.demo.task import CHARACTERS
+from tidemill_trainer.inputs import Inputs
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.trainer import Trainer
+
+N, ROWS = 4, 8
+OF_ROLLOUT, OF_ROUTER = 5, 7
+
+
+class Actor:
+    """Answers as a worker does: with router replay it tells where tokens were sent, which is where they had to go."""
+
+    def __init__(self, *, replays):
+        self.replays = replays
+        self.computed = []
+
+    def dp_size(self, mesh_name):
+        return 1
+
+    def compute_log_prob(self, batch):
+        self.computed.append(batch)
+        columns = {
+            name: ragged.like(torch.zeros(3 * ROWS), batch["responses"]) for name in ("old_log_probs", "entropy")
+        }
+        if self.replays:
+            given = batch["routed_experts"] if "routed_experts" in batch.batch else experts(batch, -1)
+            values = ragged.values(given)
+            columns["routed_experts"] = ragged.like(torch.where(values < 0, OF_ROUTER, values), given)
+        return DataProto.from_dict(columns)
+
+
+def experts(batch, number):
+    """[B, j, layers, top_k]: `number` for all tokens but the last of each row."""
+    column = torch.full((5 * ROWS, 2, 2), number, dtype=torch.int32)
+    column[4::5] = -1
+    return ragged.like(column, batch["input_ids"])
+
+
+def rollouts(*, with_experts):
+    tokens, lengths = torch.arange(5 * ROWS) % 12 + 3, [5] * ROWS
+    input_ids = ragged.ragged(tokens, lengths)
+    responses = ragged.ragged(tokens.view(ROWS, 5)[:, 2:].reshape(-1), [3] * ROWS)
+    columns = {"input_ids": input_ids, "responses": responses}
+    for name in ("response_mask", "advantages"):
+        columns[name] = ragged.like(torch.ones(3 * ROWS), responses)
+    batch = DataProto.from_dict(columns)
+    return batch.union(DataProto.from_dict({"routed_experts": experts(batch, OF_ROLLOUT)})) if with_experts else batch
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_old_log_probs_and_update_are_given_the_experts_that_the_mode_says(mode, tmp_path):
+    overrides = ["model.path=m", "engine.backend=megatron", f"actor.router_replay.mode={mode}"]
+    config = load_config(DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}"])
+    actor = Actor(replays=mode != "disabled")
+    inputs = Inputs(
+        tokenizer=character_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None, reward_fn=None
+    )
+    cluster = SimpleNamespace(actor=actor, rollout=None)
+    trainer = Trainer(config, cluster, inputs, RunDir(tmp_path), Progress(Console(file=io.StringIO())))
+    batch = trainer._add_old_log_probs(rollouts(with_experts=mode == "R3"))
+    mini_batches = list(trainer._mini_batches(batch, step=1))
+    assert len(mini_batches) == ROWS // N
+
+    [computed] = actor.computed
+    assert ("routed_experts" in computed.batch) == (mode == "R3")
+    assert all(("routed_experts" in mini_batch.batch) == (mode != "disabled") for mini_batch in mini_batches)
+    if mode == "disabled":
+        return
+    expected = OF_ROLLOUT if mode == "R3" else OF_ROUTER
+    for mini_batch in mini_batches:
+        sent = ragged.values(mini_batch["routed_experts"]).view(N, 5, 2, 2)
+        assert (sent[:, :4] == expected).all()
+        assert (sent[:, 4] == OF_ROUTER).all()  # of the last tokens the rollout knows nothing

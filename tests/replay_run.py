@@ -1,0 +1,143 @@
+"""Router replay in processes of its own: `python replay_run.py FOLDER DTYPE` writes what it saw to FOLDER/seen.json.
+
+Rollouts of a tiny Qwen3-MoE by stock SGLang in DTYPE, trained in float32 by Megatron: two tensor-parallel ranks that
+have half of the experts each.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from tidemill_dataproto import DataProto, ragged
+from tidemill_testing import tiny_model
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.cluster import Cluster
+from tidemill_trainer.config import Config, RouterReplayConfig
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.demo import write_assets
+from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.trainer import Trainer
+from transformers import AutoTokenizer
+
+EXPERTS, STEPS = 8, 2
+COLUMN = "routed_experts"
+_REWARD = """
+def right_digits(data_source, solution_str, ground_truth, extra_info):
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+"""
+_WATCHED = ("rollout/log_prob_abs_diff/mean", "rollout/log_prob_abs_diff/max", "actor/ppo_kl", "actor/grad_norm")
+
+
+class Shifted(Trainer):
+    """Sends tokens elsewhere than the rollout did."""
+
+    def _generate(self, step: int) -> DataProto:
+        return shifted(super()._generate(step))
+
+
+class Forgetful(Trainer):
+    """Knows nothing of where the rollout sent tokens."""
+
+    def _generate(self, step: int) -> DataProto:
+        batch = super()._generate(step)
+        batch.pop([COLUMN])
+        return batch
+
+
+class ForgetfulShifted(Forgetful):
+    """Sends tokens elsewhere in the update than for the old log-probabilities."""
+
+    def _add_old_log_probs(self, batch: DataProto) -> DataProto:
+        return shifted(super()._add_old_log_probs(batch))
+
+
+def shifted(batch: DataProto) -> DataProto:
+    experts = ragged.values(batch.pop([COLUMN])[COLUMN])
+    other = torch.where(experts < 0, experts, (experts + 1) % EXPERTS)
+    return batch.union(DataProto.from_dict({COLUMN: ragged.like(other, batch["input_ids"])}))
+
+
+def make_config(folder: Path, dtype: str) -> Config:
+    assets = write_assets(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny_model(
+        folder / "model",
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        num_hidden_layers=3,
+        num_experts=EXPERTS,
+        moe_intermediate_size=64,
+        **ends,
+    )
+    (folder / "rewards.py").write_text(_REWARD)
+    megatron = [
+        "engine.backend=megatron",
+        "engine.tp=2",
+        "engine.sequence_parallel=true",
+        "engine.ep=2",
+        "engine.etp=1",
+    ]
+    small = ["data.train_batch_size=16", "warmup.max_steps=0", "trainer.val_before_train=false"]
+    steps = [f"trainer.total_steps={STEPS}", "trainer.test_freq=0", "optimizer.lr_warmup_steps=1"]
+    of_run = [f"reward.function={folder / 'rewards.py'}:right_digits", f"rollout.dtype={dtype}"]
+    return load_config(DEMO_CONFIG, [*assets, *megatron, *small, *steps, *of_run, "actor.router_replay.mode=R3"])
+
+
+def watch(folder: Path, config: Config) -> dict[str, Any]:
+    with open(os.devnull, "w") as nowhere:
+        progress = Progress(Console(file=nowhere))
+        inputs = load_inputs(config, progress)
+        with Cluster(config, RunDir(folder / "cluster"), progress) as cluster:
+            cluster.wait_ready()
+
+            def train(name: str, cls: type[Trainer], mode: Literal["R2", "R3"]) -> list[dict[str, float]]:
+                actor = replace(config.actor, router_replay=RouterReplayConfig(mode=mode))
+                run = RunDir(folder / name)
+                run.path.mkdir()
+                cls(replace(config, actor=actor), cluster, inputs, run, progress).fit()
+                rows = [row for row in run.read_metrics() if row["step"] > 0]
+                return [{name: row[name] for name in _WATCHED} for row in rows]
+
+            seen: dict[str, Any] = {
+                "R3": train("R3", Trainer, "R3"),
+                "R3 shifted": train("R3-shifted", Shifted, "R3"),
+                "R2": train("R2", Forgetful, "R2"),
+                "R2 shifted": train("R2-shifted", ForgetfulShifted, "R2"),
+            }
+            trainer = Trainer(config, cluster, inputs, RunDir(folder / "one"), progress)
+            batch = trainer._generate(1)
+            columns = ["input_ids", "responses"]
+            for name, sent in (("replayed", [*columns, COLUMN]), ("free", columns)):
+                seen[name] = compare(batch, cluster.actor.compute_log_prob(batch.select(sent)))
+    return seen
+
+
+def compare(batch: DataProto, told: DataProto) -> dict[str, Any]:
+    """How a batch of rollouts differs from what training made of it."""
+    theirs, ours = ragged.values(batch[COLUMN]), ragged.values(told[COLUMN])
+    known = theirs >= 0
+    differences = ragged.values(batch["rollout_log_probs"]) - ragged.values(told["old_log_probs"])
+    is_last = torch.zeros(len(theirs), dtype=torch.bool)
+    is_last[ragged.offsets(batch["input_ids"])[1:] - 1] = True
+    return {
+        "choices": int(known.sum()),
+        "other choices": int((theirs != ours)[known].sum()),
+        "other experts": int((theirs.sort(-1).values != ours.sort(-1).values)[known].sum()),
+        "unknown are the last": bool((known.all((1, 2)) == ~is_last).all() and (known.any((1, 2)) == ~is_last).all()),
+        "chosen by a router": bool((ours >= 0).all()),
+        "log_prob_abs_diff": differences.abs().mean().item(),
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    seen = watch(folder, make_config(folder, sys.argv[2]))
+    (folder / "seen.json").write_text(json.dumps(seen))
