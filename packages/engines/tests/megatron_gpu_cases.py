@@ -63,18 +63,21 @@ def join_gpus(store: str) -> None:
 
 
 def train(store: str, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    """Of each case the metrics and weights that `plain_training` gives, and the bytes that lay on the GPU meanwhile."""
+    """What `trained` gives of each case."""
     join_gpus(store)
-    out = []
-    for folder, settings, model in cases:
-        print(f"case {settings} {model}", file=sys.stderr, flush=True)
-        engine = engine_on_gpu(folder, settings, model)
-        rows = [shard(engine, batch) for batch in batches()]
-        history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
-        weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
-        away = torch.cuda.memory_allocated()
-        with engine.train_mode():
-            at_hand = torch.cuda.memory_allocated()
-        out.append((history, weights, away, at_hand, engine.performance()))
-        engine.close()
-    return out
+    return [trained(*case) for case in cases]
+
+
+def trained(folder: str, settings: dict[str, Any], model: dict[str, Any]) -> Any:
+    """The metrics and weights that `plain_training` gives, the bytes that lay on the GPU meanwhile, and the speed."""
+    print(f"case {settings} {model}", file=sys.stderr, flush=True)
+    engine = engine_on_gpu(folder, settings, model)
+    rows = [shard(engine, batch) for batch in batches()]
+    history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
+    weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
+    away = torch.cuda.memory_allocated()
+    with engine.train_mode():
+        at_hand = torch.cuda.memory_allocated()
+    performance = engine.performance()
+    engine.close()
+    return history, weights, away, at_hand, performance

@@ -23,7 +23,7 @@ from megatron_gpu_cases import (
     engine_on_gpu,
     join_gpus,
     make_models,
-    train,
+    trained,
 )
 from tidemill_testing import run_ranks
 
@@ -56,8 +56,26 @@ ON_TWO: list[Case] = [
     ("qwen3_moe", {TP: 2, **SP}, {}),
 ]
 CASES = {1: ON_ONE, 2: ON_TWO}
-NUMBERED = [(world_size, index) for world_size, cases in CASES.items() for index in range(len(cases))]
 LOCAL, TE = {"transformer_impl": "local"}, {"transformer_impl": "transformer_engine"}
+BF16 = {"param_dtype": "bfloat16"}
+IN_TF32 = {1: (0, 4), 2: (1, 6)}
+EXPORTS: dict[int, list[Case]] = {
+    1: [("qwen2", {}, {}), ("qwen3_moe", {}, {})],
+    2: [
+        ("qwen3", {TP: 2, **SP}, {}),
+        ("qwen2", {PP: 2, "use_distributed_optimizer": False}, {}),
+        ("qwen3_moe", {EP: 2}, {}),
+        ("qwen3_moe", {TP: 2, **SP}, {}),
+    ],
+}
+CHECKPOINTS: dict[int, list[Case]] = {
+    1: [("qwen3", {}, {}), ("qwen2", {"use_distributed_optimizer": False}, {})],
+    2: [("qwen3", {TP: 2, **SP}, {}), ("qwen3_moe", {EP: 2}, {})],
+}
+
+
+def numbered(cases: dict[int, Any]) -> list[tuple[int, int]]:
+    return [(world_size, index) for world_size, each in cases.items() for index in range(len(each))]
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +90,95 @@ def references(folders) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(folders, tmp_path_factory) -> Any:
-    """By number of GPUs and further configuration, which is asked for when it is needed, what all ranks did."""
-    known: dict[Any, Any] = {}
+def seen(folders, tmp_path_factory) -> Any:
+    """By number of GPUs what all ranks did, by what it is for. They do all at once, as starting takes the longest."""
+    known: dict[int, Any] = {}
 
-    def of(world_size: int, **settings: Any) -> list[Any]:
+    def of(world_size: int) -> list[dict[str, Any]]:
         if torch.cuda.device_count() < world_size:
             pytest.skip(f"needs {world_size} GPUs")
-        key = (world_size, *settings.items())
-        if key not in known:
-            store = tmp_path_factory.mktemp("store") / "ranks"
-            cases = [(str(folders[family]), engine | settings, model) for family, engine, model in CASES[world_size]]
-            known[key] = run_ranks(train, world_size, str(store), cases, timeout_s=400)
-        return known[key]
+        if world_size not in known:
+            target = tmp_path_factory.mktemp("ranks")
+            paths = {family: str(folder) for family, folder in folders.items()}
+            known[world_size] = run_ranks(everything, world_size, str(target), paths, timeout_s=500)
+        return known[world_size]
 
     return of
+
+
+def everything(target: str, paths: dict[str, str]) -> dict[str, Any]:
+    join_gpus(f"{target}/store")
+    world_size = torch.distributed.get_world_size()
+    cases = [(paths[family], settings, model) for family, settings, model in CASES[world_size]]
+    out: dict[str, Any] = {"te": [trained(path, each | BF16 | TE, model) for path, each, model in cases]}
+    out["tf32"] = {index: trained(cases[index][0], cases[index][1] | TE, {}) for index in IN_TF32[world_size]}
+    if world_size == 1:
+        path = paths["qwen3"]
+        out["local"] = [trained(path, each | BF16 | LOCAL, model) for path, each, model in cases]
+        out["sums"] = [[norms(paths[family], kind) for kind in (LOCAL, TE)] for family in ("qwen3", "qwen3_moe")]
+        out["names"] = [parameters_of(path, each) for each in (BF16, BF16 | TE, {}, LOCAL)]
+    out["export"] = [export(paths[family], each) for family, each, _ in EXPORTS[world_size]]
+    out["checkpoint"] = [
+        save_and_load(paths[family], f"{target}/{number}", each | BF16)
+        for number, (family, each, _) in enumerate(CHECKPOINTS[world_size])
+    ]
+    return out
+
+
+def parameters_of(path: str, settings: dict[str, Any]) -> list[str]:
+    engine = engine_on_gpu(path, settings, {})
+    names = [name for name, _ in engine.chunks[0].named_parameters()]
+    engine.close()
+    return names
+
+
+def norms(path: str, kind: dict[str, str]) -> list[float]:
+    """The gradient norms of either batch, and of one after the other without a step between."""
+    engine = engine_on_gpu(path, BF16 | {"max_token_len_per_gpu": 30} | kind, {})
+    out = []
+    for parts in ([0], [1], [0, 1]):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            for part in parts:
+                engine.forward_backward_batch(batches()[part], policy_like_loss, calculate_entropy=True)
+            out.append(engine.grad_norm())
+    engine.close()
+    return out
+
+
+def export(path: str, settings: dict[str, Any]) -> Any:
+    """What the engine hands out whole, and this rank's shards."""
+    engine = engine_on_gpu(path, settings | BF16 | TE, {})
+    whole = {name: weight.cpu() for name, weight in engine.get_per_tensor_param()}
+    shards = [
+        (name, each.start, tuple(each.global_shape), each.tensor.cpu()) for name, each in engine.get_per_tensor_shards()
+    ]
+    engine.close()
+    return whole, shards
+
+
+def save_and_load(path: str, target: str, settings: dict[str, Any]) -> list[Any]:
+    """For each (with what it is saved, with what loaded) weights and metrics of what comes after, on both sides."""
+
+    def steps(engine: Any) -> list[Any]:
+        rows = [shard(engine, batch) for batch in batches()]
+        return [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
+
+    def weights(engine: Any) -> dict[str, torch.Tensor]:
+        return {name: weight.cpu() for name, weight in weights_of(engine).items()}
+
+    out = []
+    for number, (saver, loader) in enumerate(((LOCAL, TE), (TE, LOCAL), (TE, TE))):
+        engine = engine_on_gpu(path, settings | saver, {})
+        steps(engine)
+        engine.save_checkpoint(f"{target}/{number}")
+        saved, history = weights(engine), steps(engine)
+        engine.close()
+        engine = engine_on_gpu(path, settings | loader, {})
+        engine.load_checkpoint(f"{target}/{number}")
+        out.append((saved, weights(engine), history, steps(engine)))
+        engine.close()
+    return out
 
 
 def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
@@ -101,148 +193,66 @@ def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
     return of_metrics, max(relative_error(weights[name], weight) for name, weight in expected_weights.items())
 
 
-@pytest.mark.parametrize(("world_size", "index"), NUMBERED)
-def test_training_stays_near_a_plain_loop(trained, references, world_size, index):
-    """Within the bounds of bfloat16 without Transformer Engine; in TF32, with three bits more, an eighth of them."""
-    family = CASES[world_size][index][0]
-    for dtype, share in (("bfloat16", 1), ("float32", 8)):
-        for rank in trained(world_size, param_dtype=dtype, **TE):
-            of_metrics, of_weights = largest_errors(rank[index], references[family])
-            assert of_metrics < 0.1 / share, dtype
-            assert of_weights < 0.25 / share, dtype
+@pytest.mark.parametrize(("world_size", "index"), numbered(CASES))
+def test_training_stays_near_a_plain_loop(seen, references, world_size, index):
+    """Within the bounds of bfloat16 without Transformer Engine."""
+    for rank in seen(world_size):
+        of_metrics, of_weights = largest_errors(rank["te"][index], references[CASES[world_size][index][0]])
+        assert of_metrics < 0.1
+        assert of_weights < 0.25
 
 
-@pytest.mark.parametrize(("world_size", "index"), NUMBERED)
-def test_training_is_as_exact_as_without(trained, references, world_size, index):
-    """In bfloat16 both miss the plain loop by rounding; gradients are even added up from unrounded ones."""
-    expected = references[CASES[world_size][index][0]]
-    local, te = (
-        largest_errors(trained(world_size, param_dtype="bfloat16", **kind)[0][index], expected) for kind in (LOCAL, TE)
-    )
-    assert te[0] < 2 * local[0]
-    assert te[1] < 2 * local[1]
+@pytest.mark.parametrize(("world_size", "index"), [(size, index) for size in IN_TF32 for index in IN_TF32[size]])
+def test_float32_is_multiplied_in_tf32(seen, references, world_size, index):
+    """TF32 has three bits more than bfloat16, so the bounds are an eighth of those."""
+    for rank in seen(world_size):
+        of_metrics, of_weights = largest_errors(rank["tf32"][index], references[CASES[world_size][index][0]])
+        assert 1e-5 < of_metrics < 0.1 / 8
+        assert of_weights < 0.25 / 8
 
 
-def test_bfloat16_takes_it_by_itself(trained):
-    """And float32 does not."""
-    for dtype, kind in (("bfloat16", TE), ("float32", LOCAL)):
-        for by_itself, chosen in zip(trained(1, param_dtype=dtype), trained(1, param_dtype=dtype, **kind), strict=True):
-            assert by_itself[0][0] == pytest.approx(chosen[0][0])
+@pytest.mark.parametrize("index", range(len(ON_ONE)))
+def test_weights_become_as_exact_as_without(seen, references, index):
+    """Either misses the plain loop by its roundings, of which there are as many."""
+    expected = references[ON_ONE[index][0]]
+    local, te = (largest_errors(seen(1)[0][kind][index], expected)[1] for kind in ("local", "te"))
+    assert te < 2 * local
 
 
-def accumulate(store: str, folders: list[str], kinds: list[dict[str, str]]) -> list[list[list[float]]]:
-    """For each model and kind the gradient norms of either batch, and of one after the other without a step between."""
-    join_gpus(store)
-    return [[_norms(folder, kind) for kind in kinds] for folder in folders]
+def test_bfloat16_takes_it_by_itself_and_float32_does_not(seen):
+    by_itself, te, of_float32, local = seen(1)[0]["names"]
+    assert by_itself == te
+    assert of_float32 == local
+    assert te != local
 
 
-def _norms(folder: str, kind: dict[str, str]) -> list[float]:
-    engine = engine_on_gpu(folder, {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30} | kind, {})
-    norms = []
-    for parts in ([0], [1], [0, 1]):
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            for part in parts:
-                engine.forward_backward_batch(batches()[part], policy_like_loss, calculate_entropy=True)
-            norms.append(engine.grad_norm())
-    engine.close()
-    return norms
-
-
-def test_gradients_of_several_batches_add_up(folders, tmp_path):
-    args = str(tmp_path / "store"), [str(folders[family]) for family in ("qwen3", "qwen3_moe")], [LOCAL, TE]
-    for local, te in run_ranks(accumulate, 1, *args, timeout_s=200)[0]:
+def test_gradients_of_several_batches_add_up(seen):
+    for local, te in seen(1)[0]["sums"]:
         assert abs(local[2] - local[1]) > 0.1 * local[2]  # that of the last batch alone would be told
         assert te == pytest.approx(local, rel=0.05)
 
 
-def export(store: str, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Of each case the names of this rank's parameters, what it hands out whole, and its shards."""
-    join_gpus(store)
-    out = []
-    for folder, settings in cases:
-        engine = engine_on_gpu(folder, settings, {})
-        names = [name for chunk in engine.chunks for name, _ in chunk.named_parameters()]
-        shards = [
-            (name, each.start, tuple(each.global_shape), each.tensor.cpu())
-            for name, each in engine.get_per_tensor_shards()
-        ]
-        out.append((names, {name: weight.cpu() for name, weight in engine.get_per_tensor_param()}, shards))
-        engine.close()
-    return out
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_come_out_as_they_went_in(folders, tmp_path, world_size):
+@pytest.mark.parametrize(("world_size", "index"), numbered(EXPORTS))
+def test_weights_come_out_as_they_went_in(seen, folders, world_size, index):
     from safetensors.torch import load_file
 
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    settings = {1: [{}], 2: [{TP: 2, **SP}, {PP: 2}]}[world_size]
-    cases = [("qwen2", each | {"use_distributed_optimizer": False}) for each in settings]
-    cases += [("qwen3_moe", each) for each in ({1: [{}], 2: [{EP: 2}, {TP: 2, **SP}]}[world_size])]
-    of_cases = [(str(folders[family]), each | TE | {"param_dtype": "bfloat16"}) for family, each in cases]
-    for rank in run_ranks(export, world_size, str(tmp_path / "store"), of_cases, timeout_s=300):
-        for (family, _), (names, full, shards) in zip(cases, rank, strict=True):
-            assert any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
-            saved = load_file(folders[family] / "model.safetensors")
-            assert full.keys() == saved.keys()
-            for name, weight in full.items():
-                assert torch.equal(weight, saved[name].bfloat16()), name
-            assert shards
-            for name, start, shape, part in shards:
-                assert shape == tuple(saved[name].shape)
-                region = tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))
-                assert torch.equal(part, saved[name].bfloat16()[region]), name
+    saved = load_file(folders[EXPORTS[world_size][index][0]] / "model.safetensors")
+    for whole, shards in (rank["export"][index] for rank in seen(world_size)):
+        assert whole.keys() == saved.keys()
+        for name, weight in whole.items():
+            assert torch.equal(weight, saved[name].bfloat16()), name
+        assert shards
+        for name, start, shape, part in shards:
+            assert shape == tuple(saved[name].shape)
+            region = tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))
+            assert torch.equal(part, saved[name].bfloat16()[region]), name
 
 
-def save_and_load(store: str, folder: str, target: str, settings: dict[str, Any]) -> list[Any]:
-    """For each (with what it is saved, with what loaded) weights and metrics of what comes after, on both sides."""
-    join_gpus(store)
-
-    def steps(engine: Any) -> list[Any]:
-        return [
-            engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches()
-        ]
-
-    def weights(engine: Any) -> dict[str, torch.Tensor]:
-        return {name: weight.cpu() for name, weight in weights_of(engine).items()}
-
-    seen = []
-    for number, (saver, loader) in enumerate(((LOCAL, TE), (TE, LOCAL), (TE, TE))):
-        engine = engine_on_gpu(folder, settings | saver, {})
-        steps(engine)
-        engine.save_checkpoint(f"{target}/{number}")
-        saved, history = weights(engine), steps(engine)
-        engine.close()
-        engine = engine_on_gpu(folder, settings | loader, {})
-        engine.load_checkpoint(f"{target}/{number}")
-        seen.append((saved, weights(engine), history, steps(engine)))
-        engine.close()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("world_size", "family", "settings"),
-    [
-        (1, "qwen3", {}),
-        (1, "qwen2", {"use_distributed_optimizer": False}),
-        (2, "qwen3", {TP: 2, **SP}),
-        (2, "qwen3_moe", {EP: 2}),
-    ],
-)
-def test_a_checkpoint_of_either_goes_on_with_the_other(folders, tmp_path, world_size, family, settings):
+@pytest.mark.parametrize(("world_size", "index"), numbered(CHECKPOINTS))
+def test_a_checkpoint_of_either_goes_on_with_the_other(seen, world_size, index):
     """Weights are the same bit for bit; metrics of the next steps as near as both stay to a plain loop, or nearer."""
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    args = (
-        str(tmp_path / "store"),
-        str(folders[family]),
-        str(tmp_path / "saved"),
-        {"param_dtype": "bfloat16"} | settings,
-    )
-    for rank in run_ranks(save_and_load, world_size, *args, timeout_s=500):
-        for (saved, loaded, history, resumed), rel in zip(rank, (0.1, 0.1, 1e-3), strict=True):
+    for rank in seen(world_size):
+        for (saved, loaded, history, resumed), rel in zip(rank["checkpoint"][index], (0.1, 0.1, 1e-3), strict=True):
             assert saved.keys() == loaded.keys()
             for name, weight in saved.items():
                 assert torch.equal(loaded[name], weight), name

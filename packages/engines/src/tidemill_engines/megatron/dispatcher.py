@@ -147,9 +147,14 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         tokens_per_expert = self.preprocess(routing_map)
         self._counts = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else tokens_per_expert
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", tokens_per_expert)
+        return self._sorted(hidden_states.view(-1, self.hidden_shape[-1]), routing_map, probs)
+
+    def _sorted(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._places = places = Places.of(routing_map, self.config.moe_router_topk)
         of_copies = probs.flatten().gather(0, places.tokens * self.num_experts + places.experts)
-        return copied(hidden_states.view(-1, self.hidden_shape[-1]), places), of_copies
+        return copied(tokens, places), of_copies
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
@@ -197,11 +202,11 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return summed(permutated_local_input_tokens, self._places).view(self.hidden_shape)
 
 
-def replace_dispatchers(model: nn.Module) -> None:
+def replace_dispatchers(model: nn.Module, kind: type[Dispatcher] = Dispatcher) -> None:
     """Gives the mixtures of a model this module's `Dispatcher`, where Megatron has no kernels of its own for it."""
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         if layer.config.moe_token_dispatcher_type == "alltoall" and not layer.config.moe_permute_fusion:
-            layer.token_dispatcher = Dispatcher(
+            layer.token_dispatcher = kind(
                 layer.num_local_experts,
                 layer.local_expert_indices,
                 config=layer.config,

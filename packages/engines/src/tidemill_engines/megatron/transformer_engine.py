@@ -1,24 +1,24 @@
-"""Transformer Engine in Megatron's layers, where it is installed: its norms, its linear layers, its grouped experts."""
+"""Transformer Engine in Megatron's layers, where it is installed: norms, linear layers, how tokens get to experts."""
 
 from typing import Any, Literal
 
 import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
-    TEColumnParallelGroupedLinear,
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TENorm,
-    TERowParallelGroupedLinear,
     TERowParallelLinear,
+    fused_permute_with_probs,
+    fused_unpermute,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import nn
 
 from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.dispatcher import Dispatcher, replace_dispatchers
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -50,7 +50,7 @@ def implementation(
 
 
 def use_transformer_engine(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Replaces modules of a layer as it is made without Transformer Engine, but for attention and router.
+    """Replaces modules of a layer as it is made without Transformer Engine, but for attention, router and experts.
 
     A norm is one module with the linear layer behind it, unless it is computed again in the backward: Megatron does so
     with modules. Checkpoints have the same names either way, and as without Transformer Engine.
@@ -68,26 +68,34 @@ def use_transformer_engine(layer: ModuleSpec, config: TransformerConfig) -> None
         parts.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2 = norm, column, TERowParallelLinear
     else:
         parts.pre_mlp_layernorm = TENorm
-        experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-        mlp.experts = ModuleSpec(module=TEGroupedMLP, submodules=experts)
 
 
 def prepare(model: nn.Module) -> None:
-    """Completes modules of Transformer Engine as Megatron makes them.
+    """Completes a model that Megatron has made with modules of Transformer Engine.
 
     Matrix products of the backward add gradients of weights to those of earlier micro-batches, in float32; not by
-    Megatron's `gradient_accumulation_fusion`, for which its own linear layers want Apex: the head is one, and is
-    multiplied elsewhere. Nor are those of a step's first micro-batch written over what is there, since a step may have
-    several batches: Megatron tells modules which micro-batch is the first unless there is nothing to cache for FP8.
-    Experts' weights are marked as parts of divided ones, without which the gradient norm leaves out those of all
-    tensor-parallel ranks but the first.
+    Megatron's `gradient_accumulation_fusion`, for which its own linear layers want Apex. What is there is not written
+    over in the first micro-batch, since a step may have several batches: Megatron tells modules which one is the first
+    unless there is nothing to cache for FP8.
     """
-    dense = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)
-    grouped: Any = (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
-    module: Any
     for module in model.modules():
-        if isinstance(module, (*dense, *grouped)):
+        if isinstance(module, (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)):
             module.fuse_wgrad_accumulation = module.disable_parameter_transpose_cache = True
-        if isinstance(module, grouped):
-            for weight in module.parameters():
-                weight.tensor_model_parallel = True
+    replace_dispatchers(model, FusedDispatcher)
+
+
+class FusedDispatcher(Dispatcher):
+    """As `Dispatcher`, with one kernel each to copy tokens and to add copies up."""
+
+    _rows: torch.Tensor  # where copies lie, as Transformer Engine notes it
+
+    def _sorted(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_copies = len(tokens) * self.config.moe_router_topk
+        copies, of_copies, self._rows = fused_permute_with_probs(tokens, probs, routing_map, num_out_tokens=num_copies)
+        return copies, of_copies
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((self.hidden_shape[:-1].numel(), self.hidden_shape[-1]))
+        return fused_unpermute(permutated_local_input_tokens, self._rows, restore_shape=shape).view(self.hidden_shape)
