@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tidemill_weight_update.control.journal import Line
 from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.pace import evenly
 from tidemill_weight_update.copy.table import CopyTable, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
@@ -84,7 +85,7 @@ class Incoming:
         from tidemill_weight_update.copy.cuda import CudaCopier
 
         if self._gpu_copier is None:
-            self._gpu_copier = CudaCopier(self._tables, self._device)
+            self._gpu_copier = CudaCopier(self._paced() if arena is None else self._tables, self._device)
         upload = None  # alive until the copies are queued: the allocator hands memory out again in stream order
         if arena is None:
             bases = mapped.addresses(self.line.memories)
@@ -94,6 +95,12 @@ class Incoming:
             upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
             bases = [upload.data_ptr()]
         self._gpu_copier.run(bases, [place.data_ptr() for place in places], self.digests)
+
+    def _paced(self) -> list[CopyTable]:
+        """The tables in an order that serves the GPUs alike on which the line's memories lie."""
+        gpus = {memory.device_uuid: number for number, memory in enumerate(self.line.memories)}
+        origin = np.array([gpus[memory.device_uuid] for memory in self.line.memories], np.int64)
+        return [evenly(table, origin) for table in self._tables]
 
     def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
         staged = {f"staged {name}": tensor for name, tensor in staging.items()}
