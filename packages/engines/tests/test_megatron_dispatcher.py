@@ -24,12 +24,15 @@ def _routing_map(device: torch.device) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(TOP_K, 1).indices, True)
 
 
-def test_copies_and_their_sums_are_megatrons(device):
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_copies_and_their_sums_are_megatrons(device, fused):
+    if fused and device.type == "cpu":
+        pytest.skip("compiling for a CPU takes long")
     routing_map = _routing_map(device)
     tokens = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     factors = torch.randn(TOKENS * TOP_K, 1, device=device)
     direction = torch.randn(TOKENS, HIDDEN, device=device)
-    places = Places.of(routing_map, TOP_K)
+    places = Places.of(routing_map, TOP_K, fused=fused)
     copies = copied(tokens, places)
     out = summed(copies * factors, places)
     [grad] = torch.autograd.grad((out * direction).sum(), tokens)

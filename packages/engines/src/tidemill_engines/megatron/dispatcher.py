@@ -1,6 +1,8 @@
 """How tokens get to their experts and back, without additions to the same place and without asking the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
+from tidemill_engines.megatron.compiled import for_any_length
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Places:
@@ -21,21 +25,24 @@ class Places:
     Attributes:
         experts, tokens: [n * K] int64, of each copy.
         copies: [n, K] int64, those of each token.
+        fused: whether one kernel, by torch.compile, adds copies up where they lie.
     """
 
     experts: torch.Tensor
     tokens: torch.Tensor
     copies: torch.Tensor
+    fused: bool = False
 
     @classmethod
-    def of(cls, routing_map: torch.Tensor, top_k: int) -> "Places":
+    def of(cls, routing_map: torch.Tensor, top_k: int, *, fused: bool = False) -> "Places":
         """
         Args:
             routing_map: [n, E] bool, with `top_k` experts for each token; that they are as many is not checked.
         """
         experts, tokens = torch.nonzero_static(routing_map.T, size=len(routing_map) * top_k).unbind(1)
         # Each token has as many copies, so its own come one after another when copies are sorted by token.
-        return cls(experts=experts, tokens=tokens, copies=tokens.argsort(stable=True).view(-1, top_k))
+        copies = tokens.argsort(stable=True).view(-1, top_k)
+        return cls(experts=experts, tokens=tokens, copies=copies, fused=fused)
 
 
 def copied(tokens: torch.Tensor, places: Places) -> torch.Tensor:
@@ -57,7 +64,20 @@ def _copy(tokens: torch.Tensor, places: Places) -> torch.Tensor:
 
 
 def _sum(copies: torch.Tensor, places: Places) -> torch.Tensor:
-    return copies.index_select(0, places.copies.flatten()).view(*places.copies.shape, -1).sum(1)
+    add_up = _compiled_sum() if places.fused else _gathered_sum
+    return add_up(places.copies, copies)
+
+
+def _gathered_sum(places: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    return copies.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)
+
+
+@cache
+def _compiled_sum() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def unrolled(places: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        return reduce(torch.add, (copies.index_select(0, place).float() for place in places.unbind(1))).to(copies.dtype)
+
+    return for_any_length(unrolled)
 
 
 class _Copied(torch.autograd.Function):
@@ -152,7 +172,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def _sorted(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._places = places = Places.of(routing_map, self.config.moe_router_topk)
+        fused, top_k = self.config.bias_activation_fusion, self.config.moe_router_topk
+        self._places = places = Places.of(routing_map, top_k, fused=fused)
         of_copies = probs.flatten().gather(0, places.tokens * self.num_experts + places.experts)
         return copied(tokens, places), of_copies
 

@@ -127,7 +127,7 @@ def _add(target: torch.Tensor, value: torch.Tensor) -> None:
 
 @cache
 def _compiled_add() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    return torch.compile(_add, dynamic=True)
+    return torch.compile(_add, dynamic=False)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tidemill_engines.megatron.compiled import for_any_length
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divides x by the root of its mean square over the last dimension, in float32, and multiplies it by `weight`.
@@ -28,15 +30,14 @@ class _Normed(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool
     ) -> torch.Tensor:
         forward, ctx.gradients = _compiled() if compiled else (_forward, _gradients)
-        out, scale = forward(_any_length(x), weight, eps)
+        out, scale = forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = ctx.gradients(_any_length(grad), _any_length(x), weight, _any_length(scale))
-        return grad_x, grad_weight, None, None
+        return *ctx.gradients(grad, x, weight, scale), None, None
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,9 +56,4 @@ def _gradients(
 
 @cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return torch.compile(_forward, dynamic=False), torch.compile(_gradients, dynamic=False)
-
-
-def _any_length(x: torch.Tensor) -> torch.Tensor:
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    return x
+    return for_any_length(_forward), for_any_length(_gradients)

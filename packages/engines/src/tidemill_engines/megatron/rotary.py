@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tidemill_engines.megatron.compiled import for_any_length
+
 
 def rotary_angles(position_ids: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """The angles [n, 1, D / 2] in float32 that the pairs of a head's dimensions are turned by at positions [1, n]."""
@@ -44,10 +46,11 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    halves = x.unflatten(-1, (2, -1))
+    signs = torch.arange(-1, 2, 2, device=x.device, dtype=x.dtype).unsqueeze(-1)
+    return (halves * cos.unsqueeze(-2) + halves.flip(-2) * sin.unsqueeze(-2) * signs).flatten(-2)
 
 
 @cache
 def _compiled() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    return torch.compile(_turned, dynamic=True)
+    return for_any_length(_turned)
