@@ -43,6 +43,7 @@ def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: in
     say("fact", _facts(device))
     for number, case in enumerate(cases):
         say("begin", number)
+        torch._dynamo.reset()  # else kernels of a case with other sizes than those before are made for any, and slower
         tell("patience", PATIENCE_S)
         result, problem = {}, None
         try:
