@@ -16,6 +16,7 @@ from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, Model
 from tidemill_engines.hf_export import MAX_SHARD_SIZE
 from tidemill_engines.losses import LossFn, Outputs
 from tidemill_engines.metrics import Metric
+from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.packing import ModelInputs
 from tidemill_engines.throughput import Meter
 from tidemill_engines.weight_shard import WeightShard
@@ -63,7 +64,10 @@ class BaseEngine(ABC):
         step: calls of `lr_scheduler_step`, which the schedule follows.
         skipped_steps: optimizer steps that were left out because the gradient was not finite.
         meter: what the last `train_batch` took.
+        has_entropy: whether what the model says of a token is a distribution.
     """
+
+    has_entropy = True
 
     def __init__(
         self,
@@ -171,6 +175,17 @@ class BaseEngine(ABC):
     ) -> BatchOutput:
         """Runs a batch in micro-batches and, unless `forward_only`, adds its gradient to the parameters. Collective."""
 
+    def check_request(self, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool) -> None:
+        """What every `forward_backward_batch` refuses before anything else.
+
+        Raises:
+            ValueError: a backward without a loss, or the entropy of a model that has none.
+        """
+        if loss_fn is None and not forward_only:
+            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        if calculate_entropy and not self.has_entropy:
+            raise ValueError("a value model has no entropy; leave calculate_entropy out")
+
     @abstractmethod
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
@@ -234,9 +249,12 @@ class BaseEngine(ABC):
     def find_nonfinite(self) -> list[str]:
         """Up to three "rank R: NAME" of parameters whose gradient is not finite. Collective."""
 
-    @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Moves the schedule on by one step and returns the learning rate that the step behind it had."""
+        assert self.optimizer_config is not None
+        used = learning_rate(self.optimizer_config, self.step)
+        self.step += 1
+        return used
 
     @abstractmethod
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:

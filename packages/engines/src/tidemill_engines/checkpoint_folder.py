@@ -80,13 +80,16 @@ def save_folder(
                 shutil.rmtree(old)
 
 
-def read_progress(path: Path, group: dist.ProcessGroup) -> Progress:
+def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool) -> Progress:
     """Reads what a checkpoint says of itself and that its files are as they were written. Collective.
+
+    Args:
+        with_optimizer: whether an optimizer is to go on from it.
 
     Raises:
         FileNotFoundError: it is not whole: `path` or a file of it is missing.
         ValueError: a file was cut off or changed, or the format is of another version. Both name the newest whole
-            checkpoint beside it, if there is one.
+            checkpoint beside it, if there is one. Or it lacks the optimizer that is wanted.
     """
     progress = None
     with together(group):
@@ -99,6 +102,8 @@ def read_progress(path: Path, group: dist.ProcessGroup) -> Progress:
             raise type(error)(f"{error}; {_advice(path)}") from error
         progress = Progress(**manifest["progress"])
     assert progress is not None
+    if with_optimizer and not progress.has_optimizer:
+        raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
     return progress
 
 

@@ -232,12 +232,6 @@ class FSDP2Engine(BaseEngine):
         of_ranks = gather(nonfinite_params(self.model.named_parameters())[:3], self.groups.control)
         return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
 
-    def lr_scheduler_step(self) -> float:
-        assert self.optimizer_config is not None
-        used = learning_rate(self.optimizer_config, self.step)
-        self.step += 1
-        return used
-
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         with self._parking.at_hand("params"):
             self._optimizer = build_adamw(self.model.named_parameters(), optimizer)
@@ -305,9 +299,7 @@ class FSDP2Engine(BaseEngine):
 
     def load_checkpoint(self, path: str | Path) -> None:
         self._saver.finish()
-        progress = read_progress(Path(path), self.groups.control)
-        if self._optimizer is not None and not progress.has_optimizer:
-            raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
+        progress = read_progress(Path(path), self.groups.control, with_optimizer=self._optimizer is not None)
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
         with self._parking.at_hand("params", "optimizer"):
             checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)

@@ -53,8 +53,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         forward_only: bool = False,
         calculate_entropy: bool = False,
     ) -> BatchOutput:
-        if loss_fn is None and not forward_only:
-            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         self.check_at_hand(*(["params"] if forward_only else ["params", "grads"]))
         if loss_fn is not None and self._balances_experts:
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)

@@ -160,7 +160,7 @@ class MegatronEngine(BaseEngine):
         if model.init_seed is not None:
             self.weights.draw(model.init_seed, self.architecture.initializer_range, zero=self.new_weights)
             return
-        with SafetensorsFiles(Path(model.path)) as files, together(self.groups.control):
+        with together(self.groups.control), SafetensorsFiles(Path(model.path)) as files:
             self.weights.load(files, new=self.new_weights, unused=self.unused_weights)
 
     def _params(self) -> Iterator[torch.Tensor]:
@@ -231,7 +231,7 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
-        was_training = self.chunks[0].training
+        was_training = self.architecture is not None and self.chunks[0].training
         self._train(training=training)
         try:
             yield
@@ -288,12 +288,6 @@ class MegatronEngine(BaseEngine):
         of_ranks = gather(own[:3], self.groups.control)
         return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
 
-    def lr_scheduler_step(self) -> float:
-        assert self.optimizer_config is not None
-        used = learning_rate(self.optimizer_config, self.step)
-        self.step += 1
-        return used
-
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         if self.optimizer_config is None:
             raise ValueError("this engine was made without an optimizer; create it with an OptimizerConfig to train")
@@ -344,9 +338,7 @@ class MegatronEngine(BaseEngine):
 
     def load_checkpoint(self, path: str | Path) -> None:
         self._saver.finish()
-        progress = read_progress(Path(path), self.groups.control)
-        if self._optimizer is not None and not progress.has_optimizer:
-            raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
+        progress = read_progress(Path(path), self.groups.control, with_optimizer=self._optimizer is not None)
         with self._whole_weights(), self._parking.at_hand("optimizer"):
             checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps

@@ -36,8 +36,7 @@ class MegatronLanguageModel(MegatronEngine):
         forward_only: bool = False,
         calculate_entropy: bool = False,
     ) -> BatchOutput:
-        if loss_fn is None and not forward_only:
-            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         parallel = self.config
         plan = plan_batch(
             batch,
@@ -163,7 +162,7 @@ class MegatronLanguageModel(MegatronEngine):
             if longest > self.architecture.max_position_embeddings:
                 raise ValueError(
                     f"a row has {longest} tokens, the model's max_position_embeddings are "
-                    f"{self.architecture.max_position_embeddings}"
+                    f"{self.architecture.max_position_embeddings}; drop longer rows"
                 )
 
         def finish(

@@ -3,28 +3,16 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from tidemill_dataproto import DataProto
 from transformers import AutoModelForTokenClassification, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from tidemill_engines.base import BatchOutput
-from tidemill_engines.losses import LossFn, Outputs, ValueOutput
+from tidemill_engines import value_head
+from tidemill_engines.losses import Outputs, ValueOutput
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.language_model import MegatronLanguageModel
 from tidemill_engines.megatron.model import HiddenStatesModel
 from tidemill_engines.megatron.packed import MegatronInputs
 from tidemill_engines.megatron.weights import unwrapped
-
-
-class ValueHead(torch.nn.Linear):
-    """One output, in float32 at least."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """From hidden states [m, H] to values [m]."""
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        return F.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
 
 
 class MegatronValueModel(MegatronLanguageModel):
@@ -35,7 +23,8 @@ class MegatronValueModel(MegatronLanguageModel):
     Every tensor-parallel rank has all of it.
     """
 
-    new_weights = ("score.weight", "score.bias")
+    has_entropy = False
+    new_weights = value_head.NAMES
     unused_weights = ("lm_head.weight",)
     counted_model = AutoModelForTokenClassification
 
@@ -46,19 +35,8 @@ class MegatronValueModel(MegatronLanguageModel):
         if model.post_process:
             del model.output_layer
             model.post_process = False  # of the last stage, Megatron's checkpoints want the layer that is gone
-            model.score = ValueHead(self.architecture.hidden_size, 1, dtype=getattr(torch, self.config.param_dtype))
-
-    def forward_backward_batch(
-        self,
-        batch: DataProto,
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool = False,
-        calculate_entropy: bool = False,
-    ) -> BatchOutput:
-        if calculate_entropy:
-            raise ValueError("a value model has no entropy; leave calculate_entropy out")
-        return super().forward_backward_batch(batch, loss_fn, forward_only=forward_only)
+            dtype = getattr(torch, self.config.param_dtype)
+            model.score = value_head.ValueHead(self.architecture.hidden_size, 1, dtype=dtype)
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As of language models, but that each rank's gradient is that of the whole head already."""
@@ -70,13 +48,8 @@ class MegatronValueModel(MegatronLanguageModel):
         self, hidden_states: torch.Tensor, inputs: MegatronInputs, *, calculate_entropy: bool
     ) -> Outputs:
         head = unwrapped(self.chunks[-1]).score
-        assert isinstance(head, ValueHead)
+        assert isinstance(head, value_head.ValueHead)
         return ValueOutput(values=self.of_all_tokens(head(hidden_states.index_select(0, inputs.predictors)), inputs))
 
     def export_config(self) -> PretrainedConfig:
-        config = super().export_config()
-        config.num_labels = 1
-        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-        if name is not None:
-            config.architectures = [name]
-        return config
+        return value_head.as_token_classifier(super().export_config())
