@@ -3,15 +3,16 @@
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tidemill_engines.default_group import join_default_group, leave_default_group
+
 _mesh_numbers = itertools.count()
-_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,8 @@ class ProcessGroups:
         data_parallel: gloo over the ranks that work on different rows, each with this rank's part of its rows.
         sequence_parallel: of the device, over the ranks that share the tokens of the same rows (consecutive ranks);
             None where each rank works on whole rows.
-        owned: groups to destroy when the engine closes; the first is torch's default group if the engine made it.
+        owned: groups to destroy when the engine closes.
+        shares_default: whether torch's default group is the engines'.
     """
 
     control: dist.ProcessGroup
@@ -35,7 +37,8 @@ class ProcessGroups:
     num_replicas: int
     data_parallel: dist.ProcessGroup
     sequence_parallel: dist.ProcessGroup | None
-    owned: Sequence[dist.ProcessGroup | None]
+    owned: Sequence[dist.ProcessGroup]
+    shares_default: bool
 
 
 def resolve_device(name: str) -> torch.device:
@@ -48,38 +51,12 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not usable):
         return torch.device("cpu")
     if not usable:
-        raise RuntimeError("EngineConfig.device is 'cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise RuntimeError("the engine's device is 'cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
     count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     index = 0 if count == 1 else local_rank  # a launcher that shows each process its own GPU leaves one visible
     if index >= count:
         raise RuntimeError(f"LOCAL_RANK is {local_rank} but torch sees {count} CUDA devices; start fewer processes")
     return torch.device("cuda", index)
-
-
-def init_default_group(device: torch.device, timeout: timedelta) -> bool:
-    """Makes torch's default process group from the environment, or of this process alone, unless there is one.
-
-    Returns:
-        Whether it was made here (and is to be destroyed here).
-
-    Raises:
-        ValueError: the environment names a rank but not all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    """
-    if dist.is_initialized():
-        return False
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return True
-    missing = [name for name in _ENV if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"expected {', '.join(_ENV)} in the environment; {', '.join(missing)} not set. Start with torchrun, set "
-            "them all, or unset RANK and WORLD_SIZE to run as one process"
-        )
-    dist.init_process_group(backend, timeout=timeout)
-    return True
 
 
 def make_groups(
@@ -95,7 +72,17 @@ def make_groups(
         ValueError: a size does not divide the world size (on every rank, before any collective).
     """
     timeout = timedelta(seconds=timeout_s)
-    made_default = init_default_group(device, timeout)
+    shares_default = join_default_group(device, timeout)
+    try:
+        groups = _divide(device, fsdp_size=fsdp_size, sequence_parallel_size=sequence_parallel_size, timeout=timeout)
+    except BaseException:
+        if shares_default:
+            leave_default_group()
+        raise
+    return replace(groups, shares_default=shares_default)
+
+
+def _divide(device: torch.device, *, fsdp_size: int, sequence_parallel_size: int, timeout: timedelta) -> ProcessGroups:
     world_size = dist.get_world_size()
     shard_size = world_size if fsdp_size == -1 else fsdp_size
     if world_size % shard_size:
@@ -138,7 +125,8 @@ def make_groups(
         num_replicas=world_size // shard_size,
         data_parallel=data_parallel,
         sequence_parallel=sequence_parallel,
-        owned=[None, *own] if made_default else own,
+        owned=own,
+        shares_default=False,
     )
 
 
@@ -148,9 +136,8 @@ def _checked(group: object) -> dist.ProcessGroup:
 
 
 def close_groups(groups: ProcessGroups) -> None:
-    """Destroys what `make_groups` made: its own groups, and the default group (with all others) if it made that."""
-    if groups.owned[0] is None:
-        dist.destroy_process_group()
-        return
+    """Destroys what `make_groups` made: its own groups, and the default group if no other engine uses it."""
     for group in groups.owned:
         dist.destroy_process_group(group)
+    if groups.shares_default:
+        leave_default_group()

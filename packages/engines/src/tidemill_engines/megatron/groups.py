@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from tidemill_engines.agreement import gather, together
+from tidemill_engines.default_group import join_default_group, leave_default_group
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement
-from tidemill_engines.process_group import init_default_group
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class MegatronGroups:
         last_stage: gloo over all ranks that have the last layers; None on others.
         data_parallel: gloo over the ranks that work on different rows.
         tp, cp: Megatron's groups of tensor and context parallelism.
-        owns_default: whether torch's default group was made for the engine.
+        shares_default: whether torch's default group is the engines'.
     """
 
     control: dist.ProcessGroup
@@ -38,7 +38,7 @@ class MegatronGroups:
     data_parallel: dist.ProcessGroup
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
-    owns_default: bool
+    shares_default: bool
 
     def from_last_stage(self, value: T | None) -> T:
         """On all stages what the last one has. Collective."""
@@ -66,7 +66,24 @@ def make_groups(
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("this process has a Megatron engine already, and Megatron keeps its groups once a process")
     timeout = timedelta(seconds=timeout_s)
-    owns_default = init_default_group(device, timeout)
+    shares_default = join_default_group(device, timeout)
+    try:
+        return _divide(config, device, check, seed=seed, timeout=timeout, shares_default=shares_default)
+    except BaseException:
+        if shares_default:
+            leave_default_group()
+        raise
+
+
+def _divide(
+    config: ParallelConfig,
+    device: torch.device,
+    check: Callable[[int], None],
+    *,
+    seed: int,
+    timeout: timedelta,
+    shares_default: bool,
+) -> MegatronGroups:
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise RuntimeError(
             f"torch's default process group is {dist.get_backend_config()}, and Megatron makes its groups like it; "
@@ -78,7 +95,7 @@ def make_groups(
         with together(control):
             check(dist.get_world_size())
     except BaseException:
-        for group in [None] if owns_default else [control, for_checkpoints]:
+        for group in (control, for_checkpoints):
             dist.destroy_process_group(group)
         raise
     parallel_state.initialize_model_parallel(
@@ -88,7 +105,7 @@ def make_groups(
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type] - a timedelta takes parts
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     stages: list[list[int]] = gather(
@@ -109,21 +126,20 @@ def make_groups(
         data_parallel=_checked(parallel_state.get_data_parallel_group_gloo()),
         tp=_checked(parallel_state.get_tensor_model_parallel_group()),
         cp=_checked(parallel_state.get_context_parallel_group()),
-        owns_default=owns_default,
+        shares_default=shares_default,
     )
 
 
 def close_groups(groups: MegatronGroups) -> None:
-    """Gives the groups up, and the default group with all others if it was made for the engine."""
+    """Gives the groups up, and the default group if no other engine uses it."""
     made = parallel_state._global_process_group_list or []
     own = (groups.control, groups.checkpoint, groups.stages, groups.last_stage)
-    if not groups.owns_default:
-        for group in (*own, *made):  # Megatron would forget its groups and leave them alive, with the threads of each
-            if group is not None:
-                dist.destroy_process_group(group)
+    for group in (*own, *made):  # Megatron would forget its groups and leave them alive, with the threads of each
+        if group is not None:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    if groups.owns_default:
-        dist.destroy_process_group()
+    if groups.shares_default:
+        leave_default_group()
 
 
 def own_placement() -> Placement:

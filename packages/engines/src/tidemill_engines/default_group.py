@@ -1,0 +1,81 @@
+"""torch's default process group, which engines share: the first makes it where there is none, the last destroys it."""
+
+# torch documents stores and rendezvous, but does not list them.
+# pyright: reportPrivateImportUsage=false
+import itertools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class _Made:
+    """The default group that engines of this process have made, and how many of them use it."""
+
+    group: dist.ProcessGroup | None = None
+    num_engines: int = 0
+
+    def is_current(self) -> bool:
+        return self.group is not None and dist.is_initialized() and dist.group.WORLD is self.group
+
+
+_made = _Made()
+
+
+def join_default_group(device: torch.device, timeout: timedelta) -> bool:
+    """Makes torch's default process group from the environment, or of this process alone, unless there is one.
+
+    Returns:
+        Whether it is one that engines have made, which `leave_default_group` has to be called for.
+
+    Raises:
+        ValueError: the environment names a rank but not all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """
+    if dist.is_initialized() and not _made.is_current():
+        return False
+    if not dist.is_initialized():
+        _init_default_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout)
+        _made.group, _made.num_engines = dist.group.WORLD, 0
+    _made.num_engines += 1
+    return True
+
+
+def leave_default_group() -> None:
+    """Destroys the default group, and all others with it, if no other engine uses it."""
+    _made.num_engines -= 1
+    if not _made.num_engines and _made.is_current():
+        dist.destroy_process_group()
+
+
+def _init_default_group(backend: str, timeout: timedelta) -> None:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in _ENV if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"expected {', '.join(_ENV)} in the environment; {', '.join(missing)} not set. Start with torchrun, set "
+            "them all, or unset RANK and WORLD_SIZE to run as one process"
+        )
+    rank, world_size, address, port = (os.environ[name] for name in _ENV)
+    store = dist.PrefixStore(f"tidemill {next(_numbers)}", _store(rank, world_size, address, port, timeout))
+    dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world_size), timeout=timeout)
+
+
+@cache
+def _store(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> dist.Store:
+    """Where the ranks of these addresses meet, once a process.
+
+    A second default group must not find what the first one has left there, as it would through `init_process_group`:
+    it connects to addresses of before then.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store

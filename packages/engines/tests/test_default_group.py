@@ -1,0 +1,40 @@
+"""Engines of one process share the default group that the first of them makes, in any order of closing."""
+
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+from engine_cases import VOCAB, build_engine, make_batch, shard
+from tidemill_testing import run_ranks, tiny_model
+
+
+def run_engines(path, port, backend):
+    """The first loss after a policy is closed of what it was compared with; and of engines that come after them."""
+    dist.destroy_process_group()  # that of the tests
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    out = []
+    for _ in range(3):
+        policy = build_engine(path, backend=backend)
+        reference = build_engine(path, optimizer=False)
+        rows = shard(policy, make_batch(6))
+        expected = policy.infer_batch(rows)["log_probs"].values()
+        policy.close()
+        out.append((expected, reference.infer_batch(rows)["log_probs"].values()))
+        reference.close()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="must divide the world size 2"):
+            build_engine(path, fsdp_size=3)
+        assert not dist.is_initialized()
+    return out
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_the_last_engine_destroys_the_group_and_others_come_after_it(tmp_path, backend):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for results in run_ranks(run_engines, 2, path, port, backend):
+        for of_policy, of_reference in results:
+            assert (of_policy - of_reference).abs().max() < 1e-5
