@@ -41,6 +41,32 @@ BAD = {
         ValueError,
         "row 0 of response_mask has .* elements but its response has",
     ),
+    "advantages of other rows": (
+        lambda b: with_column(b, "advantages", ragged.like(ragged.values(b["input_ids"]).float(), b["input_ids"])),
+        ValueError,
+        "row 0 of advantages has .* elements but its response has",
+    ),
+    "padded advantages": (
+        lambda b: with_column(b, "advantages", torch.zeros(len(b), 7)),
+        ValueError,
+        r"column advantages must be shaped like responses.* got a tensor \[4, 7\]",
+    ),
+    "mask not a number": (
+        lambda b: with_column(
+            b, "response_mask", ragged.like(torch.full_like(ragged.values(b["advantages"]), torch.nan), b["responses"])
+        ),
+        ValueError,
+        "row 0 of response_mask holds nan; it must be 0 where",
+    ),
+    "mask of vectors": (
+        lambda b: with_column(
+            b, "response_mask", ragged.like(torch.ones(len(ragged.values(b["responses"])), 3), b["responses"])
+        ),
+        ValueError,
+        r"response_mask must be shaped like responses, \[B, j\]; got a tensor \[B, j, 3\]",
+    ),
+    "no batch": (lambda b: None, TypeError, "an engine takes a DataProto, got a NoneType"),
+    "a dict": (lambda b: {"input_ids": 1}, TypeError, "an engine takes a DataProto, got a dict"),
     "other response": (
         lambda b: with_column(b, "responses", ragged.like(ragged.values(b["responses"]) + 1, b["responses"])),
         ValueError,
@@ -108,6 +134,17 @@ def test_a_micro_batch_of_fixed_rows_above_the_cap(tmp_path):
     assert loss == same
 
 
+WRONG = {
+    "no metrics": (
+        lambda total: total,
+        "TypeError: a loss returns (loss, metrics): a 0-d tensor and a dict; got a Tensor",
+    ),
+    "a vector": (lambda total: (total[None], {}), "ValueError: the loss must be 0-d, got shape (1,)"),
+    "a number": (lambda total: (0.5, {}), "TypeError: the loss must be a tensor, got a float"),
+    "a number as metric": (lambda total: (total, {"x": 1.0}), "TypeError: metric x must be a tensor, got a float"),
+}
+
+
 def loss_of_kind(kind):
     def loss(output, micro_batch, normalizer):
         total, metrics = policy_like_loss(output, micro_batch, normalizer)
@@ -124,6 +161,8 @@ def loss_of_kind(kind):
             return total, {"pg": total}
         if kind == "constant":
             return torch.zeros(()), {}
+        if kind in WRONG:
+            return WRONG[kind][0](total)
         return total, metrics
 
     return loss
@@ -133,10 +172,10 @@ def run_bad_losses(path, batch):
     engine = build_engine(path, max_token_len_per_gpu=40, optimizer={"lr": 1e-2, "weight_decay": 0.0})
     rows = shard(engine, batch)
     before, out = weights_of(engine), {}
-    for kind in ("inf", "nan", "constant", "raises", "reserved", "other metrics"):
+    for kind in ("inf", "nan", "constant", "raises", "reserved", "other metrics", *WRONG):
         try:
             out[kind] = engine.train_batch(rows, loss_of_kind(kind), calculate_entropy=True)
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             out[kind] = f"{type(error).__name__}: {error}"
         same = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
         assert same, f"{kind} changed the weights"
@@ -157,6 +196,7 @@ def test_non_finite_gradients_and_bad_losses_leave_the_engine_whole(tmp_path):
         assert out["raises"] == "KeyError: 'a bug in the loss'"
         assert "ValueError: the loss reports metrics under the engine's own names ['lr']" in out["reserved"]
         assert "on rank 0 but ['loss', 'pg'] on rank 1" in out["other metrics"]
+        assert all(out[kind].startswith(message) for kind, (_, message) in WRONG.items()), out
         assert good == expected
 
 
@@ -206,7 +246,7 @@ def run_late_peer(path, batch):
         time.sleep(6.0)
         return None
     started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="rank 0 lost another rank, which has ended, or did not come within"):
         engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
     return time.monotonic() - started
 

@@ -172,6 +172,11 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
     names = dict.fromkeys(load_file(index / "model.safetensors"), "model.safetensors")
     absent = names | {q: "model-00002.safetensors"}
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": absent}))
+    no_map = changed(path, tmp_path / "no_map", lambda t: None)
+    (no_map / "model.safetensors.index.json").write_text("{}")
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text(json.dumps({"model_type": "t5"}))
     quantized = changed(path, tmp_path / "quantized", lambda t: None)
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
@@ -179,6 +184,8 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
         (no_file, "expected model.safetensors or model.safetensors.index.json"),
         (cut, "cut/model.safetensors is damaged"),
         (index, "names model-00002.safetensors, not found beside it"),
+        (no_map, "model.safetensors.index.json is damaged or not the index of a checkpoint: KeyError"),
+        (encoder, "encoder holds a t5, which transformers has no causal language model of"),
         (quantized, "is quantized"),
     ]
     for caught in run_ranks(run_refused, 2, [path for path, _ in cases]):

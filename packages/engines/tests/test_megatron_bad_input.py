@@ -56,6 +56,10 @@ def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared outside
             build_engine(paths[model], backend="megatron", **settings)
         said.append(str(caught.value))
+    is_last = os.environ["RANK"] == "1"
+    with pytest.raises(ValueError, match=r"damaged/model.safetensors is damaged") as caught:
+        build_engine(paths["damaged" if is_last else "dense"], backend="megatron")
+    assert str(caught.value).startswith("rank 1: ") != is_last
     engine = build_engine(paths["dense"], backend="megatron", **{CP: 2})
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         engine.infer_batch(shard(engine, long_rows()))
@@ -71,6 +75,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
         name: tiny_model(tmp_path / name, family, vocab_size=VOCAB, **fields)
         for name, (family, fields) in MODELS.items()
     }
+    paths["damaged"] = tiny_model(tmp_path / "damaged", "qwen3", vocab_size=VOCAB)
+    (paths["damaged"] / "model.safetensors").write_bytes(b"cut off")
     for said, too_long, num_rows, num_threads in run_ranks(refusals, 2, paths, timeout_s=250):
         for message, (_, _, expected) in zip(said, CASES, strict=True):
             assert expected in message

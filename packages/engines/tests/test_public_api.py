@@ -146,6 +146,11 @@ def test_bad_configs_are_refused(make, message):
         make()
 
 
+def test_a_text_for_a_number_is_refused():
+    with pytest.raises(TypeError, match=r"OptimizerConfig.lr must be a number; got '1e-6'"):
+        OptimizerConfig(lr="1e-6")  # as YAML reads it
+
+
 def test_configs_are_frozen():
     with pytest.raises(FrozenInstanceError):
         EngineConfig().device = "cpu"

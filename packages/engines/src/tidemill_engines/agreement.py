@@ -12,9 +12,19 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the picklable `value` of every rank of `group` in rank order. Collective over `group` (gloo)."""
+    """Returns the picklable `value` of every rank of `group` in rank order. Collective over `group` (gloo).
+
+    Raises:
+        RuntimeError: a rank has ended, or did not come in time.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} lost another rank, which has ended, or did not come within the timeout_s of the "
+            f"engine's configuration; look for its own error: {error}"
+        ) from error
     return values
 
 
@@ -31,8 +41,10 @@ def describe(error: Exception | None) -> tuple[str, str] | None:
     """The kind and message of `error`, to be sent to the other ranks."""
     if error is None:
         return None
-    kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), "RuntimeError")
-    return kind, str(error)
+    kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), None)
+    if kind is None and not isinstance(error, RuntimeError):  # of some errors the message says little without the kind
+        return "RuntimeError", f"{type(error).__name__}: {error}"
+    return kind or "RuntimeError", str(error)
 
 
 def raise_first(described: list[tuple[str, str] | None], own: Exception | None) -> None:

@@ -9,6 +9,12 @@ from tidemill_engines.multi_modal import COLUMN, VisionRule, rows_with_images
 from tidemill_engines.packing import response_positions
 
 _INTEGERS = (torch.int64, torch.int32)
+# The columns by these names, of any loss, belong to the response tokens. With other lengths they would be aligned with
+# other tokens, which no loss can see.
+_OF_RESPONSES = (
+    *("response_mask", "advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_prob"),
+    *("token_level_scores", "token_level_rewards"),
+)
 
 
 def check_batch(
@@ -30,16 +36,18 @@ def check_batch(
         vision: of a model that takes images; None refuses them.
 
     Raises:
-        ValueError: a column is missing or has other lengths, `input_ids` does not end with `responses`, a response
-            has no token before it, a token id is outside the vocabulary, a row is longer than `max_token_len`, or the
-            temperature is not a positive number; images do not go with their row, or with the model.
+        ValueError: a column is missing or has other lengths (also those that losses commonly use), `input_ids` does
+            not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a row is
+            longer than `max_token_len`, or the temperature is not a positive number; images do not go with their row,
+            or with the model.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
-    _check_columns(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
+    _check_present(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
+    _check_token_columns(batch)
     tokens, responses = batch["input_ids"], batch["responses"]
     lengths, response_lengths = ragged.lengths(tokens), ragged.lengths(responses)
     if training:
-        _check_same_lengths("response_mask", ragged.lengths(batch["response_mask"]), response_lengths)
+        _check_response_columns(batch, response_lengths)
     _check_rows(
         (response_lengths > 0) & (lengths <= response_lengths),
         "row {row} of input_ids has {a} tokens and its response {b}: input_ids must be prompt then response, with at "
@@ -64,12 +72,15 @@ def check_batch(
         raise ValueError(f"row {rows_with_images(batch)[0][0]} has {COLUMN}, but the model takes text only; drop them")
 
 
-def _check_columns(batch: DataProto, names: list[str]) -> None:
+def _check_present(batch: DataProto, names: list[str]) -> None:
     present = [] if batch.batch is None else sorted(map(str, batch.batch.keys()))
     missing = [name for name in names if name not in present]
     if missing:
         raise ValueError(f"the batch lacks {', '.join(missing)}; it has the tensor columns {', '.join(present) or '-'}")
-    for name in names:
+
+
+def _check_token_columns(batch: DataProto) -> None:
+    for name in ("input_ids", "responses"):
         column = batch[name]
         if not ragged.is_ragged(column):
             raise TypeError(
@@ -77,17 +88,41 @@ def _check_columns(batch: DataProto, names: list[str]) -> None:
                 "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask), or give all the batch "
                 "padded: input_ids [B, T] with attention_mask [B, T], responses [B, R] and all that belongs to them"
             )
-        if name != "response_mask" and column.dtype not in _INTEGERS:
-            raise TypeError(f"column {name} must hold integer token ids; got {column.dtype}")
+        if column.dtype not in _INTEGERS or column.dim() != 2:
+            raise TypeError(f"column {name} must hold integer token ids, [B, j]; got {column.dtype}, {_shape(column)}")
 
 
-def _check_same_lengths(name: str, lengths: torch.Tensor, response_lengths: torch.Tensor) -> None:
-    _check_rows(
-        lengths != response_lengths,
-        f"row {{row}} of {name} has {{a}} elements but its response has {{b}}; they must be equal",
-        lengths,
-        response_lengths,
-    )
+def _check_response_columns(batch: DataProto, response_lengths: torch.Tensor) -> None:
+    assert batch.batch is not None
+    for name in _OF_RESPONSES:
+        if name not in batch.batch.keys():  # noqa: SIM118 - a TensorDict
+            continue
+        column = batch[name]
+        if ragged.is_ragged(column):
+            _check_rows(
+                ragged.lengths(column) != response_lengths,
+                f"row {{row}} of {name} has {{a}} elements but its response has {{b}}; they must be equal",
+                ragged.lengths(column),
+                response_lengths,
+            )
+        elif name == "response_mask" or column.dim() > 1:  # [B] is one number for each row
+            raise ValueError(f"column {name} must be shaped like responses, ragged or padded; got {_shape(column)}")
+    mask = batch["response_mask"]
+    flat = ragged.values(mask)
+    if flat.dim() != 1:
+        raise ValueError(f"column response_mask must be shaped like responses, [B, j]; got {_shape(mask)}")
+    bad = ~((flat >= 0) & torch.isfinite(flat))
+    if bad.any():
+        position = int(bad.nonzero()[0])
+        raise ValueError(
+            f"row {_row_of(position, response_lengths)} of response_mask holds {flat[position].item()}; it must be 0 "
+            "where a token is not trained on, and 1 or another weight above 0 where it is"
+        )
+
+
+def _shape(column: torch.Tensor) -> str:
+    sizes = ["B", "j", *column.shape[2:]] if ragged.is_ragged(column) else column.shape
+    return f"a tensor [{', '.join(map(str, sizes))}]"
 
 
 def _check_rows(bad: torch.Tensor, message: str, a: torch.Tensor, b: torch.Tensor) -> None:

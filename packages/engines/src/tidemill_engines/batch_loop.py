@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
-from tidemill_engines.losses import LossFn
+from tidemill_engines.losses import LossFn, checked_loss
 from tidemill_engines.metrics import Metric, reduce_metrics
 from tidemill_engines.micro_batches import BatchPlan
 
@@ -52,4 +52,4 @@ def with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss |
         return None
     normalizer = plan.normalizer
     assert normalizer is not None
-    return lambda output, micro_batch: loss_fn(output, micro_batch, normalizer)
+    return lambda output, micro_batch: checked_loss(loss_fn(output, micro_batch, normalizer))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -17,6 +18,8 @@ def _check_choice(owner: object, field: str, value: object, choices: tuple[str, 
 
 
 def _check_range(owner: object, field: str, value: float, *, low: float, high: float = math.inf) -> None:
+    if not isinstance(value, Real):  # such as the text that YAML makes of 1e-6
+        raise TypeError(f"{type(owner).__name__}.{field} must be a number; got {value!r}")
     if not low <= value <= high:
         bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
         raise ValueError(f"{type(owner).__name__}.{field} must be {bound}; got {value!r}")

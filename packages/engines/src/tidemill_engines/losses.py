@@ -86,6 +86,24 @@ zero rows are an ordinary case.
 """
 
 
+def checked_loss(result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]:
+    """What a loss has returned, if it is what `LossFn` says.
+
+    Raises:
+        TypeError: it is something else, or a metric is no tensor.
+        ValueError: the loss is not 0-d.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise TypeError(f"a loss returns (loss, metrics): a 0-d tensor and a dict; got a {type(result).__name__}")
+    loss, metrics = result
+    for name, value in {"the loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
+        if not isinstance(value, torch.Tensor | Metric):
+            raise TypeError(f"{name} must be a tensor, got a {type(value).__name__}; make it one with torch.tensor()")
+    if loss.dim():
+        raise ValueError(f"the loss must be 0-d, got shape {tuple(loss.shape)}; sum it and divide by the normalizer")
+    return loss, metrics
+
+
 def sft_loss(
     model_output: ModelOutput, micro_batch: DataProto, normalizer: Normalizer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

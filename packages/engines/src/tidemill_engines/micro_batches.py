@@ -155,7 +155,7 @@ def plan_batch(
             trained=count_trained(batch) if with_loss else (0.0, 0.0),
             vision_kinds=kinds_in(batch),
         )
-    except (ValueError, TypeError) as caught:
+    except Exception as caught:  # noqa: BLE001 - raised below, on every rank
         error, own = caught, _Report(part=data_parallel_rank, error=describe(caught))
     reports: list[_Report] = gather(own, group)
     raise_first([report.error for report in reports], error)
@@ -184,6 +184,8 @@ def _ragged_on_cpu(batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
 
     On the CPU, since what is in it decides what is done; micro-batches go to the device one by one.
     """
+    if not isinstance(batch, DataProto):
+        raise TypeError(f"an engine takes a DataProto, got a {type(batch).__name__}; see DataProto.from_dict")
     batch = batch.to("cpu")
     return (to_ragged(batch), response_attention_mask(batch)) if is_padded(batch) else (batch, None)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.losses import LossFn, Normalizer, Outputs
+from tidemill_engines.losses import LossFn, Normalizer, Outputs, checked_loss
 from tidemill_engines.packing import ModelInputs
 
 
@@ -127,7 +127,7 @@ def with_router_loss(loss_fn: LossFn, coefficient: float) -> LossFn:
     """
 
     def loss(output: Outputs, micro_batch: DataProto, normalizer: Normalizer) -> tuple[torch.Tensor, dict[str, Any]]:
-        own, metrics = loss_fn(output, micro_batch, normalizer)
+        own, metrics = checked_loss(loss_fn(output, micro_batch, normalizer))
         if "router_loss" in metrics:
             raise ValueError("the loss reports a metric under the engine's own name 'router_loss'; rename it")
         assert output.router_loss is not None

@@ -13,6 +13,13 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is damaged or not the index of a checkpoint: {error!r}") from error
+
+
 class SafetensorsFiles:
     """The safetensors files of a folder as one mapping of names to tensors; a context that closes them.
 
@@ -23,7 +30,7 @@ class SafetensorsFiles:
 
     Raises:
         FileNotFoundError: neither is there, or a file of the index is not.
-        ValueError: a file is cut off or otherwise damaged, or does not hold what the index says.
+        ValueError: a file or the index is cut off or otherwise damaged, or does not hold what the index says.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +46,7 @@ class SafetensorsFiles:
     def _open_all(self) -> None:
         index = self._folder / _INDEX
         if index.is_file():
-            where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            where = _weight_map(index)
             missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
             if missing:
                 raise FileNotFoundError(f"{index} names {', '.join(missing)}, not found beside it; download the rest")

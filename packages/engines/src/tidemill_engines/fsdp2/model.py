@@ -12,7 +12,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from tidemill_engines import attention, multi_modal
 from tidemill_engines.config import EngineConfig, ModelConfig, Recompute
@@ -25,7 +31,7 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: `config.path` is not a folder with a `config.json`.
-        ValueError: the checkpoint is quantized.
+        ValueError: the checkpoint is quantized, or of no causal language model.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise FileNotFoundError(
@@ -42,6 +48,11 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             implementation = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}
     if hf_config.to_dict().get("quantization_config") is not None:
         raise ValueError(f"{config.path} is quantized, which is not trained here; use the checkpoint in bfloat16")
+    if not (sees_images or type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.trust_remote_code):
+        raise ValueError(
+            f"{config.path} holds a {hf_config.model_type}, which transformers has no causal language model of; of "
+            f"models that see images, {', '.join(multi_modal.MODEL_TYPES)} can be trained"
+        )
     auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(

@@ -89,8 +89,15 @@ class Architecture:
         """
         file = folder / "config.json"
         if not file.is_file():
-            raise FileNotFoundError(f"no config.json in {folder}; expected a model in Hugging Face format")
-        return cls.from_config(json.loads(file.read_text()))
+            raise FileNotFoundError(
+                f"expected a local folder with a Hugging Face model, but {str(folder)!r} has no config.json; "
+                "download one first, for example with `hf download ORG/MODEL --local-dir FOLDER`"
+            )
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        return cls.from_config(config)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Architecture":
