@@ -42,8 +42,8 @@ def transformer_config(
 
     Args:
         implementation: what layers are made of.
-        fused: make few kernels of norms, activation, rotary embedding and sums of a mixture, by torch.compile; what else
-            Megatron fuses needs Apex, or is nothing here, where there are no biases and no dropout.
+        fused: make few kernels of norms, activation, rotary embedding and sums of a mixture, by torch.compile; what
+            else Megatron fuses needs Apex, or is nothing here, where there are no biases and no dropout.
         recompute: what the backward computes again: modules by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture
