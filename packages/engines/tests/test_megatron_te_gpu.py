@@ -37,41 +37,43 @@ pytestmark = [
 
 ETP = "expert_tensor_parallel_size"
 ON_ONE: list[Case] = [
-    ("qwen3", {}, {}),
-    ("qwen3", {"use_distributed_optimizer": False, "max_token_len_per_gpu": 30}, RECOMPUTE),
     ("qwen3", {**OVERLAP, **ALL_AWAY, "micro_batch_size_per_gpu": 2}, SELECTIVE),
-    ("qwen2", {"fuse_elementwise": False}, {}),
-    ("qwen3_moe", {"max_token_len_per_gpu": 30}, {}),
-    ("qwen3_moe", {**OVERLAP}, SELECTIVE),
+    ("qwen2", {"use_distributed_optimizer": False, "max_token_len_per_gpu": 30}, RECOMPUTE),
+    ("qwen3_moe", {"max_token_len_per_gpu": 30, "fuse_elementwise": True}, {}),
 ]
 ON_TWO: list[Case] = [
-    ("qwen3", {TP: 2, **OVERLAP}, {}),
-    ("qwen3", {TP: 2, **SP, "max_token_len_per_gpu": 30}, RECOMPUTE),
-    ("qwen3", {TP: 2, **SP}, SELECTIVE),
-    ("qwen2", {PP: 2, "use_distributed_optimizer": False, "micro_batch_size_per_gpu": 2}, {}),
-    ("qwen3", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 2, **OVERLAP}, {}),
-    ("qwen3", {CP: 2, "max_token_len_per_gpu": 30}, SELECTIVE),
+    ("qwen3", {TP: 2, **SP, "max_token_len_per_gpu": 30}, SELECTIVE),
     ("qwen3_moe", {EP: 2, **OVERLAP, "max_token_len_per_gpu": 30}, {}),
-    ("qwen3_moe", {TP: 2, EP: 2, ETP: 1, **SP}, {}),
     ("qwen3_moe", {TP: 2, **SP}, {}),
+    ("qwen3_moe", {TP: 2, EP: 2, ETP: 1, **SP}, {}),
+    ("qwen3", {TP: 2, **OVERLAP}, {}),
+    ("qwen3", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 2}, RECOMPUTE),
+    ("qwen3", {CP: 2}, {}),
 ]
 CASES = {1: ON_ONE, 2: ON_TWO}
-LOCAL, TE = {"transformer_impl": "local"}, {"transformer_impl": "transformer_engine"}
-BF16 = {"param_dtype": "bfloat16"}
-IN_TF32 = {1: (0, 4), 2: (1, 6)}
+IN_TF32 = {1: 2, 2: 0}
 EXPORTS: dict[int, list[Case]] = {
-    1: [("qwen2", {}, {}), ("qwen3_moe", {}, {})],
+    1: [("qwen2", {}, {})],
     2: [
-        ("qwen3", {TP: 2, **SP}, {}),
         ("qwen2", {PP: 2, "use_distributed_optimizer": False}, {}),
         ("qwen3_moe", {EP: 2}, {}),
         ("qwen3_moe", {TP: 2, **SP}, {}),
     ],
 }
-CHECKPOINTS: dict[int, list[Case]] = {
-    1: [("qwen3", {}, {}), ("qwen2", {"use_distributed_optimizer": False}, {})],
-    2: [("qwen3", {TP: 2, **SP}, {}), ("qwen3_moe", {EP: 2}, {})],
+LOCAL, TE = {"transformer_impl": "local"}, {"transformer_impl": "transformer_engine"}
+CHECKPOINTS = {
+    1: [
+        ("qwen2", {"use_distributed_optimizer": False}, LOCAL, TE),
+        ("qwen3", {}, TE, LOCAL),
+    ],
+    2: [
+        ("qwen3", {TP: 2, **SP}, LOCAL, TE),
+        ("qwen3_moe", {EP: 2}, TE, LOCAL),
+    ],
 }
+"""Family, configuration, of what layers are when it is saved and when it is loaded."""
+BF16 = {"param_dtype": "bfloat16"}
+EAGER = {"fuse_elementwise": False}
 
 
 def numbered(cases: dict[int, Any]) -> list[tuple[int, int]]:
@@ -109,24 +111,24 @@ def seen(folders, tmp_path_factory) -> Any:
 def everything(target: str, paths: dict[str, str]) -> dict[str, Any]:
     join_gpus(f"{target}/store")
     world_size = torch.distributed.get_world_size()
-    cases = [(paths[family], settings, model) for family, settings, model in CASES[world_size]]
+    cases = [(paths[family], EAGER | settings, model) for family, settings, model in CASES[world_size]]
     out: dict[str, Any] = {"te": [trained(path, each | BF16 | TE, model) for path, each, model in cases]}
-    out["tf32"] = {index: trained(cases[index][0], cases[index][1] | TE, {}) for index in IN_TF32[world_size]}
-    if world_size == 1:
-        path = paths["qwen3"]
-        out["local"] = [trained(path, each | BF16 | LOCAL, model) for path, each, model in cases]
-        out["sums"] = [[norms(paths[family], kind) for kind in (LOCAL, TE)] for family in ("qwen3", "qwen3_moe")]
-        out["names"] = [parameters_of(path, each) for each in (BF16, BF16 | TE, {}, LOCAL)]
-    out["export"] = [export(paths[family], each) for family, each, _ in EXPORTS[world_size]]
     out["checkpoint"] = [
-        save_and_load(paths[family], f"{target}/{number}", each | BF16)
-        for number, (family, each, _) in enumerate(CHECKPOINTS[world_size])
+        save_and_load(paths[family], f"{target}/{number}", EAGER | BF16 | each, saver, loader)
+        for number, (family, each, saver, loader) in enumerate(CHECKPOINTS[world_size])
     ]
+    out["export"] = [export(paths[family], each) for family, each, _ in EXPORTS[world_size]]
+    path, settings, _ = cases[IN_TF32[world_size]]
+    out["tf32"] = trained(path, settings | EAGER | TE, {})
+    if world_size == 1:
+        out["local"] = [trained(path, each | BF16 | LOCAL, model) for path, each, model in cases]
+        out["sums"] = [norms(paths["qwen3"], kind) for kind in (LOCAL, TE)]
+        out["names"] = [parameters_of(paths["qwen3"], each) for each in (BF16, {})]
     return out
 
 
 def parameters_of(path: str, settings: dict[str, Any]) -> list[str]:
-    engine = engine_on_gpu(path, settings, {})
+    engine = engine_on_gpu(path, EAGER | settings, {})
     names = [name for name, _ in engine.chunks[0].named_parameters()]
     engine.close()
     return names
@@ -134,7 +136,7 @@ def parameters_of(path: str, settings: dict[str, Any]) -> list[str]:
 
 def norms(path: str, kind: dict[str, str]) -> list[float]:
     """The gradient norms of either batch, and of one after the other without a step between."""
-    engine = engine_on_gpu(path, BF16 | {"max_token_len_per_gpu": 30} | kind, {})
+    engine = engine_on_gpu(path, EAGER | BF16 | {"max_token_len_per_gpu": 30} | kind, {})
     out = []
     for parts in ([0], [1], [0, 1]):
         with engine.train_mode():
@@ -148,7 +150,7 @@ def norms(path: str, kind: dict[str, str]) -> list[float]:
 
 def export(path: str, settings: dict[str, Any]) -> Any:
     """What the engine hands out whole, and this rank's shards."""
-    engine = engine_on_gpu(path, settings | BF16 | TE, {})
+    engine = engine_on_gpu(path, settings | EAGER | BF16 | TE, {})
     whole = {name: weight.cpu() for name, weight in engine.get_per_tensor_param()}
     shards = [
         (name, each.start, tuple(each.global_shape), each.tensor.cpu()) for name, each in engine.get_per_tensor_shards()
@@ -157,8 +159,10 @@ def export(path: str, settings: dict[str, Any]) -> Any:
     return whole, shards
 
 
-def save_and_load(path: str, target: str, settings: dict[str, Any]) -> list[Any]:
-    """For each (with what it is saved, with what loaded) weights and metrics of what comes after, on both sides."""
+def save_and_load(
+    path: str, target: str, settings: dict[str, Any], saver: dict[str, str], loader: dict[str, str]
+) -> Any:
+    """Weights when they are saved and after they were loaded, and the metrics of the next steps of both."""
 
     def steps(engine: Any) -> list[Any]:
         rows = [shard(engine, batch) for batch in batches()]
@@ -167,18 +171,16 @@ def save_and_load(path: str, target: str, settings: dict[str, Any]) -> list[Any]
     def weights(engine: Any) -> dict[str, torch.Tensor]:
         return {name: weight.cpu() for name, weight in weights_of(engine).items()}
 
-    out = []
-    for number, (saver, loader) in enumerate(((LOCAL, TE), (TE, LOCAL), (TE, TE))):
-        engine = engine_on_gpu(path, settings | saver, {})
-        steps(engine)
-        engine.save_checkpoint(f"{target}/{number}")
-        saved, history = weights(engine), steps(engine)
-        engine.close()
-        engine = engine_on_gpu(path, settings | loader, {})
-        engine.load_checkpoint(f"{target}/{number}")
-        out.append((saved, weights(engine), history, steps(engine)))
-        engine.close()
-    return out
+    engine = engine_on_gpu(path, settings | saver, {})
+    steps(engine)
+    engine.save_checkpoint(target)
+    saved, history = weights(engine), steps(engine)
+    engine.close()
+    engine = engine_on_gpu(path, settings | loader, {})
+    engine.load_checkpoint(target)
+    loaded, resumed = weights(engine), steps(engine)
+    engine.close()
+    return saved, loaded, history, resumed
 
 
 def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
@@ -202,11 +204,12 @@ def test_training_stays_near_a_plain_loop(seen, references, world_size, index):
         assert of_weights < 0.25
 
 
-@pytest.mark.parametrize(("world_size", "index"), [(size, index) for size in IN_TF32 for index in IN_TF32[size]])
-def test_float32_is_multiplied_in_tf32(seen, references, world_size, index):
+@pytest.mark.parametrize("world_size", IN_TF32)
+def test_float32_is_multiplied_in_tf32(seen, references, world_size):
     """TF32 has three bits more than bfloat16, so the bounds are an eighth of those."""
+    family = CASES[world_size][IN_TF32[world_size]][0]
     for rank in seen(world_size):
-        of_metrics, of_weights = largest_errors(rank["tf32"][index], references[CASES[world_size][index][0]])
+        of_metrics, of_weights = largest_errors(rank["tf32"], references[family])
         assert 1e-5 < of_metrics < 0.1 / 8
         assert of_weights < 0.25 / 8
 
@@ -220,16 +223,16 @@ def test_weights_become_as_exact_as_without(seen, references, index):
 
 
 def test_bfloat16_takes_it_by_itself_and_float32_does_not(seen):
-    by_itself, te, of_float32, local = seen(1)[0]["names"]
-    assert by_itself == te
-    assert of_float32 == local
-    assert te != local
+    norms = "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
+    for names, own, other in zip(seen(1)[0]["names"], norms, reversed(norms), strict=True):
+        assert any(name.endswith(own) for name in names)
+        assert not any(name.endswith(other) for name in names)
 
 
 def test_gradients_of_several_batches_add_up(seen):
-    for local, te in seen(1)[0]["sums"]:
-        assert abs(local[2] - local[1]) > 0.1 * local[2]  # that of the last batch alone would be told
-        assert te == pytest.approx(local, rel=0.05)
+    local, te = seen(1)[0]["sums"]
+    assert abs(local[2] - local[1]) > 0.1 * local[2]  # that of the last batch alone would be told
+    assert te == pytest.approx(local, rel=0.05)
 
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(EXPORTS))
@@ -250,11 +253,10 @@ def test_weights_come_out_as_they_went_in(seen, folders, world_size, index):
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(CHECKPOINTS))
 def test_a_checkpoint_of_either_goes_on_with_the_other(seen, world_size, index):
-    """Weights are the same bit for bit; metrics of the next steps as near as both stay to a plain loop, or nearer."""
-    for rank in seen(world_size):
-        for (saved, loaded, history, resumed), rel in zip(rank["checkpoint"][index], (0.1, 0.1, 1e-3), strict=True):
-            assert saved.keys() == loaded.keys()
-            for name, weight in saved.items():
-                assert torch.equal(loaded[name], weight), name
-            for step, expected in zip(resumed, history, strict=True):
-                assert step == pytest.approx(expected, rel=rel, abs=rel / 10)
+    """Weights are the same bit for bit; metrics of the next steps as near as both stay to a plain loop."""
+    for saved, loaded, history, resumed in (rank["checkpoint"][index] for rank in seen(world_size)):
+        assert saved.keys() == loaded.keys()
+        for name, weight in saved.items():
+            assert torch.equal(loaded[name], weight), name
+        for step, expected in zip(resumed, history, strict=True):
+            assert step == pytest.approx(expected, rel=0.1, abs=0.01)
