@@ -97,7 +97,7 @@ class MixtureBatch:
             batch.meta_info["packed_tokens"] = max(sizes)
 
     def _read(self, micro_batch: DataProto) -> torch.Tensor | None:
-        """The given experts, int64 [N, L, K]; None where the routers choose."""
+        """The given experts, int32 [N, L, K]; None where the routers choose."""
         if COLUMN not in micro_batch.batch.keys():  # type: ignore[union-attr]  # noqa: SIM118
             return None
         a, column = self._architecture, micro_batch[COLUMN]
@@ -107,7 +107,7 @@ class MixtureBatch:
             raise ValueError(f"{COLUMN} must be ragged [B, j, {wanted[0]}, {wanted[1]}]; got {got}")
         if not torch.equal(ragged.lengths(column), ragged.lengths(micro_batch["input_ids"])):
             raise ValueError(f"{COLUMN} must have the experts of each token of input_ids; its rows have other lengths")
-        given = ragged.values(column).long()
+        given = ragged.values(column).int()
         if len(given) and (int(given.min()) < -1 or int(given.max()) >= a.num_experts):
             raise ValueError(f"{COLUMN} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses")
         if not _are_different(given[:, a.num_dense_layers :]):

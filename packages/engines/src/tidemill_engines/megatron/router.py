@@ -20,8 +20,8 @@ class Routing:
     Args:
         tokens: [n] int64, which token of the micro-batch each of this rank's is; -1 for padding.
         lengths: [B] int64, of the rows, on the device of `tokens`.
-        given: [N, L, K] of all tokens of the micro-batch: the experts in every layer, -1 where the router chooses;
-            None if it does everywhere.
+        given: int32 [N, L, K] of all tokens of the micro-batch: the experts in every layer, -1 where the router
+            chooses; None if it does everywhere.
         weights: [B], what the balance loss of each row is multiplied by; None where it is not wanted.
         sharing: groups of ranks that have other tokens of the same rows.
         sums: what the stages have to tell one another about the loss.
@@ -76,7 +76,7 @@ class Routing:
         """The experts [n, K] of the tokens, where `own` are the router's."""
         if self._given is not None:
             given = self._given[:, layer]
-            own = own.where(given < 0, given)
+            own = own.where(given < 0, given.long())
         self.chosen[layer] = own
         return own
 
