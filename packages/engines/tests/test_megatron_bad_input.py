@@ -1,8 +1,6 @@
 """What the Megatron engine refuses: on every rank, before anything is divided, and fit for another engine after it."""
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -83,19 +81,3 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
         assert "a row has 17 tokens, the model's max_position_embeddings are 16" in too_long
         assert num_rows == 4
         assert num_threads <= 0
-
-
-def test_a_missing_megatron_names_the_extra():
-    script = """
-import sys
-sys.modules["megatron"] = None  # as if it were not installed
-from tidemill_engines import EngineRegistry, ModelConfig
-from tidemill_engines.megatron.config import MegatronConfig
-EngineRegistry.new(
-    model_type="language_model", backend="megatron", model=ModelConfig(path="x"), engine=MegatronConfig(device="cpu")
-)
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert run.returncode == 1
-    assert "ImportError" in run.stderr
-    assert "pip install 'tidemill-engines[megatron]'" in run.stderr

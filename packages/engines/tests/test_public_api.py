@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -12,7 +14,6 @@ from tidemill_engines import (
     OptimizerConfig,
     ParamGroup,
 )
-from tidemill_testing import run_ranks
 
 
 def test_all_is_pinned():
@@ -36,19 +37,32 @@ def test_all_is_pinned():
     assert all(name in vars(tidemill_engines) for name in tidemill_engines.__all__)
 
 
-def run_import():
-    import sys
+FRESH_PROCESS = """
+import sys
+import tidemill_engines
+from tidemill_engines.megatron.config import MegatronConfig
+from transformers import AttentionInterface
 
-    import tidemill_engines  # noqa: F401
-    from transformers import AttentionInterface
+# the parts that import transformers or a backend, which a process that only makes configs does not pay for
+heavy = ("tidemill_engines.fsdp2", "tidemill_engines.attention", "tidemill_engines.megatron.engine", "megatron")
+print([name for name in sys.modules if name.startswith(heavy)])
+print("tidemill_varlen" in AttentionInterface()._global_mapping)
+sys.modules["megatron"] = None  # as if it were not installed
+tidemill_engines.EngineRegistry.new(
+    model_type="language_model",
+    backend="megatron",
+    model=tidemill_engines.ModelConfig(path="x"),
+    engine=MegatronConfig(device="cpu"),
+)
+"""
 
-    # the parts that import transformers or a backend, which a process that only makes configs does not pay for
-    heavy = [name for name in sys.modules if name.startswith(("tidemill_engines.fsdp2", "tidemill_engines.attention"))]
-    return heavy, "tidemill_varlen" in AttentionInterface()._global_mapping
 
-
-def test_importing_registers_no_attention_and_loads_no_backend():
-    assert run_ranks(run_import, 1) == [([], False)]
+def test_importing_loads_no_backend_and_a_missing_one_names_the_extra():
+    run = subprocess.run([sys.executable, "-c", FRESH_PROCESS], capture_output=True, text=True, timeout=200)
+    assert run.stdout == "[]\nFalse\n"
+    assert run.returncode == 1
+    assert "ImportError" in run.stderr
+    assert "pip install 'tidemill-engines[megatron]'" in run.stderr
 
 
 def new_engine(**names):

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "tensordict", "transformers.models.qwen3.modeling_qwen3"]
+_PRELOAD = "tidemill_testing.preload"
 
 
 def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: Any) -> None:
@@ -36,9 +36,9 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
 
-    On a machine without a GPU the processes are forked from a server that has torch and transformers imported already,
-    so that starting them takes a fraction of a second after the first call. They have the caller's environment; RANK,
-    LOCAL_RANK and WORLD_SIZE are set.
+    On a machine without a GPU the processes are forked from a server that has imported most of what they need
+    (`tidemill_testing.preload`), so that starting them takes a fraction of a second after the first call. They have the
+    caller's environment; RANK, LOCAL_RANK and WORLD_SIZE are set.
 
     Returns:
         What `fn` returned on each rank, in rank order (plain data or CPU tensors).
@@ -75,14 +75,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def context() -> Any:
-    """How processes are started: forked from a server that has torch imported already; where there are GPUs, afresh."""
+    """How processes are started: forked from a server that has imported much already; where there are GPUs, afresh."""
     import torch
 
     # Some of what the server imports looks at the GPUs, after which no process forked from it can use them.
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([_PRELOAD])
     return context
 
 

@@ -1,0 +1,17 @@
+"""Imports what takes long, torch, transformers and the engines, once for all ranks that `run_ranks` forks."""
+
+import gc
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+
+_MODULES = ["tensordict", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"]
+if find_spec("tidemill_engines") is not None:
+    _MODULES.append("tidemill_engines.fsdp2.language_model")
+    if find_spec("megatron") is not None:
+        _MODULES.append("tidemill_engines.megatron.language_model")
+
+with warnings.catch_warnings(action="ignore"):  # of Megatron, that Transformer Engine and Apex are not there
+    for _name in _MODULES:
+        import_module(_name)
+gc.freeze()  # ranks need not look through all of it when they collect garbage
