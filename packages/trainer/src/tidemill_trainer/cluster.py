@@ -100,9 +100,10 @@ class Cluster:
         gpus = config.rollout.num_gpus_per_engine
         gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
         self._files = EngineFiles.create()
-        # SGLang kills its processes, and what they import would leave semaphores in /dev/shm (joblib) and empty folders
-        # among the temporary files (cuda.tile).
-        env_vars = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
+        # Processes that are killed, as SGLang's are, would leave of what they import, SGLang and Megatron alike,
+        # semaphores in /dev/shm (joblib) and empty folders among the temporary files (cuda.tile).
+        leave_nothing = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
+        env_vars = dict(leave_nothing)
         if config.rollout.device == "cpu":  # on a machine with GPUs, too
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self.rollout = RayWorkerGroup(
@@ -131,7 +132,7 @@ class Cluster:
             ),
             RayClassWithInitArgs(ActorWorker, config, logs),
             name_prefix="actor",
-            env_vars={"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
+            env_vars=leave_nothing | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
             timeout_s=config.actor.timeout_s,
             blocking=False,
         )
