@@ -139,7 +139,8 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
     """The case that is written "model:words", such as "8b:ckpt+compile"; "base" says nothing.
 
     Args:
-        tokens, micro_tokens: None takes the model's own; of Megatron's tensor-parallel ranks, so many each.
+        tokens, micro_tokens: None takes the model's own; tensor-parallel ranks have so many each, but together in a
+            pipeline, which wants many micro-batches.
 
     Raises:
         ValueError: an unknown model or word, or sizes that the number of GPUs cannot be divided by.
@@ -165,7 +166,8 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
         raise ValueError(f"{text!r}: {num_gpus} GPUs cannot be divided by tp {tp}, pp {pp}, ep {ep}")
     base, compiled, recomputed, plain = _MICRO_TOKENS[model]
     own = recomputed if "ckpt" in words else compiled if "compile" in words else base
-    default = (plain if "plain" in words else own * tp) if micro_tokens is None else micro_tokens
+    own *= tp if pp == 1 else 1
+    default = (plain if "plain" in words else own) if micro_tokens is None else micro_tokens
     return Case(
         model=model,
         words=tuple(words),

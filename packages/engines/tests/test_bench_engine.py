@@ -73,7 +73,8 @@ def test_what_a_case_is_called_says_what_it_measures():
         return parse(text, num_gpus=num_gpus, tokens=None, micro_tokens=None)
 
     case = parsed("8b:megatron+overlap+tp2+pp2")
-    assert (case.backend, case.tp, case.pp, case.ep, case.micro_tokens) == ("megatron", 2, 2, 1, 16384)
+    assert (case.backend, case.tp, case.pp, case.ep, case.micro_tokens) == ("megatron", 2, 2, 1, 8192)
+    assert parsed("8b:megatron+tp4").micro_tokens == 32768
     assert case.key == "8b megatron+overlap+tp2+pp2 x4"
     assert case.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert parsed("moe:megatron+ep2+micro16384").micro_tokens == 16384

@@ -159,9 +159,10 @@ class RoutedModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         replace_dispatchers(self)
+        self._routers = [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> torch.Tensor:
-        routers = [module for module in self.modules() if isinstance(module, Router)]
+        routers = self._routers
         routing: Routing | None = packed_seq_params.routing
         _give(routers, routing)
         output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
