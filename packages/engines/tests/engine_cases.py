@@ -260,10 +260,15 @@ def full(weight: Any) -> torch.Tensor:
 def engine_training(path: Path, batches: list[DataProto], **settings: Any):
     """As `plain_training`, with an engine on this rank."""
     engine = build_engine(path, **settings)
-    history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches]
-    weights = weights_of(engine)
+    trained = trained_on(engine, batches)
     engine.close()
-    return history, weights
+    return trained
+
+
+def trained_on(engine: Any, batches: list[DataProto]):
+    """As `plain_training`, with this rank's rows."""
+    history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches]
+    return history, weights_of(engine)
 
 
 def check_training(results: Any, expected: Any, case: Any, tolerance: float = 1e-5) -> None:

@@ -97,19 +97,20 @@ FSDP2 = Suite(
 
 
 def _is_possible_with_megatron(layout: Layout) -> bool:
-    """On four ranks, since processes take long to import Megatron and are used for all layouts."""
+    """On four ranks, which are used for all layouts."""
     has_experts = layout["family"] == "qwen3_moe"
+    is_tied = layout["family"].endswith("tied")
     return (
         layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 4
         and (layout["vpp"] == 1 or layout["pp"] > 1)
         and (not layout["sp"] or layout["tp"] > 1)
         and (layout["ep"] == 1 or has_experts)
         and (layout["sp"] or layout["tp"] == 1 or not has_experts)
+        and not (is_tied and layout["pp"] > 1 and layout["optimizer"] == "distributed")
     )
 
 
 def _megatron_settings(layout: Layout) -> dict[str, Any]:
-    is_tied = layout["family"].endswith("tied")
     return _sizes_of_batches(layout) | {
         "tensor_model_parallel_size": layout["tp"],
         "pipeline_model_parallel_size": layout["pp"],
@@ -118,7 +119,8 @@ def _megatron_settings(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout["ep"],
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout["sp"],
-        "use_distributed_optimizer": not (is_tied and layout["pp"] > 1),
+        "use_distributed_optimizer": layout["optimizer"] == "distributed",
+        "overlap_grad_reduce": layout["gradients"] == "overlapped",
         "model": {},
     }
 
@@ -132,6 +134,8 @@ MEGATRON = Suite(
         "ep": [1, 2],
         "dp": [1, 2, 4],
         "sp": [False, True],
+        "optimizer": ["distributed", "whole"],
+        "gradients": ["at the end", "overlapped"],
         **_BATCHES,
         "tuning": ["full"],
         "family": ["qwen3", "qwen2 tied", "llama", "qwen3_moe"],

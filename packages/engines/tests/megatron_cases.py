@@ -93,31 +93,6 @@ def _counted(files: SafetensorsFiles) -> list[int]:
     return counts
 
 
-def train(cases: Sequence[tuple[str, dict[str, Any], dict[str, Any]]], num_steps: int) -> list[dict[str, Any]]:
-    """On each of four ranks: for every (folder, sizes, further configuration) what an engine did."""
-    return [_train(folder, ParallelConfig(**sizes), others, num_steps) for folder, sizes, others in cases]
-
-
-def _train(folder: str, parallel: ParallelConfig, others: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    from engine_cases import policy_like_loss
-
-    engine = make_engine(folder, parallel, **others)
-    rank, own = engine.get_data_parallel_rank(), own_rows(engine)
-    before = engine.infer_batch(own, entropy=True)
-    metrics = [engine.train_batch(own, policy_like_loss, calculate_entropy=True) for _ in range(num_steps)]
-    seen = {
-        "rank": rank,
-        "log_probs": before["log_probs"].values(),
-        "entropy": before["entropy"].values(),
-        "metrics": metrics,
-        "weights": dict(engine.get_per_tensor_param()),
-        "is_source": engine.is_mp_src_rank_with_outputs(),
-    }
-    engine.close()
-    engine.close()
-    return seen
-
-
 def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
     from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
