@@ -73,18 +73,19 @@ def test_what_lies_at_equal_distances_is_seen_as_one():
 
 
 def train_in_bfloat16(folder: str) -> list[Any]:
-    """Of two ways to add up gradients: whether experts lie as one, and metrics and weights after two steps."""
+    """Of ways to add up gradients: whether experts lie as one, and metrics and weights after two steps."""
     from engine_cases import make_batch
     from mixture_cases import build
     from tidemill_engines import sft_loss
     from tidemill_engines.megatron.experts import GroupedExperts
 
     seen = []
-    for overlap in (False, True):
+    for overlap, recomputed in ((False, False), (True, False), (False, True)):
         engine = build(
             folder,
             {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30, "overlap_grad_reduce": overlap},
             router_aux_loss_coef=0.0,
+            gradient_checkpointing=recomputed,
         )
         metrics = [engine.train_batch(make_batch(7, seed=seed), sft_loss) for seed in (1, 2)]
         lie_as_one = []
@@ -102,9 +103,10 @@ def test_experts_lie_as_one_in_megatrons_buffers(tmp_path):
     from engine_cases import VOCAB
 
     folder = tiny_model(tmp_path, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=2)
-    [(at_once, one_by_one)] = run_ranks(train_in_bfloat16, 1, str(folder), timeout_s=120)
-    assert at_once[0] == one_by_one[0] == 8
-    for step, expected in zip(at_once[1], one_by_one[1], strict=True):
-        assert step == pytest.approx(expected, rel=1e-3)
-    for name, weight in one_by_one[2].items():
-        torch.testing.assert_close(at_once[2][name], weight, msg=name)
+    [(at_once, one_by_one, recomputed)] = run_ranks(train_in_bfloat16, 1, str(folder), timeout_s=120)
+    for lie_as_one, metrics, weights in (at_once, one_by_one, recomputed):
+        assert lie_as_one == 8
+        for step, expected in zip(metrics, one_by_one[1], strict=True):
+            assert step == pytest.approx(expected, rel=1e-3)
+        for name, weight in one_by_one[2].items():
+            torch.testing.assert_close(weights[name], weight, msg=name)
