@@ -22,6 +22,7 @@ from tidemill_engines.megatron.dispatcher import Dispatcher, replace_dispatchers
 
 Implementation = Literal["local", "transformer_engine"]
 
+IS_INSTALLED = HAVE_TE and fused_permute_with_probs is not None  # which came with 2.1
 _INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
 
@@ -41,8 +42,8 @@ def implementation(
         obstacle = f"it has no kernels for a {device.type.upper()}; use 'auto' or 'local'"
     elif architecture.latent is not None:
         obstacle = f"the latent attention of a {architecture.model_type} is not made of it; use 'auto' or 'local'"
-    elif not HAVE_TE:
-        obstacle = f"it is not installed, or not for this version of torch: {_INSTALL}"
+    elif not IS_INSTALLED:
+        obstacle = f"it is not installed, not for this version of torch, or older than 2.1: {_INSTALL}"
     if obstacle is not None and wanted == "transformer_engine":
         raise ValueError(f"MegatronConfig.transformer_impl is 'transformer_engine', but {obstacle}")
     is_chosen = wanted == "transformer_engine" or (wanted == "auto" and dtype != torch.float32)
