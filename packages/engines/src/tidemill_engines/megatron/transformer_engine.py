@@ -93,6 +93,7 @@ class FusedDispatcher(Dispatcher):
     def _sorted(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert fused_permute_with_probs is not None
         num_copies = len(tokens) * self.config.moe_router_topk
         copies, of_copies, self._rows = fused_permute_with_probs(tokens, probs, routing_map, num_out_tokens=num_copies)
         return copies, of_copies
