@@ -45,7 +45,7 @@ def missing(checkpoint):
 
 
 NOT_FINITE = rf"1 of the tensors have elements that are infinite or not a number: '{K}'"
-RANK = r"engine 0 of 1 \(toy\): rank \d: .*"
+RANK = r"engine 0 of 1 \(toy\): rank \d(, \d)*: .*"
 BAD = {
     nan: (ValueError, NOT_FINITE),
     infinite: (ValueError, NOT_FINITE),
@@ -79,6 +79,11 @@ def test_bad_tensors_are_refused_by_name(spoil, tp_size, mode):
     assert holds(engine, tensors(2))
     assert (engine.version, engine.paused) == ("again", None)
     updater.close()
+
+
+def test_ranks_of_an_engine_that_say_the_same_say_it_once():
+    with pytest.raises(RuntimeError, match=r"\(toy\): rank 0, 1: ValueError: .*parameter for these tensors: 'x'$"):
+        WeightUpdater([ToyEngine(2)]).update([*tensors().items(), ("x", torch.zeros(2))], 1)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -145,7 +145,8 @@ def test_a_client_that_tells_another_size_than_the_engine_has_is_refused(size):
     engine.tp_size = size
     updater = WeightUpdater([engine, good], bucket_bytes=300)
     stats = updater.update(tensors(0).items(), 0)
-    assert re.search(f"rank 0: ValueError: the engine has 2 ranks, its client said {size}", *stats.fenced.values())
+    (told,) = stats.fenced.values()
+    assert re.match(rf"rank 0(, 1)*(, 2)?: ValueError: the engine has 2 ranks, its client said {size}", told), told
     assert same(state(engine), before)
     assert holds(good, tensors(0))
     updater.close()

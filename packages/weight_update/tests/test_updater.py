@@ -150,6 +150,8 @@ def test_bad_arguments_are_refused():
     for kwargs, message in [
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"dtype": torch.int8}, "must be a floating-point dtype, got torch.int8"),
+        ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             WeightUpdater([MemoryEngine()], **kwargs)

@@ -18,7 +18,7 @@ from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.send.adapter import AdapterPath
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fences import Fences, Operation
-from tidemill_weight_update.send.fleet import Fleet, InFlight, Member
+from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import Prepared
 from tidemill_weight_update.send.source import NamedTensors
@@ -78,6 +78,10 @@ class WeightUpdater:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._engines = list(engines)
         self._fences = Fences()
         self._ranks = Ranks(process_group)
@@ -155,7 +159,9 @@ class WeightUpdater:
                     raise RankLostError("; ".join([str(error), *fleet.told()])) from error
             if num_stock:
                 with torch.no_grad():
-                    num_buckets, num_tensors, num_bytes = self._stock.send(named_tensors, version, fleet.stock, stages)
+                    num_buckets, num_tensors, num_bytes = self._stock.send(
+                        named_tensors, version, fleet.stock, fleet.flushes, stages
+                    )
             with stages("finish"):
                 fleet.make_visible(version)
         return self._report(fleet, version, (num_buckets, num_tensors, num_bytes), started, stages)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.control.channel import Channel
@@ -11,6 +11,7 @@ from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
 from tidemill_weight_update.control.request import Request
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
+IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
 
 
 @dataclass(slots=True)
@@ -73,6 +74,11 @@ class Fleet:
             self.num_receivers = end
 
     @property
+    def flushes(self) -> bool:
+        """Whether prefix caches are emptied. SGLang cannot while requests are paused, and ends if it is asked to."""
+        return self._in_flight in ("wait", "abort")
+
+    @property
     def stock(self) -> list[Member]:
         """Those without our loader."""
         return [member for member in self.members if not member.rows and member.error is None]
@@ -106,11 +112,9 @@ class Fleet:
             control.exclude(sequence, row)
 
     def _load(self, member: Member, request: Request, control: Channel) -> None:
-        # SGLang cannot empty a cache that paused requests use, and ends if it is asked to.
-        flush = self._in_flight in ("wait", "abort")
         unchanged = False
         try:
-            member.client.load(request, flush_cache=flush)
+            member.client.load(request, flush_cache=self.flushes)
             self._judge(member, request.sequence, control)
         except Exception as error:  # noqa: BLE001
             states = [control.state(request.sequence, row) for row in member.rows]
@@ -133,13 +137,12 @@ class Fleet:
             )
         # What stands there of a rank that has not reported is of an earlier update.
         replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
-        told = [
-            f"rank {rank}: {reply.get('error', 'it did not come to the end')}"
-            for rank, (state, reply) in enumerate(zip(states, replies, strict=True))
-            if state != LOADED
-        ]
+        told: dict[str, list[str]] = {}
+        for rank, (state, reply) in enumerate(zip(states, replies, strict=True)):
+            if state != LOADED:
+                told.setdefault(reply.get("error", "it did not come to the end"), []).append(str(rank))
         if told:
-            raise RuntimeError("; ".join(told))
+            raise RuntimeError("; ".join(f"rank {', '.join(ranks)}: {error}" for error, ranks in told.items()))
         member.replies = replies
         member.unchanged = False
 

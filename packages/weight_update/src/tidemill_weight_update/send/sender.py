@@ -169,8 +169,9 @@ class Sender:
         if found and not self._allow_non_finite:
             names = ", ".join(repr(line.names[i]) for i in found[:5])
             raise ValueError(
-                f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; the engines "
-                f"were not given them (allow_non_finite=True sends them)"
+                f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; engines "
+                f"that have loaded others of this update are paused until one is complete (allow_non_finite=True sends "
+                f"such tensors)"
             )
         self.mailbox.write_digests(line.line.first_digest, digests.cpu().numpy())
         return None if arena is None else self._write(memory_to_json(arena.publish()))

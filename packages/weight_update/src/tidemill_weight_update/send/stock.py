@@ -34,9 +34,9 @@ class StockPath:
         self._arenas: ArenaRing | None = None
 
     def send(
-        self, named_tensors: NamedTensors, version: str, members: Sequence[Member], stages: Stages
+        self, named_tensors: NamedTensors, version: str, members: Sequence[Member], flush: bool, stages: Stages
     ) -> tuple[int, int, int]:
-        """Sends all tensors to all members that have not failed, then flushes their caches. Collective.
+        """Sends all tensors to all members that have not failed, then flushes their caches, if asked to. Collective.
 
         Returns:
             numbers of buckets, tensors and bytes.
@@ -63,7 +63,7 @@ class StockPath:
             is_last = bucket.is_last
         with stages("finish"):
             for member in members:
-                if member.error is None:
+                if flush and member.error is None:
                     _flush(member, version)
         self._agree(failure, None, version)
         return num_buckets, num_tensors, num_bytes
