@@ -31,6 +31,7 @@ _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
+_BACKENDS = {"fsdp2": (), "megatron": ("engine.backend=megatron", "engine.tp=2")}
 _TIMES = (
     "timing_s/",
     *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
@@ -154,9 +155,12 @@ def _run_dir(recipe) -> Path:
     return Path(recipe[-1].removeprefix("trainer.run_dir="))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
-    args = [*recipe, f"trainer.name=stopped-{number}", "trainer.save_freq=2", "trainer.total_steps=500"]
+@pytest.mark.parametrize(
+    ("number", "backend"), [(signal.SIGINT, "fsdp2"), (signal.SIGTERM, "fsdp2"), (signal.SIGINT, "megatron")]
+)
+def test_a_signal_ends_everything_and_resume_continues(start, recipe, number, backend):
+    name = f"stopped-{number}-{backend}"
+    args = [*recipe, *_BACKENDS[backend], f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500"]
     command = start(*args)
     command.wait_for(r"rl +5 ")
     if number == signal.SIGINT:  # a terminal sends it to the whole process group
@@ -164,7 +168,7 @@ def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
     else:
         command.process.terminate()
     assert command.end() == 130
-    run = _run_dir(recipe) / f"stopped-{number}"
+    run = _run_dir(recipe) / name
     done = max(_steps(run))
     resumed = start("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
     resumed.wait_for(r"continuing after step \d+")
@@ -172,19 +176,23 @@ def test_a_signal_ends_everything_and_resume_continues(start, recipe, number):
     assert sorted(_steps(run)) == list(range(1, done + 3))
 
 
-def test_fresh_processes_continue_bit_for_bit(start, recipe):
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_fresh_processes_continue_bit_for_bit(start, recipe, backend):
     """8 steps equal 4 steps, and 4 more of processes that knew nothing of the first ones but the checkpoint.
 
-    The former hand the engine weights where they are, the latter copies of weights that are away.
+    The former hand the engine weights where they are, the latter copies of weights that are away, as gradients and the
+    optimizer's state are.
     """
     rewards = _run_dir(recipe).parent / "rewards.py"
     rewards.write_text(_REWARDS)  # the model is not warmed up: exact matches would be too rare to learn anything
-    args = [*recipe, f"reward.function={rewards}:right_digits", "actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
-    whole, halves = _run_dir(recipe) / "whole", _run_dir(recipe) / "halves"
+    args = [*recipe, *_BACKENDS[backend], f"reward.function={rewards}:right_digits"]
+    args += ["actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
+    away = [f"engine.{what}_offload=true" for what in ("param", "grad", "optimizer")]
+    whole, halves = _run_dir(recipe) / f"whole-{backend}", _run_dir(recipe) / f"halves-{backend}"
     for command in (
-        ["trainer.name=whole", "trainer.total_steps=8"],
-        ["trainer.name=halves", "trainer.total_steps=4", "engine.param_offload=true"],
-        ["trainer.name=halves", "trainer.total_steps=8", "engine.param_offload=true", "--resume"],
+        [f"trainer.name={whole.name}", "trainer.total_steps=8"],
+        [f"trainer.name={halves.name}", "trainer.total_steps=4", *away],
+        [f"trainer.name={halves.name}", "trainer.total_steps=8", *away, "--resume"],
     ):
         assert start(*args, *command).end(timeout_s=240) == 0
     expected, steps = _steps(whole), _steps(halves)
