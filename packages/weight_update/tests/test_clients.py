@@ -58,7 +58,7 @@ class FakeHandler(BaseHTTPRequestHandler):
     def _answer(self, body: dict):
         self.server.requests.append((self.command, self.path, body))
         time.sleep(self.server.delay_s)
-        status, content = self.server.failing.get(self.path, (200, ""))
+        status, content = self.server.failing.get(self.path.partition("?")[0], (200, ""))
         if self.headers.get("Authorization") != "Bearer secret":
             status, content = 401, "Unauthorized"
         if status == 200:
@@ -102,7 +102,7 @@ def test_an_update_over_http(server):
     assert engine.tp_size == 2
     paths = [f"{method} {path}" for method, path, _ in server.requests]
     load = "POST /update_weights_from_tensor"
-    assert paths == ["GET /server_info", load, load, "POST /flush_cache", "GET /model_info"]
+    assert paths == ["GET /server_info", load, load, "POST /flush_cache?timeout=270", "GET /model_info"]
     first, last = (body for _, path, body in server.requests if path == "/update_weights_from_tensor")
     assert (first["weight_version"], last["weight_version"]) == (None, "5")
     for body in (first, last):
@@ -117,7 +117,9 @@ def test_what_the_server_answers_reaches_the_user(server):
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(HttpEngine\(http://.*HTTP 400 .*no such layer"):
         updater.update(ITEMS, 1)
     server.failing = {"/flush_cache": (400, "Flush cache failed.")}
-    with pytest.raises(RuntimeError, match=r"did not flush its prefix cache: POST /flush_cache: HTTP 400 Flush cache"):
+    with pytest.raises(
+        RuntimeError, match=r"did not flush its prefix cache: POST /flush_cache\?timeout=10: HTTP 400 Flush"
+    ):
         updater.update(ITEMS, 1)
 
 
@@ -148,12 +150,17 @@ class FakeManager:
     def __init__(self) -> None:
         self.answer = (True, "")
         self.delay_s = 0.0
+        self.is_pause = False
+        self.is_pause_cond = asyncio.Condition()
+        self.model_update_lock = SimpleNamespace(writer_lock=asyncio.Lock())
+        self.patience_s: float | None = None
 
     async def update_weights_from_tensor(self, request, http_request):
         await asyncio.sleep(self.delay_s)
         return self.answer
 
-    async def flush_cache(self):
+    async def flush_cache(self, timeout_s=None):
+        self.patience_s = timeout_s
         await asyncio.sleep(self.delay_s)
         return SimpleNamespace(success=self.answer[0], message=self.answer[1])
 
@@ -171,8 +178,9 @@ def test_a_local_engine_tells_why_it_cannot(local):
     assert (repr(engine), engine.tp_size) == ("LocalEngine(tiny, tp_size=2)", 2)
     engine.flush_cache()
     local.tokenizer_manager.answer = (False, "")
-    with pytest.raises(RuntimeError, match="the engine has running or waiting requests"):
+    with pytest.raises(RuntimeError, match=r"cannot flush its prefix cache: requests still run after 0\.09 s"):
         engine.flush_cache()
+    assert local.tokenizer_manager.patience_s == pytest.approx(0.09)
 
     local.tokenizer_manager.delay_s = 1.0
     with pytest.raises(RuntimeError, match=r"no answer within 0.1 s"):

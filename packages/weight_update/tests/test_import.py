@@ -38,7 +38,7 @@ def test_import_loads_torch_and_the_senders_modules_and_no_sglang():
     done = subprocess.run([sys.executable, "-c", PROBE, *modules], capture_output=True, check=True, text=True)
     (own, other), (own_with_clients, other_with_clients) = map(json.loads, done.stdout.splitlines())
     assert own == sorted(["tidemill_weight_update", *(f"tidemill_weight_update.{name}" for name in SENDER)])
-    clients = {f"tidemill_weight_update.sglang.{name}" for name in ("http", "launch", "local", "payload")}
+    clients = {f"tidemill_weight_update.sglang.{name}" for name in ("flush", "http", "launch", "local", "payload")}
     assert set(own_with_clients) == {*own, "tidemill_weight_update.sglang", *clients}
     assert (other, other_with_clients) == ([], [])
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,13 +81,49 @@ def test_updates_of_two_tensor_parallel_ranks(checkpoints, expected):
         check_updates(two, checkpoints, expected, tp_size=2)
 
 
+def leave(server: Server) -> None:
+    """A client goes away from a request that runs."""
+    with contextlib.closing(server.connect()) as connection:
+        body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 60}, "stream": True}
+        connection.request("POST", "/generate", json.dumps(body), HEADERS)
+        assert connection.getresponse().readline().startswith(b"data:")
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_requests_come_and_go_during_updates(server, checkpoints, expected, in_flight):
+    """SGLang ends if it is to flush its cache while a request runs, and one that its client has left does."""
+    ended = threading.Event()
+
+    def call_on(num_tokens: int) -> set[int]:
+        body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": num_tokens}}
+        statuses = set()
+        while not ended.is_set():
+            statuses.add(server.request("POST", "/generate", body)[0])
+        return statuses
+
+    updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], in_flight=in_flight)
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(call_on, num_tokens) for num_tokens in (3, 7, 12)]
+        try:
+            for version in range(6):
+                leave(server)
+                path = checkpoints[1 + version % 2]
+                assert updater.update(state(path), version).fenced == {}
+                out = server.generate()
+                assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
+        finally:
+            ended.set()
+    assert all(200 in call.result() for call in calls)  # others were ended
+    updater.close()
+
+
 def test_a_server_refuses_a_wrong_key(server):
     with pytest.raises(RuntimeError, match=r"HTTP 401 .*check api_key"):
         HttpEngine(server.url, api_key="wrong").flush_cache()
 
 
 def test_a_cache_that_running_requests_hold_is_an_error(server, checkpoints, expected):
-    updater = WeightUpdater([StockHttpEngine(server.url, api_key=KEY)])
+    updater = WeightUpdater([StockHttpEngine(server.url, api_key=KEY, timeout_s=10)])
     with contextlib.closing(server.connect()) as running:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}
         running.request("POST", "/generate", json.dumps(body), HEADERS)

@@ -1,5 +1,8 @@
 """Stock SGLang with requests that run while its weights are replaced, and with tensors that it must not load."""
 
+import asyncio
+import contextlib
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +157,66 @@ def test_with_the_version_as_extra_key_no_old_entry_of_the_cache_is_found(engine
             out = generate(engine, extra_key=str(version))
             assert out["output_ids"] == most_likely(model, out["output_ids"])
             assert (out["meta_info"]["cached_tokens"] > 0) == is_cached
+    updater.close()
+
+
+class Traffic:
+    """Requests that come and go whenever the engine's loop runs."""
+
+    def __init__(self, engine, num_callers: int) -> None:
+        self._engine = engine
+        self._random = random.Random(0)
+        self._tasks = [engine.loop.create_task(self._call_on()) for _ in range(num_callers)]
+
+    async def _stream(self, num_tokens: int):
+        sampling = GREEDY | {"max_new_tokens": num_tokens}
+        return await self._engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
+
+    async def _call_on(self) -> None:
+        from sglang.srt.managers.tokenizer_manager import RequestAbortedError
+
+        while True:
+            with contextlib.suppress(RequestAbortedError):
+                async for _ in await self._stream(self._random.randint(1, 12)):
+                    pass
+            await asyncio.sleep(self._random.random() * 0.01)
+
+    async def _leave(self) -> None:
+        stream = await self._stream(60)
+        await anext(stream)
+        await stream.aclose()
+
+    def go_on(self) -> None:
+        """For a moment, in the end of which a caller goes away; its request runs."""
+        self._engine.loop.run_until_complete(asyncio.sleep(self._random.random() * 0.03))
+        self._engine.loop.run_until_complete(self._leave())
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._engine.loop.run_until_complete(asyncio.wait(self._tasks))
+
+
+class StockEngine(LocalEngine):
+    """Of an engine that somebody else launched."""
+
+    has_loader = False
+
+
+@pytest.mark.parametrize("client", [LocalEngine, StockEngine])
+@pytest.mark.parametrize("in_flight", ["wait", "abort", "retract", "in_place"])
+def test_requests_come_and_go_during_updates(engine, models, in_flight, client):
+    """SGLang ends if it is to flush its cache while a request runs, and one that its caller has left does."""
+    updater = WeightUpdater([client(engine)], in_flight=in_flight)
+    traffic = Traffic(engine, num_callers=4)
+    for version in range(6):
+        traffic.go_on()
+        model = models[version % 2]
+        assert updater.update(state(model), version).fenced == {}
+        out = generate(engine, extra_key=None if in_flight in ("wait", "abort") else str(version))
+        assert out["meta_info"]["weight_version"] == str(version)
+        assert out["output_ids"] == most_likely(model, out["output_ids"])
+    traffic.end()
     updater.close()
 
 

@@ -31,7 +31,8 @@ class EngineClient(Protocol):
         """Hands `request`, signed with the run's token, to our loader on all ranks of the engine.
 
         Returns once all ranks have dealt with it, whether they succeeded or not: they report by themselves. With
-        `flush_cache` the prefix cache is emptied before the engine takes the next request.
+        `flush_cache` the prefix cache is emptied before the engine takes the next request; not by SGLang's option of
+        that name, with which it ends if a request still runs.
         """
         ...
 

@@ -3,15 +3,25 @@
 import base64
 import http.client
 import json
+import threading
+import time
 import urllib.parse
+from concurrent.futures import Future
 from typing import Any
 
 from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
+from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
+
+_HEAD_START_S = 0.02
+"""Of a call that is to reach the server before another."""
+
+_GRACE_S = 0.2
+"""Between the answers to both, which come together if nothing runs."""
 
 
 class HttpEngine:
@@ -35,6 +45,7 @@ class HttpEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         self._info: dict[str, Any] | None = None
+        self._is_paused = False
 
     def __repr__(self) -> str:
         return f"HttpEngine({self._url.geturl()})"
@@ -62,7 +73,14 @@ class HttpEngine:
             RuntimeError: the server is down, refused, or did not answer in time.
             TokenError: this process has no run token.
         """
-        self._update(request_payload(request, run_token()), LOADER, flush_cache=flush_cache)
+        payload = request_payload(request, run_token())
+        if not flush_cache:
+            self._update(payload, LOADER)
+        elif self._is_paused:
+            self._update(payload, LOADER)
+            self._flush_within(DRAIN_S)
+        else:
+            self._update_and_flush(payload)
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through POST /update_weights_from_tensor.
@@ -70,15 +88,15 @@ class HttpEngine:
         Raises:
             RuntimeError: the server is down, refused, did not answer in time, or the bucket's memory cannot be opened.
         """
-        self._update(stock_payload(bucket), LOAD_FORMAT, weight_version=bucket.weight_version)
+        self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache.
+        """Empties the prefix cache as soon as no request runs; new ones are not held back.
 
         Raises:
-            RuntimeError: the server has running or waiting requests, is down, or did not answer in time.
+            RuntimeError: there were always running or waiting requests, the server is down, or did not answer in time.
         """
-        self._request("POST", "/flush_cache")
+        self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * PATIENCE)
 
     def get_weight_version(self) -> str:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
@@ -91,9 +109,11 @@ class HttpEngine:
         if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
             self._request("POST", "/continue_generation", {})
         self._request("POST", "/pause_generation", {"mode": mode})
+        self._is_paused = True
 
     def resume(self) -> None:
         self._request("POST", "/continue_generation", {})
+        self._is_paused = False
 
     def set_weight_version(self, version: str) -> None:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
@@ -125,13 +145,38 @@ class HttpEngine:
         """
         self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
-    def _update(
-        self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None
-    ) -> None:
+    def _update_and_flush(self, payload: bytes) -> None:
+        """Loads and empties the prefix cache.
+
+        SGLang would do both if one call asked for both, and end if a request still runs then: one whose client has
+        gone, which its lock does not wait for, or the last one, which is not cleared away yet. So another call follows
+        while the first holds new requests back. Requests that run even after both are ended.
+        """
+        flushed: Future[None] = Future()
+
+        def flush() -> None:
+            time.sleep(_HEAD_START_S)
+            try:
+                self._flush_within(self._timeout_s * PATIENCE)
+            except RuntimeError as error:
+                flushed.set_exception(error)
+            else:
+                flushed.set_result(None)
+
+        threading.Thread(target=flush, daemon=True).start()
+        self._update(payload, LOADER)
+        try:
+            flushed.result(_GRACE_S)
+        except TimeoutError:
+            self.pause("abort")
+            flushed.result(DRAIN_S)
+            self.resume()
+
+    def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode()] * self.tp_size,
             "load_format": load_format,
-            "flush_cache": flush_cache,
+            "flush_cache": False,
             "weight_version": weight_version,
             "disable_draft_model": True,
         }
@@ -140,6 +185,9 @@ class HttpEngine:
         except RuntimeError:
             self._info = None  # it may have been started anew, with another number of ranks
             raise
+
+    def _flush_within(self, patience_s: float) -> None:
+        self._request("POST", f"/flush_cache?timeout={patience_s:g}")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         connect = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection

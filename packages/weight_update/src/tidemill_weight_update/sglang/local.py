@@ -1,19 +1,21 @@
 """A `sglang.Engine` of this process."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
+from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput, UpdateWeightsFromTensorReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
@@ -57,7 +59,8 @@ class LocalEngine:
             RuntimeError: the engine refused or did not answer in time.
             TokenError: this process has no run token.
         """
-        self._update(request_payload(request, run_token()), LOADER, flush_cache=flush_cache)
+        payload = request_payload(request, run_token())
+        self._wait(self._update(payload, LOADER) if not flush_cache else self._update_and_flush(payload, LOADER))
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through the engine's own `update_weights_from_tensor`.
@@ -65,17 +68,16 @@ class LocalEngine:
         Raises:
             RuntimeError: the engine refused, did not answer in time, or the bucket's memory cannot be opened from here.
         """
-        self._update(stock_payload(bucket), LOAD_FORMAT, weight_version=bucket.weight_version)
+        self._wait(self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version))
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache.
+        """Empties the prefix cache when no request runs; new ones wait until then.
 
         Raises:
-            RuntimeError: the engine has running or waiting requests, or did not answer in time.
+            RuntimeError: running requests do not end (which those of a paused engine cannot), or the engine did not
+                answer in time.
         """
-        answer = self._wait(self._manager.flush_cache())
-        if not answer.success:
-            raise RuntimeError(answer.message or "the engine has running or waiting requests")
+        self._wait(self._flush())
 
     def get_weight_version(self) -> str:
         return self._manager.config_value("weight_version")
@@ -125,21 +127,65 @@ class LocalEngine:
 
         _check(self._wait(self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)))
 
-    def _update(
-        self, payload: bytes, load_format: str, *, flush_cache: bool = False, weight_version: str | None = None
-    ) -> None:
+    async def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
+        request = self._load_request(payload, load_format, weight_version)
+        success, message = await self._manager.update_weights_from_tensor(request, None)
+        if not success:
+            raise RuntimeError(message)
+
+    async def _update_and_flush(self, payload: bytes, load_format: str) -> None:
+        """Loads and empties the prefix cache, with no new request in between.
+
+        SGLang would do both if the request for the one asked for the other, and end if a request still runs then: one
+        whose caller has gone, which its lock does not wait for, or the last one, which is not cleared away yet.
+        """
+        request = self._load_request(payload, load_format, None)
+        async with self._without_new_requests() as patience_s:
+            send = self._manager.update_weights_from_tensor_communicator  # pyright: ignore[reportAttributeAccessIssue]
+            results, flushed = await asyncio.gather(send(request), self._manager.flush_cache())
+            failed = [result.message for result in results if not result.success]
+            if failed:
+                raise RuntimeError("; ".join(failed))
+            if not flushed.success:
+                await self._flush_within(patience_s)
+
+    def _load_request(
+        self, payload: bytes, load_format: str, weight_version: str | None
+    ) -> "UpdateWeightsFromTensorReqInput":
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        request = UpdateWeightsFromTensorReqInput(
+        return UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self.tp_size,
             load_format=load_format,
-            flush_cache=flush_cache,
+            flush_cache=False,
             weight_version=weight_version,
             disable_draft_model=True,
         )
-        success, message = self._wait(self._manager.update_weights_from_tensor(request, None))
-        if not success:
-            raise RuntimeError(message)
+
+    async def _flush(self) -> None:
+        async with self._without_new_requests() as patience_s:
+            await self._flush_within(patience_s)
+
+    async def _flush_within(self, patience_s: float) -> None:
+        answer = await self._manager.flush_cache(patience_s)
+        if not answer.success:
+            raise RuntimeError(f"cannot flush its prefix cache: requests still run after {patience_s:g} s")
+
+    @asynccontextmanager
+    async def _without_new_requests(self) -> AsyncIterator[float]:
+        """New requests wait; those that somebody waits for have ended, unless the engine is paused.
+
+        Yields:
+            for how many seconds the end of others can be waited for.
+        """
+        manager = self._manager
+        async with manager.is_pause_cond:
+            is_paused = manager.is_pause
+        if is_paused:
+            yield DRAIN_S
+        else:
+            async with manager.model_update_lock.writer_lock:
+                yield self._timeout_s * PATIENCE
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = self._engine.loop
