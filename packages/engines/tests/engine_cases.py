@@ -224,9 +224,10 @@ def build_engine(
     model_type: str = "language_model",
     optimizer: bool | dict[str, Any] = True,
     model: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
     **engine: Any,
 ):
-    from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines import CheckpointConfig, EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
     config_class = MegatronConfig if backend == "megatron" else EngineConfig
@@ -237,6 +238,7 @@ def build_engine(
         model=ModelConfig(path=str(path), **({} if model is None else model)),
         engine=config_class(**{"device": "cpu"} | engine),
         optimizer=OptimizerConfig(**settings) if settings else None,
+        checkpoint=CheckpointConfig(**({} if checkpoint is None else checkpoint)),
     )
     new.initialize()
     return new

@@ -137,18 +137,9 @@ def save_and_finish(engine, folder):
     engine.finish_checkpoint()
 
 
-def run_in_background(path, folder, background):
-    from tidemill_engines import CheckpointConfig, EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
-
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="fsdp2",
-        model=ModelConfig(path=str(path)),
-        engine=EngineConfig(device="cpu"),
-        optimizer=OptimizerConfig(**SCHEDULE),
-        checkpoint=CheckpointConfig(asynchronous=background, keep_last=2),
-    )
-    engine.initialize()
+def run_in_background(path, folder, background, settings):
+    checkpoint = {"asynchronous": background, "keep_last": 2}
+    engine = build_engine(path, optimizer=SCHEDULE, checkpoint=checkpoint, **settings)
     for seed in range(4):
         train(engine, [seed])
         engine.save_checkpoint(folder / f"step_{seed}")
@@ -159,20 +150,24 @@ def run_in_background(path, folder, background):
     seen = sorted(file.name for file in folder.iterdir())
     engine.load_checkpoint(folder / "step_3")
     weights = weights_of(engine)
+    train(engine, [5])
+    after = weights_of(engine)
     with pytest.raises(OSError, match="step_3 exists already"):
         save_and_finish(engine, folder / "step_3")
     engine.save_checkpoint(folder / "at_the_end")
     engine.close()
-    return seen, weights
+    return seen, weights, after
 
 
-def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False)
-    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True)
-    for (seen, weights), (seen_behind, weights_behind) in zip(at_once, behind, strict=True):
+@pytest.mark.parametrize("settings", [{}, {"backend": "megatron", "pipeline_model_parallel_size": 2}], ids=str)
+def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path, settings):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
+    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False, settings)
+    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True, settings)
+    for (seen, *weights), (seen_behind, *weights_behind) in zip(at_once, behind, strict=True):
         assert seen == seen_behind == ["step_2", "step_3"]
-        assert all(torch.equal(weights_behind[name], weight) for name, weight in weights.items())
+        for plain, of_background in zip(weights, weights_behind, strict=True):
+            assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
     assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
 
 
@@ -226,8 +221,8 @@ def test_four_ranks_reload_on_two_and_go_on_as_if_nothing_had_been(tmp_path):
         assert all(torch.equal(last[name], weight) for name, weight in saved[0].items())
 
 
-def run_full_disk(path, folder, full_rank):
-    engine = build_engine(path)
+def run_full_disk(path, folder, full_rank, backend):
+    engine = build_engine(path, backend=backend)
     rank = engine.get_data_parallel_rank()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     caught = []
@@ -246,13 +241,15 @@ def run_full_disk(path, folder, full_rank):
     return caught, after[0]["loss"]
 
 
-def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_full_disk_is_an_error_on_every_rank(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for full_rank, writes_hf in ((0, True), (1, False)):
-        results = run_ranks(run_full_disk, 2, path, tmp_path, full_rank)
-        for (checkpoint, hf), loss in results:
+        results = run_ranks(run_full_disk, 2, path, tmp_path, full_rank, backend)
+        for rank, ((checkpoint, hf), loss) in enumerate(results):
             assert f"save_checkpoint-{full_rank}" in checkpoint
-            assert f"rank {full_rank}: " in checkpoint
+            assert f"rank {full_rank}: " in checkpoint or rank == full_rank
+            assert "Traceback" not in checkpoint
             assert "MiB are free there" in checkpoint
             assert ("File too large" in hf) is writes_hf
             assert loss > 0

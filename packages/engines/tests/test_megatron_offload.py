@@ -1,4 +1,4 @@
-"""Memory of the Megatron engine: no way of saving it changes a number, and checkpoints are written behind training."""
+"""Memory of the Megatron engine: no way of saving it changes a number."""
 
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+TP = "tensor_model_parallel_size"
 ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 OFFLOADS = [
     ({}, {}),
@@ -24,10 +24,8 @@ OFFLOADS = [
 ]
 
 
-def megatron_engine(
-    path: Path, *, model: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None, **engine: Any
-) -> Any:
-    from tidemill_engines import CheckpointConfig, EngineRegistry, ModelConfig, OptimizerConfig
+def megatron_engine(path: Path, *, model: dict[str, Any] | None = None, **engine: Any) -> Any:
+    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
     new = EngineRegistry.new(
@@ -36,7 +34,6 @@ def megatron_engine(
         model=ModelConfig(path=str(path), **({} if model is None else model)),
         engine=MegatronConfig(device="cpu", max_token_len_per_gpu=40, **engine),
         optimizer=OptimizerConfig(**OPTIMIZER),
-        checkpoint=None if checkpoint is None else CheckpointConfig(**checkpoint),
     )
     new.initialize()
     return new
@@ -203,42 +200,3 @@ def test_an_engine_without_optimizer_has_no_gradients(tmp_path):
     for expected, actual, num_bytes in run_ranks(run_reference, 2, path, make_batch(5), tmp_path / "saved"):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # weights lie elsewhere in memory
         assert num_bytes == 0
-
-
-def save_and_finish(engine: Any, folder: Path) -> None:
-    engine.save_checkpoint(folder)
-    engine.finish_checkpoint()
-
-
-def run_in_background(path: Path, folder: Path, background: bool) -> Any:
-    def train(seed: int) -> None:
-        engine.train_batch(shard(engine, make_batch(9, seed=seed)), policy_like_loss, calculate_entropy=True)
-
-    engine = megatron_engine(path, checkpoint={"asynchronous": background, "keep_last": 2}, **{PP: 2})
-    for seed in range(4):
-        train(seed)
-        engine.save_checkpoint(folder / f"step_{seed}")
-    train(9)  # what is saved is the state of before, whatever this does while it is being written
-    engine.finish_checkpoint()
-    torch.distributed.barrier()
-    seen = sorted(file.name for file in folder.iterdir())
-    engine.load_checkpoint(folder / "step_3")
-    weights = weights_of(engine)
-    train(5)
-    after = weights_of(engine)
-    with pytest.raises(OSError, match="step_3 exists already"):
-        save_and_finish(engine, folder / "step_3")
-    engine.save_checkpoint(folder / "at_the_end")
-    engine.close()
-    return seen, weights, after
-
-
-def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
-    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False, timeout_s=250)
-    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True, timeout_s=250)
-    for (seen, *weights), (seen_behind, *weights_behind) in zip(at_once, behind, strict=True):
-        assert seen == seen_behind == ["step_2", "step_3"]
-        for plain, of_background in zip(weights, weights_behind, strict=True):
-            assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
-    assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]

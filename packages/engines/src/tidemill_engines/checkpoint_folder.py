@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from tidemill_engines.agreement import gather, together
 
@@ -78,6 +83,42 @@ def save_folder(
             for old in whole_checkpoints(path.parent)[:-keep_last]:
                 (old / MANIFEST).unlink()  # first, so that half a checkpoint is never taken for a whole one
                 shutil.rmtree(old)
+
+
+def write_tensors(
+    folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup, planner: SavePlanner | None = None
+) -> None:
+    """Writes tensors with torch.distributed.checkpoint. Collective over `group` (gloo).
+
+    Raises:
+        OSError: a rank could not write; raised on every rank.
+    """
+    try:
+        state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
+    except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+        raise _not_written(folder, reasons(error)) from error
+
+
+def write_object(file: Path, value: Any) -> None:
+    """`torch.save`.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        raise _not_written(file.parent, repr(error)) from error
+
+
+def _not_written(folder: Path, why: str) -> OSError:
+    free_mib = shutil.disk_usage(folder).free >> 20  # torch reports a full disk as an odd file position
+    return OSError(f"could not save to {folder} ({free_mib} MiB are free there): {why}")
+
+
+def reasons(error: CheckpointException) -> str:
+    """What went wrong on which rank, without the tracebacks."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
 def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool) -> Progress:

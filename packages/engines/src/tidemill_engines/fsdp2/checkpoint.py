@@ -1,15 +1,14 @@
 """The tensors of a checkpoint through torch.distributed.checkpoint: sharded, and loadable in any layout."""
 
-import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tidemill_engines.checkpoint_folder import Progress, save_folder
+from tidemill_engines.checkpoint_folder import Progress, reasons, save_folder, write_tensors
 from tidemill_engines.offload import like, local_part
 
 
@@ -47,13 +46,7 @@ def save(
     """
 
     def write(folder: Path) -> list[str]:
-        try:
-            state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
-        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
-            free_mib = shutil.disk_usage(folder).free >> 20  # torch.save reports a full disk as an odd file position
-            raise OSError(
-                f"could not save the checkpoint {path} ({free_mib} MiB are free there): {_reasons(error)}"
-            ) from error
+        write_tensors(folder, tensors, group)
         rank = dist.get_rank(group)
         return [*(file.name for file in folder.glob(f"__{rank}_*")), *([".metadata"] if rank == 0 else [])]
 
@@ -69,8 +62,4 @@ def load(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup)
     try:
         state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
-        raise ValueError(f"could not load the checkpoint {path}: {_reasons(error)}") from error
-
-
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+        raise ValueError(f"could not load the checkpoint {path}: {reasons(error)}") from error

@@ -1,7 +1,6 @@
 """Checkpoints through Megatron's dist_checkpointing: sharded, and loadable under other parallel sizes."""
 
 import copy
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tidemill_engines.agreement import together
-from tidemill_engines.checkpoint_folder import Progress, save_folder
+from tidemill_engines.checkpoint_folder import Progress, save_folder, write_object, write_tensors
 from tidemill_engines.megatron.optimizer import torch_optimizers
 from tidemill_engines.megatron.weights import unwrapped
 
@@ -76,20 +73,12 @@ def save(path: Path, content: Content, progress: Progress, group: dist.ProcessGr
 
     def write(folder: Path) -> list[str]:
         rank = dist.get_rank(group)
-        try:
-            state_dict_saver.save(
-                content.sharded,
-                storage_writer=FileSystemWriter(folder),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-                process_group=group,
-            )
-        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
-            free_mib = shutil.disk_usage(folder).free >> 20
-            raise OSError(f"could not save the checkpoint {path} ({free_mib} MiB are free there): {error}") from error
-        torch.save(content.random, folder / f"rng_{rank}.pt")
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        write_tensors(folder, content.sharded, group, planner)
+        write_object(folder / f"rng_{rank}.pt", content.random)
         written = [f"rng_{rank}.pt", *(file.name for file in folder.glob(f"__{rank}_*"))]
         if rank == 0:
-            torch.save(content.common, folder / "common.pt")
+            write_object(folder / "common.pt", content.common)
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
             written += [".metadata", "common.pt", "metadata.json"]
         return written
