@@ -271,8 +271,9 @@ def test_shuffled_rewards_do_not_learn(start, tmp_path):
     assert accuracy["shuffled"] < 0.05
 
 
-def test_the_demo_reaches_its_goal(start, tmp_path):
-    command = start("demo", f"trainer.run_dir={tmp_path}", "trainer.name=demo")
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_the_demo_reaches_its_goal(start, tmp_path, backend):
+    command = start("demo", *_BACKENDS[backend], f"trainer.run_dir={tmp_path}", "trainer.name=demo")
     command.wait_for(r"rl +1 ")
     assert command.end(timeout_s=600) == 0
     steps = _steps(tmp_path / "demo")
