@@ -257,6 +257,21 @@ def test_a_peer_that_does_not_come_is_an_error_after_the_timeout(tmp_path):
     assert 1.5 < waited < 5.0
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_ranks_with_different_models_are_refused(tmp_path, backend):
+    """As where a folder of the same name is not the same on all machines."""
+    for rank, layers in enumerate((2, 3)):
+        tiny_model(tmp_path / str(rank), "qwen3", vocab_size=VOCAB, num_hidden_layers=layers)
+    assert run_ranks(run_different_models, 2, tmp_path, backend) == [True, True]
+
+
+def run_different_models(folder, backend):
+    with pytest.raises(ValueError, match=r"rank 1 has another .* than rank 0; give all ranks the same"):
+        build_engine(folder / str(torch.distributed.get_rank()), backend=backend)
+    build_engine(folder / "0", backend=backend).close()
+    return True
+
+
 def run_missing_model(path):
     with pytest.raises(FileNotFoundError, match=r"no config.json.*hf download"):
         build_engine(path)

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
         name: tiny_model(tmp_path / name, family, vocab_size=VOCAB, **fields)
         for name, (family, fields) in MODELS.items()
     }
-    paths["damaged"] = tiny_model(tmp_path / "damaged", "qwen3", vocab_size=VOCAB)
+    paths["damaged"] = tiny_model(tmp_path / "damaged", "qwen3", vocab_size=VOCAB, **MODELS["dense"][1])
     (paths["damaged"] / "model.safetensors").write_bytes(b"cut off")
     for said, too_long, num_rows, num_threads in run_ranks(refusals, 2, paths, timeout_s=250):
         for message, (_, _, expected) in zip(said, CASES, strict=True):

@@ -28,6 +28,18 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+def check_same(value: Any, what: str, group: dist.ProcessGroup) -> None:
+    """Collective over `group` (gloo).
+
+    Raises:
+        ValueError: not all ranks have the same `value`; on every rank.
+    """
+    values = gather(value, group)
+    others = [rank for rank, other in enumerate(values) if other != values[0]]
+    if others:
+        raise ValueError(f"rank {others[0]} has another {what} than rank 0; give all ranks the same")
+
+
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raises on every rank of `group` if any rank brings an error, so that no rank waits for one that has left.
 

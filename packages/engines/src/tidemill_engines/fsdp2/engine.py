@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.agreement import check_same, gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
@@ -138,6 +138,8 @@ class FSDP2Engine(BaseEngine):
                 if self.model_config.lora is not None:
                     lora.add_adapters(model, self.model_config.lora, self.new_weights)
                     self._layout = lora.adapted_layout(model, self._layout)
+            shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
+            check_same(shapes, f"model at {self.model_config.path}", self.groups.control)
             shard_model(model, self.groups.mesh, self.engine_config)
             with together(self.groups.control):
                 param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.agreement import check_same, gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
@@ -99,6 +99,7 @@ class MegatronEngine(BaseEngine):
             self._groups = make_groups(
                 self.config, self.device, self._read, seed=self.config.seed, timeout_s=self.config.timeout_s
             )
+            check_same(self.architecture, f"config.json in {self.model_config.path}", self.groups.control)
             self._build()
         except BaseException:
             self.close()
