@@ -132,8 +132,8 @@ def placed(
         memory, target = rng.randrange(3), rng.randrange(2)
         src = align * rng.randrange(200)
         dst = filled[target] + align * rng.randrange(3)
-        filled[target] = dst + num_rows * pitches[1]
-        needed[memory] = max(needed[memory], src + num_rows * pitches[0])
+        filled[target] = dst + max(num_rows, 1) * pitches[1]  # where an empty one would be is inside, too
+        needed[memory] = max(needed[memory], src + max(num_rows, 1) * pitches[0])
         rows.append(
             {"tensor": rng.randrange(NUM_TENSORS), "memory": memory, "target": target, "rows": num_rows, "cols": cols}
             | {"src": src, "src_pitch": pitches[0], "dst": dst, "dst_pitch": pitches[1]}
