@@ -110,10 +110,10 @@ def whole_and_parts(
     return placed(rng, [*shapes, (3, 0)], src_dtype, dst_dtype, align)
 
 
-def num_folded(table: CopyTable, tile_elements: int) -> int:
-    """How many single rows of the table are several rows of its tiles, if all blocks are aligned."""
-    aligned = (np.ones(1 + column.max(), np.bool_) for column in (table.memory, table.target))
-    rows = [group.segments[:, SEGMENT_FIELDS.index("rows")] for group in cut(table, tile_elements, *aligned)]
+def num_folded(table: CopyTable, tile_elements: int, *, aligned: bool) -> int:
+    """How many single rows of the table are several rows of its tiles, if all blocks are aligned or none is."""
+    blocks = (np.full(1 + column.max(), aligned) for column in (table.memory, table.target))
+    rows = [group.segments[:, SEGMENT_FIELDS.index("rows")] for group in cut(table, tile_elements, *blocks)]
     return int((table.rows[table.cols > 0] == 1).sum() - (np.concatenate(rows) == 1).sum())
 
 
