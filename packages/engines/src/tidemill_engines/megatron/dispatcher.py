@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import nn
 
 from tidemill_engines.megatron.compiled import for_any_length
+
+_OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,23 +49,38 @@ class Places:
 
 def copied(tokens: torch.Tensor, places: Places) -> torch.Tensor:
     """The copies [n * K, H] of tokens [n, H]. Backwards, those of a token are added up, in float32."""
-    out = _Copied.apply(tokens, places)
-    assert isinstance(out, torch.Tensor)
-    return out
+    return _linear(tokens, partial(_copy, places), partial(_sum, places))
 
 
 def summed(copies: torch.Tensor, places: Places) -> torch.Tensor:
     """The sum [n, H] of the copies [n * K, H] of each token, in float32 before it is rounded."""
-    out = _Summed.apply(copies, places)
+    return _linear(copies, partial(_sum, places), partial(_copy, places))
+
+
+def _linear(x: torch.Tensor, there: _OfRows, back: _OfRows) -> torch.Tensor:
+    out = _Linear.apply(x, there, back)
     assert isinstance(out, torch.Tensor)
     return out
 
 
-def _copy(tokens: torch.Tensor, places: Places) -> torch.Tensor:
+class _Linear(torch.autograd.Function):
+    """A linear operation on rows, and on their gradient its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: _OfRows, back: _OfRows) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.back(grad), None, None
+
+
+def _copy(places: Places, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.index_select(0, places.tokens)
 
 
-def _sum(copies: torch.Tensor, places: Places) -> torch.Tensor:
+def _sum(places: Places, copies: torch.Tensor) -> torch.Tensor:
     add_up = _compiled_sum() if places.fused else _gathered_sum
     return add_up(places.copies, copies)
 
@@ -78,28 +95,6 @@ def _compiled_sum() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         return reduce(torch.add, (copies.index_select(0, place).float() for place in places.unbind(1))).to(copies.dtype)
 
     return for_any_length(unrolled)
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, places: Places) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.places = places
-        return _copy(tokens, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum(grad, ctx.places), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, copies: torch.Tensor, places: Places) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.places = places
-        return _sum(copies, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _copy(grad, ctx.places), None
 
 
 def turned(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -119,24 +114,9 @@ def turned(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rows + shift.repeat_interleave(runs, output_size=num_rows)
 
 
-class _Moved(torch.autograd.Function):
-    """The rows `order` of x; `back` brings them, and the gradient, back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.back = back
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, ctx.back), None, None
-
-
 def moved(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     """The rows `order` of x, each of which is there once; `back` is the inverse of `order`."""
-    out = _Moved.apply(x, order, back)
-    assert isinstance(out, torch.Tensor)
-    return out
+    return _linear(x, lambda rows: rows.index_select(0, order), lambda rows: rows.index_select(0, back))
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
