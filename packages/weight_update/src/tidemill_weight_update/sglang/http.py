@@ -169,8 +169,17 @@ class HttpEngine:
             flushed.result(_GRACE_S)
         except TimeoutError:
             self.pause("abort")
-            flushed.result(DRAIN_S)
+            self._await_flush(flushed)
             self.resume()
+
+    @staticmethod
+    def _await_flush(flushed: Future[None]) -> None:
+        try:
+            flushed.result(DRAIN_S)
+        except TimeoutError as error:  # which says nothing itself
+            raise RuntimeError(
+                f"cannot flush its prefix cache: requests still run {DRAIN_S:g} s after their end; it stays paused"
+            ) from error
 
     def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
         body = {
