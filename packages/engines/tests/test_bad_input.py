@@ -113,6 +113,23 @@ def test_a_bad_batch_on_one_rank_raises_on_every_rank(tmp_path):
     assert after == after_own
 
 
+def run_other_columns(path, batch):
+    engine = build_engine(path)
+    good = shard(engine, batch)
+    bad = without(good, "advantages") if engine.get_data_parallel_rank() == 1 else good
+    with pytest.raises(ValueError, match="the batch of rank 1 lacks the column advantages, which that of rank 0 has"):
+        engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
+    loss = engine.train_batch(good, policy_like_loss, calculate_entropy=True)["loss"]
+    engine.close()
+    return loss
+
+
+def test_ranks_with_different_columns_are_refused(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    losses = run_ranks(run_other_columns, 2, path, make_batch(8, seed=1))
+    assert losses[0] == losses[1]
+
+
 def run_fixed_micro_batches(path, batch):
     engine = build_engine(path, micro_batch_size_per_gpu=2, max_token_len_per_gpu=30)
     few = shard(engine, batch)

@@ -100,6 +100,7 @@ class _Report:
 
     part: int
     error: tuple[str, str] | None = None
+    columns: frozenset[str] = frozenset()
     fingerprint: tuple[int, ...] = ()
     num_micro_batches: int = 0
     trained: tuple[float, float] = (0.0, 0.0)
@@ -130,8 +131,9 @@ def plan_batch(
         vision: of a model that takes images.
 
     Raises:
-        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, or
-            ranks of one part with different rows; on every rank, naming the rank that it was found on.
+        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, ranks
+            with different columns, or those of one part with different rows; on every rank, naming the rank that it
+            was found on.
     """
     error, padding, own = None, None, _Report(part=data_parallel_rank)
     try:
@@ -148,6 +150,7 @@ def plan_batch(
             _check_fixed_micro_batches(batch, micro_batch_size, limit)
         own = _Report(
             part=data_parallel_rank,
+            columns=_tensor_columns(batch),
             fingerprint=_fingerprint(batch),
             num_micro_batches=num_micro_batches_needed(
                 batch, max_token_len=limit.total, micro_batch_size=micro_batch_size
@@ -159,6 +162,7 @@ def plan_batch(
         error, own = caught, _Report(part=data_parallel_rank, error=describe(caught))
     reports: list[_Report] = gather(own, group)
     raise_first([report.error for report in reports], error)
+    _check_same_columns(reports)
     parts = _one_per_part(reports)
     needed = max(report.num_micro_batches for report in parts)
     micro_batches, indices = prepare_micro_batches(
@@ -188,6 +192,22 @@ def _ragged_on_cpu(batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
         raise TypeError(f"an engine takes a DataProto, got a {type(batch).__name__}; see DataProto.from_dict")
     batch = batch.to("cpu")
     return (to_ragged(batch), response_attention_mask(batch)) if is_padded(batch) else (batch, None)
+
+
+def _tensor_columns(batch: DataProto) -> frozenset[str]:
+    assert batch.batch is not None
+    return frozenset(batch.batch.keys())
+
+
+def _check_same_columns(reports: list[_Report]) -> None:
+    """A column that a loss looks for on some ranks in vain would leave the others waiting."""
+    for name in sorted(frozenset[str]().union(*(report.columns for report in reports))):
+        has = [name in report.columns for report in reports]
+        if not all(has):
+            raise ValueError(
+                f"the batch of rank {has.index(False)} lacks the column {name}, which that of rank {has.index(True)} "
+                "has; give all ranks the same columns"
+            )
 
 
 def _one_per_part(reports: list[_Report]) -> list[_Report]:
