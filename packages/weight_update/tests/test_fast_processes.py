@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, freshly_loaded, holds, tensors
-from toy_processes import ProcessEngine, start_trainers
+from toy_processes import ProcessEngine, serve, start_trainers
 
 
 def same_as_fresh(engine: ProcessEngine, checkpoint) -> bool:
@@ -127,19 +127,6 @@ def test_an_engine_that_is_stopped_is_fenced_and_may_come_back(started):
     assert same_as_fresh(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.close()
-
-
-def serve(engine: ToyEngine, connection) -> str | None:
-    """Does what rank 0 of a trainer asks; its last words, or None if it ended without."""
-    while True:
-        try:
-            method, args, kwargs = connection.recv()
-            if method == "done":
-                return args
-            value = getattr(engine, method)
-            connection.send((True, value(*args, **kwargs) if callable(value) else value))
-        except (EOFError, ConnectionError):
-            return None
 
 
 @pytest.mark.parametrize("mode", ["complete", "streaming"])

@@ -1,6 +1,5 @@
 """The updater on the stock path, from several trainer ranks. What begins with an underscore runs on all of them."""
 
-import os
 import re
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from memory_engine import MemoryEngine, assert_same
 from tidemill_testing import run_ranks
 from tidemill_weight_update import WeightUpdater
+from toy_processes import serve, start_trainers
 
 
 def layouts() -> dict[str, torch.Tensor]:
@@ -134,26 +134,19 @@ def test_ranks_that_pass_different_tensors_are_told_so():
     assert results[0][1] == ["load 0 2", "flush"]
 
 
-def _killed(flag: str):
-    class Waiting(MemoryEngine):
-        def load_bucket(self, bucket) -> None:
-            super().load_bucket(bucket)
-            while bucket.index == 1 and not os.path.exists(flag):
-                pass
-
-    def items():
-        for i in range(10):
-            if i == 3 and dist.get_rank() == 1:
-                open(flag, "w").close()
-                os._exit(9)
-            yield f"t{i}", torch.zeros(16)
-
-    WeightUpdater([Waiting()] if dist.get_rank() == 0 else [], bucket_bytes=64).update(items(), 1)
-
-
 def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
-    with pytest.raises(RuntimeError, match=r"(Connection|peer|exit codes \{1: 9\})"):
-        run_ranks(_killed, 2, str(tmp_path / "flag"), timeout_s=60)
+    engine = MemoryEngine()
+    processes, connection = start_trainers(2, str(tmp_path / "store"), 1, "streaming")
+    try:
+        told = serve(engine, connection)
+        assert told is not None
+        assert told.startswith("RankLostError: a trainer rank does not answer"), told
+        assert engine.version == "default"
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+        connection.close()
 
 
 def _subgroup():

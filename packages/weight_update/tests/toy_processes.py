@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sender import RemoteEngine
-from tidemill_weight_update import PauseMode, Request, WeightUpdater
+from tidemill_weight_update import EngineClient, PauseMode, Request, WeightUpdater
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel, tensors
@@ -175,3 +175,16 @@ def start_trainers(world_size: int, store: str, killed: int, mode: str) -> tuple
         process.start()
     theirs.close()
     return processes, ours
+
+
+def serve(engine: EngineClient, connection: Connection) -> str | None:
+    """Does what rank 0 of a trainer asks; its last words, or None if it ended without."""
+    while True:
+        try:
+            method, args, kwargs = connection.recv()
+            if method == "done":
+                return args
+            value = getattr(engine, method)
+            connection.send((True, value(*args, **kwargs) if callable(value) else value))
+        except (EOFError, ConnectionError):
+            return None

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 class WeightUpdater:
     """Sends weights to engines.
 
-    All ranks of `process_group` (None: the default group, or this process alone) call `update` together; rank 0 of the
-    group talks to the engines. Engines that were launched with `sglang_launch_args()` take what they need from each
-    rank directly (the fast path); others get full tensors from rank 0 (the stock path).
+    All ranks of `process_group` (None: the default group, or this process alone) make it and call `update` together;
+    rank 0 of the group talks to the engines. Engines that were launched with `sglang_launch_args()` take what they need
+    from each rank directly (the fast path); others get full tensors from rank 0 (the stock path).
 
     Args:
         engines: where the weights go; used on rank 0 only, other ranks may pass an empty sequence.
         bucket_bytes: tensors that cannot be read where they are travel through shared memory of twice this size on each
             rank, however large they are. On the stock path a tensor larger than a bucket travels alone, and the shared
             memory grows to its size.
-        process_group: the ranks that update together. Its timeout bounds the wait for a rank that does not answer,
-            which includes the wait of the others for the engines.
+        process_group: the ranks that update together, over a small gloo group that they make for it. Its timeout bounds
+            their wait for the last to call `update` and for what rank 0 still has to wait for when all is sent.
         dtype: floating-point tensors are sent as `tensor.to(dtype)`. None: as they are; the fast path casts them to the
             dtype of the engine's parameter.
         device: where the shared memory lives, "cpu" or a CUDA device; None: where the first tensor is. Engines on GPUs
@@ -58,7 +58,8 @@ class WeightUpdater:
             engines need the run's token.
         timeout_s: longest wait for an engine that makes no progress; then the update goes on without it. Less than what
             the engines' clients wait for an answer, else these give up all engines while they wait for one. (Engines
-            wait as long for a trainer rank that lives and sends nothing if there is a link, else three times as long.)
+            wait as long for a trainer rank that lives and sends nothing if there is a link, else three times as long;
+            ranks of the fast path that have sent all wait three times as long for the others.)
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class WeightUpdater:
             TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
-                as it is. An error on one rank is an error on all.
+                as it is. An error on one rank is an error on all. If a rank is lost (`RankLostError`), close the
+                updater; those that are left can make another.
             An engine that fails while others do not raises nothing: see `UpdateStats.fenced`.
         """
         started = time.perf_counter()
@@ -218,6 +220,7 @@ class WeightUpdater:
     def close(self) -> None:
         """Releases the shared memory. The engines are left as they are. May be called twice; not collective."""
         self._closed = True
+        self._ranks.close()
         self._fast.close()
         self._stock.close()
 
@@ -286,7 +289,7 @@ class WeightUpdater:
         with failure:
             mailboxes = self._fast.connect(begun, num_receivers)
         if self._link is not None:
-            self._ranks.exchange(failure.error, [])
+            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
         return mailboxes
 
     def _send(
@@ -338,7 +341,8 @@ class WeightUpdater:
                 is_sent = True
             if not is_sent:
                 give_up()
-            self._ranks.exchange(failure.error, [])  # while the engines compare; a lost rank need not be waited for
+            # While the engines compare. What the others may wait for now, engines, they give up after a while.
+            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
         except RankLostError:
             is_sent = False
             raise

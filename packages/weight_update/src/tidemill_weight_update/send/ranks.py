@@ -1,54 +1,74 @@
 """Agreement between the trainer's ranks, so that an error on one of them is an error on all."""
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    _get_default_group,
+    _get_default_store,
+)
 
 _SHORT = 4096
 """Bytes that are sent at once, their number included."""
 
 
 class RankLostError(RuntimeError):
-    """A rank of the trainer has ended, or did not answer within its process group's timeout."""
+    """A rank of the trainer has ended, or did not answer in time. Its `WeightUpdater` is of no further use."""
 
 
 class Ranks:
     """The ranks that call `update` together: those of `process_group`, or this process alone.
 
-    Without torch.distributed, or in a group of one, nothing is communicated. `rank` is the rank in the group, `owner`
-    the global rank of the group's rank 0.
+    They talk over a gloo group of their own, made here, which all of them do together. So there is a limit to each wait
+    whatever the backend of `process_group`, and after a wait that was too long that group can still be used. A wait for
+    which nothing else is said is as long as its timeout. Without torch.distributed, or in a group of one, nothing is
+    communicated. `rank` is the rank in the group, `owner` the global rank of the group's rank 0.
+
+    Raises:
+        ValueError: this process is not a member.
+        RankLostError: another rank came, and did not connect.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         distributed = dist.is_available() and dist.is_initialized()
-        self._group = process_group
         self.rank = dist.get_rank(process_group) if distributed else 0
         self.size = dist.get_world_size(process_group) if distributed else 1
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; only its members may update weights")
         self.owner = dist.get_process_group_ranks(process_group)[0] if distributed else 0
-        on_cuda = self.size > 1 and dist.get_backend(process_group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        self._group = _own_group(process_group) if self.size > 1 else None
 
-    def exchange(self, error: Exception | None, numbers: Sequence[int]) -> list[list[int]]:
+    def close(self) -> None:
+        """Leaves the group; the others need not."""
+        self._group = None
+
+    def exchange(
+        self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None
+    ) -> list[list[int]]:
         """Gives the numbers of all ranks to all ranks, or raises on every rank.
 
         Args:
             error: what went wrong on this rank.
             numbers: signed 64-bit, as many on each rank.
+            timeout_s: longest wait for another rank.
 
         Raises:
             Exception: `error` itself, on its rank.
             RuntimeError: on the other ranks, naming the failed ranks and their errors.
             RankLostError: a rank does not answer.
         """
-        if self.size == 1:
+        if self._group is None:
             if error is not None:
                 raise error
             return [list(numbers)]
-        gathered = self._gather([error is not None, *numbers])
+        gathered = self._gather([error is not None, *numbers], timeout_s)
         failed = [rank for rank, row in enumerate(gathered) if row[0]]
         if not failed:
             return [row[1:] for row in gathered]
@@ -78,7 +98,7 @@ class Ranks:
 
     def from_first(self, text: str) -> str:
         """The text of rank 0, on all ranks; in one message if it is short."""
-        if self.size == 1:
+        if self._group is None:
             return text
         data = text.encode()
         head = torch.zeros(_SHORT, dtype=torch.uint8)
@@ -95,16 +115,17 @@ class Ranks:
         return self._broadcast(tail).decode()
 
     def _broadcast(self, data: torch.Tensor) -> bytes:
-        data = data.to(self._device)
+        assert self._group is not None
+        options = BroadcastOptions()
+        options.rootRank = 0
         with _as_lost():
-            dist.broadcast(data, self.owner, group=self._group)
-        return data.cpu().numpy().tobytes()
+            self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
+        return data.numpy().tobytes()
 
-    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=self._device)
-        with _as_lost():
-            dist.all_gather(list(gathered.unbind()), mine, group=self._group)
+    def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        self._all_gather(list(gathered.unbind()), mine, timeout_s)
         return gathered.tolist()
 
     def _gather_texts(self, text: str) -> list[str]:
@@ -112,12 +133,34 @@ class Ranks:
         sizes = [row[0] for row in self._gather([len(data)])]
         mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        mine = mine.to(self._device)
         gathered = [torch.empty_like(mine) for _ in sizes]
-        with _as_lost():
-            dist.all_gather(gathered, mine, group=self._group)
+        self._all_gather(gathered, mine, None)
         texts = [bytes(item[:size].tolist()) for item, size in zip(gathered, sizes, strict=True)]
         return [item.decode(errors="replace") for item in texts]
+
+    def _all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor, timeout_s: float | None) -> None:
+        assert self._group is not None
+        options = AllgatherOptions()
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
+        with _as_lost():
+            self._group.allgather([gathered], [mine], options).wait()  # type: ignore[attr-defined]
+
+
+def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
+    """A gloo group of the ranks of `process_group`, with its timeout. It ends with the object."""
+    group = _get_default_group() if process_group is None else process_group
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # Not `new_group`: all processes of the job would have to call it, or no two groups of the same ranks may follow
+    # each other. The number that tells this group's keys from those of others is known when all ranks have come.
+    on_cuda = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(numbers, torch.full_like(numbers[0], secrets.randbits(62)), group=group)
+    store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", _get_default_store())
+    timeout = max(group._get_backend(device).options._timeout for device in group._device_types)
+    with _as_lost():
+        return ProcessGroupGloo(store, rank, size, timeout)
 
 
 @contextmanager

@@ -1,0 +1,122 @@
+"""What trainer ranks tell each other, over a group of their own. What begins with an underscore runs on all of them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+from tidemill_testing import run_ranks
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.send.ranks import RankLostError, Ranks
+from toy_engines import ToyEngine, holds, tensors
+
+TIMEOUT_S = 1.0
+
+
+def _stopped(victim: int, kind: str) -> tuple[str, float, bool]:
+    rank = dist.get_rank()
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    engines = [ToyEngine(2)] if rank == 0 else []
+    updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=TIMEOUT_S)
+    updater.update(tensors(0).items(), 0)
+
+    def items() -> Iterator:
+        for count, item in enumerate(tensors(1).items()):
+            if count == 4 and rank == victim:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield item
+
+    started, told = time.monotonic(), ""
+    try:
+        updater.update(items() if kind == "streaming" else Late(items), 1)
+    except RankLostError as error:
+        told = str(error)
+    seconds = time.monotonic() - started
+    if rank == (victim + 1) % 3:
+        time.sleep(0.5)  # the third has had its time
+        os.kill(pids[victim], signal.SIGCONT)
+    updater.close()
+    dist.barrier()  # the group that they were given still serves
+    again = WeightUpdater(engines, bucket_bytes=100)
+    again.update(tensors(2).items(), 2)
+    again.close()
+    return told, seconds, all(holds(engine, tensors(2)) for engine in engines)
+
+
+class Late(list):
+    """A collection whose items come from a generator when it is first looked at."""
+
+    def __init__(self, items: Callable[[], Iterator]) -> None:
+        super().__init__()
+        self._items = items
+
+    def __iter__(self) -> Iterator:
+        return self._items()
+
+
+@pytest.mark.parametrize(("victim", "kind"), [(0, "streaming"), (1, "streaming"), (2, "complete")])
+def test_a_rank_that_is_stopped_is_lost_to_the_others_in_time(victim, kind):
+    for rank, (told, seconds, is_well) in enumerate(run_ranks(_stopped, 3, victim, kind)):
+        assert is_well
+        if rank != victim:
+            assert "a trainer rank does not answer" in told, (rank, told)
+            assert seconds < 3 * TIMEOUT_S + 3
+
+
+def _late() -> list[list[int]]:
+    rank = dist.get_rank()
+    ranks = Ranks(None)
+    if rank == 1:
+        time.sleep(2)
+    rows = ranks.exchange(None, [rank])  # as long as the process group waits
+    if rank == 1:
+        time.sleep(2)
+    with pytest.raises(RankLostError):
+        ranks.exchange(None, [rank], timeout_s=0.5)
+    return rows
+
+
+def test_only_a_wait_that_is_limited_ends_soon():
+    assert run_ranks(_late, 2) == [[[0], [1]]] * 2
+
+
+def _resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _made_and_closed(times: int) -> bool:
+    made = [Ranks(None) for _ in range(2)]
+    for ranks in made:
+        ranks.close()
+    before = _resources()
+    for number in range(times):
+        ranks = Ranks(None)
+        assert ranks.from_first(f"{number}" if ranks.rank == 0 else "") == str(number)
+        ranks.close()  # the others may still be reading
+        ranks.close()
+        assert ranks.exchange(None, [7]) == [[7]]
+    dist.barrier()
+    deadline = time.monotonic() + 5
+    while _resources() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return _resources() <= before
+
+
+def test_groups_leave_nothing_behind():
+    assert run_ranks(_made_and_closed, 3, 20) == [True] * 3
+
+
+def _overlapping() -> list[list[int]]:
+    world, rank = Ranks(None), dist.get_rank()
+    pair = dist.new_group([1, 2])
+    own = Ranks(pair) if rank > 0 else None
+    rows = [] if own is None else own.exchange(None, [own.rank, own.owner])
+    world.exchange(None, [rank])
+    return rows
+
+
+def test_groups_may_overlap():
+    assert run_ranks(_overlapping, 3) == [[], [[0, 1], [1, 1]], [[0, 1], [1, 1]]]
