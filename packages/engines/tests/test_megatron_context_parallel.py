@@ -8,7 +8,6 @@ from tidemill_engines.packing import PackedLayout
 pytest.importorskip("megatron.core")
 
 from tidemill_engines.megatron.context_parallel import PartLayout, _padded, own_tokens
-from tidemill_engines.megatron.rotary import rotary_angles, rotate
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -45,24 +44,3 @@ def test_ranks_together_attend_as_one_does_to_whole_rows(size):
 
 def test_one_rank_has_rows_of_any_length():
     assert own_tokens([3, 1, 5], 1, 0).tolist() == list(range(9))
-
-
-def test_the_rotation_is_that_of_transformers():
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    torch.manual_seed(0)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 700]])
-    config = LlamaConfig(head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
-    cos, sin = LlamaRotaryEmbedding(config)(q, positions)
-    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    angles = rotary_angles(positions, 16, 5e5)
-    for x, other in zip((q, k), expected, strict=True):
-        x.requires_grad_()
-        out, truth = rotate(x, angles.cos(), angles.sin()), other[0].transpose(0, 1)
-        torch.testing.assert_close(out, truth)
-        direction = torch.randn_like(out)
-        grad = torch.autograd.grad((out * direction).sum(), x)[0]
-        # turning back and forth is the identity
-        torch.testing.assert_close(rotate(grad, angles.cos(), angles.sin()), direction)

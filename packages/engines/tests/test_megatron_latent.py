@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import VOCAB, check_training, engine_training, make_batch, plain_training
+from engine_cases import VOCAB, build_engine, check_training, engine_training, make_batch, plain_training
 from megatron_cases import save_and_load
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tidemill_engines import ModelConfig
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig
@@ -120,7 +120,11 @@ def test_training_goes_on_where_it_was_saved(paths, tmp_path):
         ({"rope_interleave": False}, "rotary pairs that lie apart"),
         ({"norm_topk_prob": False}, "weights of experts that do not add up to one"),
         ({"attention_bias": True}, "a bias of o_proj"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "rope type 'linear'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_parameters": YARN | {"mscale_all_dim": 0.0}}, "yarn scaled by other rules than Megatron's"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "yarn scaled by other rules than Megatron's"),
+        ({"rope_parameters": YARN | {"truncate": False}}, "yarn scaled by other rules than Megatron's"),
+        ({"attention_dropout": 0.1}, "dropout of attention"),
     ],
 )
 def test_what_megatron_computes_otherwise_is_refused(paths, fields, message):
@@ -128,6 +132,25 @@ def test_what_megatron_computes_otherwise_is_refused(paths, fields, message):
     assert Architecture.from_config(config).head_dim == 24
     with pytest.raises(ValueError, match=f"cannot train a deepseek_v3 model with {message}"):
         Architecture.from_config(config | fields)
+
+
+def test_layers_for_further_predictions_are_left_out(tmp_path):
+    path = deepseek(tmp_path / "model", q_lora_rank=24, n_group=1, topk_group=1)
+    weights = load_file(path / "model.safetensors")
+    ahead = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
+    ahead |= {"model.layers.4.eh_proj.weight": torch.zeros(64, 128), "model.layers.4.enorm.weight": torch.ones(64)}
+    save_file(weights | ahead, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has model.layers.4.eh_proj.weight, .* but the model of its config.json"):
+        build_engine(path, backend="megatron")
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    engine = build_engine(path, backend="megatron", optimizer=False)
+    engine.save_hf(tmp_path / "export")
+    engine.close()
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert set(exported) == set(weights)
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_there_is_no_balance_loss_beside_the_bias(paths):

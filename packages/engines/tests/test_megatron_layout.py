@@ -11,8 +11,10 @@ from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement, blocks_of
 from tidemill_testing import tiny_model
+from transformers import AutoConfig
 
 FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
 
 
 def parameters(architecture: Architecture, *, with_te: bool) -> list[str]:
@@ -88,14 +90,32 @@ def config(tmp_path, family: str = "qwen3", **fields: Any) -> dict[str, Any]:
     ("fields", "message"),
     [
         ({"model_type": "gpt_oss"}, "no rules for models of type 'gpt_oss'; .* llama, qwen2, qwen3, qwen3_moe"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": LONGROPE}, "rope type 'longrope'"),
+        ({"partial_rotary_factor": 0.5}, "a rotary embedding of a part of each head"),
         ({"use_sliding_window": True}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"attention_dropout": 0.1}, "dropout of attention"),
+        ({"attention_bias": True}, "a bias of o_proj"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_size": "wide"}, "(?s)config.json is not one of a qwen3 model: .*'hidden_size' expected int, got str"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3': .*high_freq_factor"),
     ],
 )
 def test_an_architecture_without_rules_is_refused_by_name(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         Architecture.from_config(config(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path, family):
+    whole = config(tmp_path, family)
+    rest = {name: value for name, value in whole.items() if name not in ("rope_parameters", "rms_norm_eps")}
+    expected = Architecture.from_config(whole | {"rms_norm_eps": 1e-6})
+    assert Architecture.from_config(rest) == expected
+    assert Architecture.from_config(rest | {"rope_theta": 5e5}) != expected
+    wide = Architecture.from_config({name: value for name, value in rest.items() if name != "hidden_size"})
+    assert wide.hidden_size == type(AutoConfig.from_pretrained(tmp_path))().hidden_size
 
 
 def test_a_parameter_without_a_rule_is_refused_by_name(tmp_path):

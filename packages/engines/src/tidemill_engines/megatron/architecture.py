@@ -1,9 +1,15 @@
 """What the Megatron parts need to know of a Hugging Face model."""
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from tidemill_engines.megatron.rotary import FIXED_TYPES, Rotary
 
 _DENSE = ("llama", "qwen2", "qwen3")
 _EXPERTS = ("qwen3_moe",)
@@ -17,7 +23,8 @@ class LatentAttention:
 
     Attributes:
         q_lora_rank: None where queries are projected at once.
-        yarn: of the rotary embedding, by the names of `rope_parameters`; empty where it is not scaled.
+        rope_theta: of the rotary embedding.
+        yarn: of it, too, by the names of `rope_parameters`; empty where it is not scaled.
     """
 
     q_lora_rank: int | None
@@ -25,6 +32,7 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    rope_theta: float
     yarn: tuple[tuple[str, float], ...] = ()
 
 
@@ -43,8 +51,10 @@ class Architecture:
 
     Attributes:
         head_dim: of queries and keys.
+        rotary: the rotary embedding; None of latent attention, which has its own.
         num_experts: routed experts of each layer; 0 for a dense model.
         num_dense_layers: the first layers, which have no experts, of a mixture.
+        num_nextn_predict_layers: for further predictions, behind the others in the checkpoint; they are left out.
         shared_intermediate_size: of the experts that all tokens are sent to; 0 where there are none.
         router: None for a softmax.
         latent: None for attention to heads of their own.
@@ -52,7 +62,7 @@ class Architecture:
         qk_norm: whether q and k are normalized per head.
 
     Raises:
-        ValueError: an architecture or a feature that no rule covers, named.
+        ValueError: an architecture or a feature that no rule covers, named; or a value that transformers refuses.
     """
 
     model_type: str
@@ -64,7 +74,7 @@ class Architecture:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rotary: Rotary | None
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -75,6 +85,7 @@ class Architecture:
     norm_topk_prob: bool = True
     initializer_range: float = 0.02
     num_dense_layers: int = 0
+    num_nextn_predict_layers: int = 0
     shared_intermediate_size: int = 0
     router: SigmoidRouter | None = None
     latent: LatentAttention | None = None
@@ -101,49 +112,60 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Architecture":
-        """From the content of a `config.json`."""
+        """From the content of a `config.json`; what it leaves out is as by transformers' defaults."""
         model_type = config.get("model_type", "")
         if model_type not in (*_DENSE, *_EXPERTS, *_LATENT):
             known = ", ".join((*_DENSE, *_EXPERTS, *_LATENT))
             raise ValueError(f"no rules for models of type {model_type!r}; the Megatron engine knows {known}")
-        _refuse(config, model_type)
-        heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or config
+        checked = _checked(config, model_type)
+        fields = checked.to_dict()
+        _refuse(fields, model_type)
         experts = model_type in _EXPERTS
         architecture = cls(
             model_type=model_type,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=float(rope["rope_theta"]),
-            max_position_embeddings=config["max_position_embeddings"],
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias", False)),
+            vocab_size=fields["vocab_size"],
+            hidden_size=fields["hidden_size"],
+            intermediate_size=fields["intermediate_size"],
+            num_hidden_layers=fields["num_hidden_layers"],
+            num_attention_heads=fields["num_attention_heads"],
+            num_key_value_heads=fields["num_key_value_heads"],
+            head_dim=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
+            rms_norm_eps=fields["rms_norm_eps"],
+            rotary=None,
+            max_position_embeddings=fields["max_position_embeddings"],
+            tie_word_embeddings=fields["tie_word_embeddings"],
+            qkv_bias=model_type == "qwen2",
             qk_norm=model_type in ("qwen3", "qwen3_moe"),
-            num_experts=(config.get("num_experts") or config["num_local_experts"]) if experts else 0,
-            num_experts_per_tok=config["num_experts_per_tok"] if experts else 0,
-            moe_intermediate_size=config["moe_intermediate_size"] if experts else 0,
-            norm_topk_prob=bool(config.get("norm_topk_prob", False)) if experts else True,
-            initializer_range=config.get("initializer_range", 0.02),
+            num_experts=fields["num_local_experts"] if experts else 0,
+            num_experts_per_tok=fields["num_experts_per_tok"] if experts else 0,
+            moe_intermediate_size=fields["moe_intermediate_size"] if experts else 0,
+            norm_topk_prob=fields["norm_topk_prob"] if experts else True,
+            initializer_range=fields["initializer_range"],
         )
-        return replace(architecture, **_of_latent(config)) if model_type in _LATENT else architecture
+        if model_type in _LATENT:
+            return replace(architecture, **_of_latent(fields))
+        return replace(architecture, rotary=Rotary.of(checked, architecture.head_dim))
+
+
+def _checked(config: dict[str, Any], model_type: str) -> PretrainedConfig:
+    """As transformers reads it: with its defaults, and the rotary embedding under one name in any version's format."""
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+    except (KeyError, StrictDataclassError) as error:
+        raise ValueError(f"config.json is not one of a {model_type} model: {error.args[0]}") from error
 
 
 def _of_latent(config: dict[str, Any]) -> dict[str, Any]:
     """What DeepSeek-V3 has instead."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config["rope_parameters"]
     attention = LatentAttention(
         q_lora_rank=config["q_lora_rank"],
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
         qk_rope_head_dim=config["qk_rope_head_dim"],
         v_head_dim=config["v_head_dim"],
-        yarn=tuple((name, rope[name]) for name in _YARN if name in rope),
+        rope_theta=float(rope["rope_theta"]),
+        yarn=tuple((name, rope[name]) for name in _YARN if rope.get(name) is not None),
     )
     return {
         "head_dim": attention.qk_nope_head_dim + attention.qk_rope_head_dim,
@@ -152,6 +174,7 @@ def _of_latent(config: dict[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": config["num_experts_per_tok"],
         "moe_intermediate_size": config["moe_intermediate_size"],
         "num_dense_layers": config["first_k_dense_replace"],
+        "num_nextn_predict_layers": config.get("num_nextn_predict_layers") or 0,
         "shared_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
         "router": SigmoidRouter(
             num_groups=config["n_group"],
@@ -163,28 +186,35 @@ def _of_latent(config: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(config: dict[str, Any], model_type: str) -> None:
     """Features that change the numbers and that nothing here carries out."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    is_latent = model_type in _LATENT
+    rope, is_latent = config["rope_parameters"], model_type in _LATENT
+    kind = rope.get("rope_type")
     unknown = {
-        f"rope type {kind!r}": kind not in (("default", "yarn") if is_latent else ("default",)),
-        "sliding windows": bool(config.get("use_sliding_window", False)),
-        "a bias of o_proj": model_type in ("llama", *_LATENT) and bool(config.get("attention_bias", False)),
+        f"rope type {kind!r}": kind not in (("default", "yarn") if is_latent else FIXED_TYPES),
+        "a rotary embedding of a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "yarn scaled by other rules than Megatron's": is_latent and kind == "yarn" and _is_scaled_otherwise(rope),
+        "dropout of attention": bool(config["attention_dropout"]),
+        "sliding windows": bool(config.get("use_sliding_window", False))
+        or any(kind != "full_attention" for kind in config.get("layer_types") or ()),
+        "a bias of o_proj": model_type != "qwen2" and bool(config.get("attention_bias", False)),
         "biases in the mlp": bool(config.get("mlp_bias", False)),
         "layers without experts": bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1,
-        "weights of experts that do not add up to one": model_type in _LATENT
-        and not config.get("norm_topk_prob", True),
-        "rotary pairs that lie apart": model_type in _LATENT and not config.get("rope_interleave", True),
-        "groups of experts of which other than two decide": _decides_otherwise(config, model_type),
-        f"activation {config.get('hidden_act', 'silu')!r}": config.get("hidden_act", "silu") != "silu",
+        "weights of experts that do not add up to one": is_latent and not config["norm_topk_prob"],
+        "rotary pairs that lie apart": is_latent and not config["rope_interleave"],
+        "groups of experts of which other than two decide": is_latent and _decides_otherwise(config),
+        f"activation {config['hidden_act']!r}": config["hidden_act"] != "silu",
     }
     found = [name for name, is_there in unknown.items() if is_there]
     if found:
         raise ValueError(f"the Megatron engine cannot train a {model_type} model with {', '.join(found)}")
 
 
-def _decides_otherwise(config: dict[str, Any], model_type: str) -> bool:
+def _is_scaled_otherwise(rope: dict[str, Any]) -> bool:
+    """Megatron knows no attention factor beside these two, of which transformers takes both or neither."""
+    mscales = [rope.get("mscale"), rope.get("mscale_all_dim")]
+    is_taken = all(mscales) or mscales == [None, None]
+    return not is_taken or rope.get("attention_factor") is not None or not rope.get("truncate", True)
+
+
+def _decides_otherwise(config: dict[str, Any]) -> bool:
     """Megatron chooses groups by their best `top_k // top_groups` experts, transformers by their best two."""
-    if model_type not in _LATENT or config["n_group"] == 1:
-        return False
-    return config["num_experts_per_tok"] // config["topk_group"] != 2
+    return config["n_group"] != 1 and config["num_experts_per_tok"] // config["topk_group"] != 2

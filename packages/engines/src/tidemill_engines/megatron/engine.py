@@ -361,7 +361,10 @@ class MegatronEngine(BaseEngine):
 
     def export_config(self) -> PretrainedConfig:
         """The configuration of the model, for `save_hf`."""
-        return AutoConfig.from_pretrained(self.model_config.path)
+        config = AutoConfig.from_pretrained(self.model_config.path)
+        if self.architecture.num_nextn_predict_layers:
+            config.update({"num_nextn_predict_layers": 0})
+        return config
 
     def performance(self) -> dict[str, float]:
         parallel, meter = self.config, self.meter

@@ -19,7 +19,6 @@ from tidemill_engines.megatron.engine import MegatronEngine
 from tidemill_engines.megatron.mixture import COLUMN, MixtureBatch
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
-from tidemill_engines.megatron.rotary import rotary_angles
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
 from tidemill_engines.routing import with_router_loss
@@ -104,10 +103,9 @@ class MegatronLanguageModel(MegatronEngine):
         self, micro_batch: DataProto
     ) -> MegatronInputs:
         inputs = pack_rows(micro_batch, self.device, self.division)
-        a, dtype = self.architecture, getattr(torch, self.config.param_dtype)
-        if a.latent is None:  # else Megatron's own attention has it
-            angles = rotary_angles(inputs.position_ids, a.head_dim, a.rope_theta)
-            inputs.packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        rotary = self.architecture.rotary
+        if rotary is not None:  # else Megatron's own attention has it
+            inputs.packed.rotary = rotary.at(inputs.position_ids, getattr(torch, self.config.param_dtype))
         return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -133,7 +133,7 @@ def _deepseek(a: Architecture) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
         "rope_type": "yarn" if yarn else "rope",
-        "rotary_base": a.rope_theta,
+        "rotary_base": latent.rope_theta,
         "rotary_scaling_factor": yarn.get("factor", 1.0),
         "mscale": yarn.get("mscale", 1.0),
         "mscale_all_dim": yarn.get("mscale_all_dim", 0.0),

@@ -43,6 +43,8 @@ class MegatronWeights:
     ) -> None:
         self._group = group
         self._is_tied = architecture.tie_word_embeddings
+        behind = range(architecture.num_nextn_predict_layers)
+        self._left_out = tuple(f"model.layers.{architecture.num_hidden_layers + number}." for number in behind)
         self._blocks: list[tuple[torch.Tensor, list[Block]]] = []
         self._copies: list[tuple[torch.Tensor, list[Block]]] = []  # of tied embeddings, on the last pipeline stage
         with together(group):
@@ -61,6 +63,8 @@ class MegatronWeights:
     def load(self, files: SafetensorsFiles, *, new: Sequence[str] = (), unused: Sequence[str] = ()) -> None:
         """Reads this rank's parts, and nothing else, into the parameters; padding becomes zero.
 
+        Layers for further predictions are left out.
+
         Args:
             new: tensors that the checkpoint may lack; they become zero.
             unused: tensors of the checkpoint that the model has no place for.
@@ -71,6 +75,7 @@ class MegatronWeights:
         wanted = {name for part in self._parts for name, _ in part}
         missing = wanted - files.shapes.keys() - set(new)
         unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set()) - set(unused)
+        unknown = {name for name in unknown if not name.startswith(self._left_out)}
         if missing:
             raise ValueError(f"the checkpoint lacks {_some(missing)}")
         if unknown:
