@@ -36,6 +36,11 @@ def integers(checkpoint):
     checkpoint[K] = torch.zeros(2, 8, dtype=torch.int32)
 
 
+def scaled(checkpoint):
+    """Values of which somebody else holds the scale."""
+    checkpoint[K] = checkpoint[K].to(torch.float8_e4m3fn)
+
+
 def unknown(checkpoint):
     checkpoint["layers.7.mlp.weight"] = torch.zeros(3)
 
@@ -52,8 +57,13 @@ BAD = {
     wider: (RuntimeError, rf"{RANK}load_weights failed at source '{K}' \(2, 9\)"),
     longer: (RuntimeError, rf"{RANK}only a part of these tensors: '{ATTN}.q_proj.weight' \(64 of 72 elements\)"),
     integers: (RuntimeError, rf"{RANK}'{K}' has the wrong dtype: it is cast from torch.int32 to torch.bfloat16"),
+    scaled: (RuntimeError, rf"{RANK}'{K}' has the wrong dtype: it is cast from torch.float8_e4m3fn to torch.bfloat16"),
     unknown: (RuntimeError, rf"{RANK}no parameter for these tensors: 'layers.7.mlp.weight'"),
-    missing: (RuntimeError, rf"{RANK}no tensor was sent for these parameters of the engine: 'qkv' \(\d+ elements\)"),
+    missing: (
+        RuntimeError,
+        rf"{RANK}no tensor was sent for these parameters of the engine: 'qkv' \(\d+ elements\); "
+        rf"of the tensors of the last complete update these did not come: '{K}'",
+    ),
 }
 
 
@@ -187,4 +197,34 @@ def test_integers_go_to_integers(mode):
         RuntimeError, match=r"'counts' has the wrong dtype: it is cast from torch.bfloat16 to torch.int64"
     ):
         updater.update(given((tensors() | {"counts": counts.float()}).items(), mode), 2)
+    updater.close()
+
+
+class Scaled(ToyModel):
+    """Has a parameter of one byte an element, and its scale."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.small = torch.nn.Parameter(torch.zeros(4, 6).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_one(self, name, tensor):
+        if name in ("small", "scale"):
+            getattr(self, name).data.copy_(tensor)
+        else:
+            super().load_one(name, tensor)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+def test_scaled_values_go_to_their_like_as_they_are(mode, dtype):
+    engine = ToyEngine(1, model=Scaled)
+    updater = WeightUpdater([engine], dtype=dtype)
+    with pytest.raises(RuntimeError, match=rf"'{K}' has the wrong dtype: it is cast from torch.float8_e5m2"):
+        updater.update(given((tensors() | {K: torch.zeros(2, 8).to(torch.float8_e5m2)}).items(), mode), 0)
+    small, scale = torch.randn(4, 6).to(torch.float8_e4m3fn), torch.rand(4)
+    stats = updater.update(given((tensors() | {"small": small, "scale": scale}).items(), mode), 1)
+    assert (stats.verified, stats.num_unverified) == (True, 0)
+    assert torch.equal(engine.models[0].small.view(torch.uint8), small.view(torch.uint8))
+    assert torch.equal(engine.models[0].scale, scale)
     updater.close()

@@ -12,8 +12,10 @@ class UpdateStats:
         num_bytes: bytes of what this rank sent (after a cast), without alignment; on the stock path, of all tensors.
         num_tensors: tensors of which this rank sent a part; on the stock path, all tensors.
         num_buckets: of which `num_bytes` consist.
-        verified: whether all engines compared what they have loaded with digests of what was sent.
-        num_unverified: tensors that could not be compared, as they lie in unequal parts on the ranks of an engine.
+        verified: whether all engines compared digests of what was sent with those of what they read as they copied it
+            to their parameters; these are not read again.
+        num_unverified: tensors of which that tells nothing: they lie in unequal parts on the ranks of an engine, or are
+            in `through_loader`, so that other code put them there.
         through_loader: tensors that engines gave to SGLang's own loader, with the reason.
         fenced: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and is left out of
             further updates until it is named in `update(engines=...)`, or no other is left.

@@ -44,8 +44,8 @@ class WeightUpdater:
             memory grows to its size.
         process_group: the ranks that update together, over a small gloo group that they make for it. Its timeout bounds
             their wait for the last to call `update` and for what rank 0 still has to wait for when all is sent.
-        dtype: floating-point tensors are sent as `tensor.to(dtype)`. None: as they are; the fast path casts them to the
-            dtype of the engine's parameter.
+        dtype: floating-point tensors are sent as `tensor.to(dtype)`, unless they have one byte an element. None: as
+            they are; the fast path casts them to the dtype of the engine's parameter.
         device: where the shared memory lives, "cpu" or a CUDA device; None: where the first tensor is. Engines on GPUs
             read both kinds, engines on CPUs only host memory.
         in_flight: what becomes of requests that run when an update comes. "wait": they end first; "abort": they are

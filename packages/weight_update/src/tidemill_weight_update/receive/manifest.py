@@ -24,6 +24,7 @@ class Manifest:
     Attributes:
         sources: each tensor once, in order of arrival.
         names: sorted.
+        index: of each name in `names`.
         numel: of each name, at least 1, int64 [num_names].
         num_in_place: lines whose pieces are read where they are.
 
@@ -37,17 +38,17 @@ class Manifest:
         self.names = sorted(source.name for source in self.sources)
         self.num_in_place = sum(bool(line.memories) for line in lines)
         self.numel = np.ones(len(self.names), dtype=np.int64)
-        self._index = {name: i for i, name in enumerate(self.names)}
+        self.index = {name: i for i, name in enumerate(self.names)}
         self._where: dict[int, tuple[Line, NDArray[np.int64]]] = {}
         for source in self.sources:
-            self.numel[self._index[source.name]] = max(1, Box.whole(source.shape).numel)
+            self.numel[self.index[source.name]] = max(1, Box.whole(source.shape).numel)
 
     def sum(self, lines: Sequence[Line], values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Adds up values of the lines' sources, one array for each line, by name: int64 [num_names]."""
         total = np.zeros(len(self.names), dtype=np.int64)
         for line, line_values in zip(lines, values, strict=True):
             if id(line) not in self._where:  # kept with the line, so that no other has its id
-                where = np.array([self._index[source.name] for source in line.sources], dtype=np.int64)
+                where = np.array([self.index[source.name] for source in line.sources], dtype=np.int64)
                 self._where[id(line)] = line, where
             total[self._where[id(line)][1]] += line_values  # a line has each source once
         return total

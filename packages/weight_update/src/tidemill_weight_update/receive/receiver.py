@@ -31,6 +31,10 @@ class Receiver:
         may_ignore: tells for a name that no parameter takes whether that is as it should be (`lm_head.weight` of a
             model with tied embeddings).
         finish: called after the copies of each update, to compute what the model derives from its parameters.
+
+    Attributes:
+        checked: what was sent when all was last found to be as it should be.
+        last_names: of the tensors of the last update that loaded all parameters.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Receiver:
         self.memories = MappedMemories(self.device)
         self.recorder = Recorder(model)
         self.checked: Manifest | None = None
+        self.last_names: Sequence[str] = ()
         self._rank = rank
         self._num_ranks = num_ranks
         self._links = EngineLinks(self.device)

@@ -76,6 +76,8 @@ class Turn:
             self._synchronize()
         with self._stages("verify"):
             num_unverified = self._compare(manifest)
+        if not self._request.partial:
+            self._receiver.last_names = manifest.names
         plan = self._receiver.recorder.plan
         self.peers.report(
             LOADED,
@@ -111,7 +113,7 @@ class Turn:
                 receiver.drop_incoming()
             self._check_dtypes()
             receiver.checked = manifest
-        self._check_coverage()
+        self._check_coverage(manifest)
         self._num_in_place = manifest.num_in_place
         incoming = [receiver.incoming(*key) for key in keys]
         counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
@@ -119,16 +121,27 @@ class Turn:
         return manifest
 
     def _check_dtypes(self) -> None:
-        """Loading would convert integers to floating-point numbers in silence, and the reverse."""
-        for name, why in self._receiver.recorder.plan.through_loader.items():
-            if why.startswith(_CONVERTED):
-                raise ValueError(f"{name!r} has the wrong dtype: {why}; send it in the dtype of its parameter")
+        """Loading would convert integers to floating-point numbers in silence, and the reverse, and take quantised
+        values without their scale."""
+        recorder = self._receiver.recorder
+        wrong = {name: why for name, why in recorder.plan.through_loader.items() if why.startswith(_CONVERTED)}
+        for copy in recorder.plan.copies:
+            sent = recorder.sources[copy.name].dtype
+            if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
+                wrong[copy.name] = f"{_CONVERTED}{sent} to {copy.dtype}, and its scale is not applied"
+        if wrong:
+            told = _some([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
+            raise ValueError(f"{told}; send it in the dtype of its parameter")
 
-    def _check_coverage(self) -> None:
+    def _check_coverage(self, manifest: Manifest) -> None:
         plan = self._receiver.recorder.plan
-        if plan.uncovered and not self._request.partial:
-            missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
-            raise ValueError(f"no tensor was sent for these parameters of the engine: {_some(missing)}")
+        if not plan.uncovered or self._request.partial:
+            return
+        missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
+        told = f"no tensor was sent for these parameters of the engine: {_some(missing)}"
+        if gone := [repr(name) for name in self._receiver.last_names if name not in manifest.index]:
+            told += f"; of the tensors of the last complete update these did not come: {_some(gone)}"
+        raise ValueError(told)
 
     def _refuse_excess(self, manifest: Manifest) -> None:
         _, counts = self.peers.sum_totals(len(manifest.names))
@@ -210,7 +223,7 @@ class Turn:
         # Without what came only with earlier updates, unless that keeps its values.
         recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
-        self._check_coverage()
+        self._check_coverage(manifest)
         self._check_parts(manifest)
         return manifest
 
@@ -256,7 +269,7 @@ class Turn:
         """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
 
         Each element was copied once, or the same number of times (on ranks that hold replicas), else the sum over the
-        ranks does not tell.
+        ranks does not tell. What the model's own loader made of a tensor, nothing tells.
 
         Raises:
             RuntimeError: a tensor arrived with other values than it was sent with.
@@ -271,6 +284,8 @@ class Turn:
         if wrong.any():
             names = [repr(manifest.names[i]) for i in np.flatnonzero(wrong)]
             raise RuntimeError(f"these tensors did not arrive as they were sent: {_some(names)}")
+        through = self._receiver.recorder.plan.through_loader
+        comparable[[manifest.index[name] for name in through if name in manifest.index]] = False
         return int((~comparable).sum())
 
     def _synchronize(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.send.modules import by_module
-from tidemill_weight_update.send.shards import LocalShard, check_dense
+from tidemill_weight_update.send.shards import LocalShard, check_dense, sent_dtype
 from tidemill_weight_update.send.source import NamedTensors, checked_item
 
 
@@ -58,11 +58,6 @@ def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
     """How a bucket is named in messages: its first and last tensor and their number."""
     noun = "tensor" if len(entries) == 1 else "tensors"
     return f"{entries[0].name!r} .. {entries[-1].name!r}, {len(entries)} {noun}"
-
-
-def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which `tensor` is sent: `dtype` for floating-point tensors if it is given, else its own."""
-    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:

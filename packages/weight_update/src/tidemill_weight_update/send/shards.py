@@ -97,7 +97,7 @@ def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, grou
     their part. DTensors with partial sums are summed first, which is a collective of its own.
 
     Args:
-        dtype: floating-point tensors are sent as this, if it is given.
+        dtype: see `sent_dtype`.
 
     Raises:
         TypeError: the tensor has no dense storage.
@@ -126,8 +126,18 @@ def _held(
     index, count = replica
     if index != zlib.crc32(name.encode()) % count or box.numel == 0:
         return None
-    sent = local.dtype if dtype is None or not local.is_floating_point() else dtype
-    return Held(spec=SourceSpec(name=name, shape=tuple(shape), dtype=sent), box=box, local=local.detach())
+    spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
+    return Held(spec=spec, box=box, local=local.detach())
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which `tensor` is sent: `dtype` for floating-point tensors if it is given, else its own.
+
+    Floating-point values of one byte mean nothing without a scale that only a parameter like them has, so they stay.
+    """
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        return tensor.dtype
+    return dtype
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
