@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import VOCAB
-from mixture_cases import EXPERTS, LAYERS, NUM_ROWS, TOP_K, batches, plain_training, refusals, train
+from mixture_cases import EXPERTS, LAYERS, NUM_ROWS, TOP_K, batches, build, plain_training, refusals, train
 from tidemill_dataproto import ragged
+from tidemill_engines import sft_loss
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = pytest.mark.timeout(280)
@@ -81,6 +82,18 @@ def test_a_dense_model_has_no_experts(tmp_path):
             "ModelConfig.router_aux_loss_coef is for mixtures of experts; a qwen3 is none",
             "MegatronConfig.router_replay is for mixtures of experts; a qwen3 is none",
         ]
+
+
+def test_experts_that_nothing_is_done_with_are_refused(folders):
+    engine = build(folders["normalized"], {"router_replay": False})
+    given, free = batches()
+    log_probs = engine.infer_batch(free)["log_probs"]
+    with pytest.raises(ValueError, match="has routed_experts, but routers choose without MegatronConfig"):
+        engine.infer_batch(given)
+    with pytest.raises(ValueError, match="set it to True, or drop the column"):
+        engine.train_batch(given, sft_loss)
+    assert torch.equal(ragged.values(engine.infer_batch(free)["log_probs"]), ragged.values(log_probs))
+    engine.close()
 
 
 def test_what_cannot_be_routed_is_refused_on_all_ranks(folders):

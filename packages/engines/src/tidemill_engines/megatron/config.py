@@ -156,7 +156,7 @@ class MegatronConfig(ParallelConfig):
         router_replay: of a mixture of experts: `infer_batch` also brings the column `routed_experts`, int32
             [B, j, L, K]: the experts that each token of `input_ids` was sent to in each layer. Where a batch has that
             column (that of `infer_batch`, or from the rollout), tokens are sent there, in training too; -1 leaves a
-            token to the router.
+            token to the router. Without it, a batch with that column is refused.
         seed: of Megatron's random states.
         timeout_s: how long a collective may wait for a peer.
 

@@ -54,7 +54,8 @@ class MixtureBatch:
         num_chunks: model chunks of each pipeline stage.
 
     Raises:
-        ValueError: `routed_experts` does not fit the tokens or the model; on every rank.
+        ValueError: `routed_experts` does not fit the tokens or the model, or is there though nothing is replayed; on
+            every rank.
     """
 
     def __init__(
@@ -71,6 +72,11 @@ class MixtureBatch:
         num_chunks: int,
         forward_only: bool,
     ) -> None:
+        if not replays and any(_has_experts(batch) for batch in micro_batches):  # all ranks have the same columns
+            raise ValueError(
+                f"the batch has {COLUMN}, but routers choose without MegatronConfig.router_replay; set it to True, or "
+                "drop the column"
+            )
         self._architecture = architecture
         self._groups = groups
         self._division = division
@@ -98,7 +104,7 @@ class MixtureBatch:
 
     def _read(self, micro_batch: DataProto) -> torch.Tensor | None:
         """The given experts, int32 [N, L, K]; None where the routers choose."""
-        if COLUMN not in micro_batch.batch.keys():  # type: ignore[union-attr]  # noqa: SIM118
+        if not _has_experts(micro_batch):
             return None
         a, column = self._architecture, micro_batch[COLUMN]
         wanted = (a.num_hidden_layers, a.num_experts_per_tok)
@@ -204,6 +210,10 @@ class MixtureBatch:
         found = found.cpu()
         dist.all_reduce(found, group=self._groups.stages)
         return found
+
+
+def _has_experts(batch: DataProto) -> bool:
+    return batch.batch is not None and COLUMN in batch.batch.keys()  # noqa: SIM118 - a TensorDict
 
 
 def _are_different(given: torch.Tensor) -> bool:
