@@ -1,11 +1,15 @@
 """What the Megatron engine refuses: on every rank, before anything is divided, and fit for another engine after it."""
 
 import os
+import re
 from typing import Any
 
 import pytest
+import torch
 from engine_cases import VOCAB, build_engine, make_batch, shard
 from tidemill_dataproto import DataProto, ragged
+from tidemill_engines import EngineRegistry, LoraConfig, ModelConfig, OptimizerConfig, ParamGroup
+from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = pytest.mark.timeout(280)
@@ -38,6 +42,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        ({"lora": LoraConfig(rank=2)}, {}, "has no ModelConfig.lora; leave"),
+        ({"dtype": "bfloat16", "frozen": ("*",)}, {}, "has no ModelConfig.dtype, ModelConfig.frozen; leave"),
+        ({"compile_layers": True}, {}, "has no ModelConfig.compile_layers; leave"),
+        ({"output_router_logits": True}, {}, "has no ModelConfig.output_router_logits; leave"),
+        ({"trust_remote_code": True}, {}, "has no ModelConfig.trust_remote_code; leave"),
+        ({}, {"param_groups": (ParamGroup(pattern="*.bias"),)}, "has no OptimizerConfig.param_groups; leave"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused_at_once(model, optimizer, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EngineRegistry.new(
+            model_type="language_model",
+            backend="megatron",
+            model=ModelConfig(path="nowhere", **model),
+            engine=MegatronConfig(),
+            optimizer=OptimizerConfig(lr=1e-3, **optimizer),
+        )
+
+
 def long_rows() -> DataProto:
     """One of 17 tokens among others, in the part of one rank."""
     batch = make_batch(4, seed=1)
@@ -49,6 +75,8 @@ def long_rows() -> DataProto:
 def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
     """What is said to each case, then to a row that is too long; how many rows an engine still infers then; and how
     many threads another engine leaves behind."""
+    from tidemill_engines.megatron.weights import unwrapped
+
     said = []
     for model, settings, _ in CASES:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared outside
@@ -64,6 +92,12 @@ def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
     rows = engine.infer_batch(shard(engine, long_rows()[0:4]))
     engine.close()
     before = len(os.listdir("/proc/self/task"))
+    engine = build_engine(paths["dense"], backend="megatron", **{PP: 2})
+    if is_last:
+        weights = dict(unwrapped(engine.chunks[0]).named_parameters())
+        weights["decoder.layers.0.mlp.linear_fc2.weight"].main_grad[0, 0] = torch.inf
+    assert engine.find_nonfinite() == ["rank 1: decoder.layers.1.mlp.linear_fc2.weight"]  # the second of the model
+    engine.close()
     build_engine(paths["dense"], backend="megatron", **{CP: 2}).close()
     return said, str(caught.value), len(rows), len(os.listdir("/proc/self/task")) - before
 

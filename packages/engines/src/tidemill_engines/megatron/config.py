@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tidemill_engines.config import Device, Dtype, ModelConfig
+from tidemill_engines.config import Device, Dtype, ModelConfig, OptimizerConfig
 from tidemill_engines.megatron.architecture import Architecture
 
 _RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
@@ -233,20 +233,21 @@ class MegatronConfig(ParallelConfig):
             )
 
 
-def check_model(model: ModelConfig) -> None:
+def check_settings(model: ModelConfig, optimizer: OptimizerConfig | None) -> None:
     """Refuses what the engine would leave undone in silence.
 
     Raises:
         ValueError: a setting that it does not have, named.
     """
     unused = {
-        "dtype": model.dtype != "float32",
-        "compile_layers": model.compile_layers,
-        "frozen": bool(model.frozen),
-        "lora": model.lora is not None,
-        "output_router_logits": model.output_router_logits,
-        "trust_remote_code": model.trust_remote_code,
+        "ModelConfig.dtype": model.dtype != "float32",
+        "ModelConfig.compile_layers": model.compile_layers,
+        "ModelConfig.frozen": bool(model.frozen),
+        "ModelConfig.lora": model.lora is not None,
+        "ModelConfig.output_router_logits": model.output_router_logits,
+        "ModelConfig.trust_remote_code": model.trust_remote_code,
+        "OptimizerConfig.param_groups": optimizer is not None and bool(optimizer.param_groups),
     }
     found = [name for name, is_set in unused.items() if is_set]
     if found:
-        raise ValueError(f"the Megatron engine has no ModelConfig.{', '.join(found)}; leave it as it is by default")
+        raise ValueError(f"the Megatron engine has no {', '.join(found)}; leave it as it is by default")

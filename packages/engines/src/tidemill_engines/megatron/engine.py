@@ -21,7 +21,7 @@ from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, Optimi
 from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_weights
 from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import MegatronConfig, check_model
+from tidemill_engines.megatron.config import MegatronConfig, check_settings
 from tidemill_engines.megatron.cpu import on_cpu
 from tidemill_engines.megatron.data_parallel import grad_buffers, wait_for, wrap_chunks
 from tidemill_engines.megatron.gaps import without_transformer_engine
@@ -32,7 +32,7 @@ from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer,
 from tidemill_engines.megatron.packed import Division
 from tidemill_engines.megatron.pipeline import finalize_without_scaling, is_last_stage
 from tidemill_engines.megatron.transformer_engine import implementation
-from tidemill_engines.megatron.weights import MegatronWeights, unwrapped
+from tidemill_engines.megatron.weights import MegatronWeights, global_name, unwrapped
 from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.process_group import resolve_device
@@ -69,7 +69,7 @@ class MegatronEngine(BaseEngine):
     ) -> None:
         if not isinstance(engine, MegatronConfig):
             raise TypeError(f"the Megatron engine is configured by a MegatronConfig, got a {type(engine).__name__}")
-        check_model(model)
+        check_settings(model, optimizer)
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)  # type: ignore[arg-type]
         self.config = engine
         self.device = torch.device("meta")
@@ -281,9 +281,9 @@ class MegatronEngine(BaseEngine):
 
     def find_nonfinite(self) -> list[str]:
         own = [
-            name
-            for chunk in self.chunks
-            for name, param in unwrapped(chunk).named_parameters()
+            global_name(chunk, name)
+            for chunk in map(unwrapped, self.chunks)
+            for name, param in chunk.named_parameters()
             if not bool(torch.isfinite(param.main_grad).all())  # type: ignore[attr-defined]
         ]
         of_ranks = gather(own[:3], self.groups.control)

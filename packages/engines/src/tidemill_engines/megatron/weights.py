@@ -28,7 +28,7 @@ class MegatronWeights:
         chunks: the `GPTModel`s of this pipeline stage, also inside of Megatron's wrappers.
         architecture: of the model.
         placement: of this rank.
-        group: all ranks, in the order of their numbers; for plain data (gloo).
+        group: all ranks, in the order of their numbers; for plain data, and for tensors on the model's device.
 
     Raises:
         ValueError: a parameter that no rule covers or whose shape is not what its rule says; on every rank.
@@ -52,7 +52,7 @@ class MegatronWeights:
                 biases = ((name, bias) for name, bias in chunk.named_buffers() if name.endswith("router.expert_bias"))
                 for name, parameter in (*chunk.named_parameters(), *biases):
                     is_copy = self._is_tied and name == _HEAD
-                    blocks = blocks_of(_EMBEDDING if is_copy else _global_name(chunk, name), architecture, placement)
+                    blocks = blocks_of(_EMBEDDING if is_copy else global_name(chunk, name), architecture, placement)
                     _check_shape(name, parameter, blocks)
                     (self._copies if is_copy else self._blocks).append((parameter, blocks))
         held = {(block.name, block.start): block.shape for _, blocks in self._blocks for block in blocks}
@@ -193,8 +193,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _global_name(chunk: nn.Module, name: str) -> str:
-    """With the number of the layer in the whole model, from 0."""
+def global_name(chunk: nn.Module, name: str) -> str:
+    """A parameter's name in a chunk, with the number of the layer in the whole model, from 0."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return name
