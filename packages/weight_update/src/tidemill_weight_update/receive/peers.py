@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import MIXED, UNCHANGED
+from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import Wait
 
@@ -20,6 +20,10 @@ class Peers:
         request: of the update.
         rank: of this process in its engine.
         check: raises if the trainer is gone.
+
+    Attributes:
+        row: of this rank.
+        reached: the last state that it reported.
     """
 
     def __init__(self, control: Channel, request: Request, rank: int, check: Callable[[], None]) -> None:
@@ -28,15 +32,17 @@ class Peers:
         self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)
         self._timeout_s = request.timeout_s
         self._check_trainer = check
+        self.reached = IDLE
         self.row = request.first_receiver + rank
 
     def report(self, state: int, **reply: Any) -> None:
         """Makes this rank's state known, unless the trainer has gone on."""
+        self.reached = state
         if self._control.is_at(self._sequence):
             self._control.report(self._sequence, self.row, state, reply)
 
     def wait(self, state: int) -> None:
-        """Returns when all ranks have come to `state`.
+        """Returns when all ranks have come to `state`, even if one of them failed since: what it knew, this one knows.
 
         Raises:
             RuntimeError: one of them has failed or ended, or the trainer is gone.
@@ -47,7 +53,7 @@ class Peers:
         while pending:
             for row in list(pending):
                 reached = self._control.state(self._sequence, row)
-                if reached in (UNCHANGED, MIXED):
+                if reached in (UNCHANGED, MIXED) and self._control.reply(row).get("reached", IDLE) < state:
                     raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed")
                 if reached >= state:
                     pending.remove(row)

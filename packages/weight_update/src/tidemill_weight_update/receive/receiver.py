@@ -7,7 +7,7 @@ from torch import nn
 
 from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.journal import Line, joined, line_from_json, list_from_json, memory_from_json
-from tidemill_weight_update.control.mailbox import MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.link.engine_link import EngineLinks
 from tidemill_weight_update.link.group_link import LinkAddress
@@ -89,8 +89,12 @@ class Receiver:
                 turn.run()
         except Exception as error:  # noqa: BLE001 - raised, it would end the engine
             state = MIXED if turn is not None and turn.changed else UNCHANGED
+            reply = {
+                "error": f"{type(error).__name__}: {error}",
+                "reached": IDLE if turn is None else turn.peers.reached,
+            }
             if control.is_at(request.sequence):
-                control.report(request.sequence, row, state, {"error": f"{type(error).__name__}: {error}"})
+                control.report(request.sequence, row, state, reply)
         finally:
             if self.memories.close_unused():
                 for incoming in self._incoming.values():
