@@ -1,6 +1,6 @@
 """Bucketed weight updates from any trainer into SGLang."""
 
-from tidemill_weight_update.client import AdapterClient, EngineClient, PauseMode
+from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
@@ -15,6 +15,7 @@ __all__ = [
     "BucketHandle",
     "EngineClient",
     "GroupLink",
+    "HoldingClient",
     "LocalShard",
     "LoraConfig",
     "PauseMode",

@@ -66,6 +66,23 @@ class EngineClient(Protocol):
 
 
 @runtime_checkable
+class HoldingClient(Protocol):
+    """An `EngineClient` whose engine could begin a request between the end of `load` and what follows it.
+
+    With `in_flight="wait"` it gets `load(flush_cache=False)`, `hold` meanwhile, `flush_cache` and in the end `resume`.
+    Others empty their cache in `load`, before the engine begins another request.
+    """
+
+    def hold(self) -> None:
+        """Makes requests that wait for the end of `load` wait for `resume`.
+
+        Called from another thread while `load` runs, once all ranks have begun it: those whose end `load` waits for
+        have ended. No rank comes to its end before this returns.
+        """
+        ...
+
+
+@runtime_checkable
 class AdapterClient(Protocol):
     """What `WeightUpdater.update_adapter` needs from an engine besides."""
 

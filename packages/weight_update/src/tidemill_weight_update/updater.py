@@ -1,7 +1,6 @@
 """The updater: from named tensors to engines that serve them."""
 
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.send.adapter import AdapterPath
+from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fences import Fences, Operation
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
@@ -306,19 +306,17 @@ class WeightUpdater:
         failure = Failure()
         counts, is_sent = (0, 0, 0), False
         is_stream = isinstance(named_tensors, Iterator)
-        threads: list[threading.Thread] = []
 
         def ask() -> None:
-            if not threads:
-                threads.extend(
-                    fleet.load(
-                        lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox
-                    )
-                )
+            if not fleet.threads:
+                fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
+
+        def hold(audience: Audience) -> None:
+            fleet.hold(self._sequence, self._fast.mailbox, audience)
 
         def give_up() -> None:  # the engines would wait
             self._fast.fail()
-            if not threads:
+            if not fleet.threads:
                 fleet.exclude(self._sequence, self._fast.mailbox)
 
         try:
@@ -337,7 +335,7 @@ class WeightUpdater:
                 else:
                     with stages("prepare"):
                         lines = self._fast.prepare(named_tensors)
-                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask)
+                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask, hold)
                 is_sent = True
             if not is_sent:
                 give_up()
@@ -350,7 +348,7 @@ class WeightUpdater:
             if not is_sent:
                 give_up()
             with stages("load"):
-                for thread in threads:
+                for thread in fleet.threads:
                     thread.join()
         return counts
 

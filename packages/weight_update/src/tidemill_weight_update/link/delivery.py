@@ -42,13 +42,13 @@ class LinkAudience(Audience):
         staging: "Staging",
     ) -> None:
         super().__init__(sequence, own, control, num_receivers, timeout_s)
-        self._patience_s = timeout_s / 2
+        self.patience_s = timeout_s / 2
         self._mailbox = own
         self._outlets = outlets
         self._staging = staging
 
     def wait(self, num_buckets: int) -> None:
-        wait = Wait(self._patience_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        wait = Wait(self.patience_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
         before: list[int] = []
         while True:
             words = self._mailbox.words(self._sequence, sorted(self._rows))
@@ -65,7 +65,7 @@ class LinkAudience(Audience):
         if arena is None:
             return
         pending = set(self._rows)
-        wait = Wait(self._patience_s, f"engines to take bucket {bucket}", self._drop_ended)
+        wait = Wait(self.patience_s, f"engines to take bucket {bucket}", self._drop_ended)
         while pending := pending & self._rows:
             words = self._mailbox.words(self._sequence, sorted(pending))
             asking = {row: word for row, word in words.items() if word.asked == bucket}
@@ -102,7 +102,7 @@ class LinkAudience(Audience):
             except WireError:
                 self._drop(row, asking[row])
                 sending.pop(row, None)
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self.patience_s
         for row, wire in sending.items():
             try:
                 wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))

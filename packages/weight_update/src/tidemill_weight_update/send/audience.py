@@ -1,9 +1,12 @@
 """The engine ranks that a trainer rank sends to, as it sees them."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.mailbox import IDLE
 from tidemill_weight_update.control.wait import Wait
 
 
@@ -16,6 +19,9 @@ class Audience:
         control: trainer rank 0's, where they report.
         num_receivers: rows 0 to `num_receivers - 1`.
         timeout_s: longest wait for one of them to make progress.
+
+    Attributes:
+        patience_s: longest wait of this rank, while other engines wait for it.
     """
 
     def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
@@ -23,7 +29,7 @@ class Audience:
         self._own = own
         self._control = control
         self._rows = set(range(num_receivers))
-        self._timeout_s = timeout_s
+        self._timeout_s = self.patience_s = timeout_s
 
     def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
         """Sends a bucket that was published to those who cannot read it where it is; here nobody.
@@ -59,6 +65,21 @@ class Audience:
             if now != slowest:
                 wait.progress()
             slowest = now
+
+    def await_begin(self, rows: Iterable[int]) -> None:
+        """Returns when all of `rows` have begun the update, and no later than nothing happened for too long."""
+        wait = Wait(self.patience_s, "engines to begin", self._drop_ended)
+        pending = set(rows)
+        while pending := pending & self._rows:
+            begun = {row for row in pending if self._control.state(self._sequence, row) != IDLE}
+            pending -= begun
+            if begun:
+                wait.progress()
+                continue
+            try:
+                wait.pause()
+            except TimeoutError:
+                return
 
     def _give_up(self, num_buckets: int) -> None:
         for row in list(self._rows):

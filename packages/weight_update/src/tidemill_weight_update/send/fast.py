@@ -150,6 +150,7 @@ class FastPath:
         num_receivers: int,
         stages: Stages,
         started: Callable[[], None],
+        finishing: Callable[[Audience], None],
     ) -> tuple[int, int, int]:
         """Sends lines to all engine ranks; see `Sender.send`.
 
@@ -161,7 +162,7 @@ class FastPath:
         sender.open(self._sequence, lines if isinstance(lines, list) else None)
         audience = self._audience(sender.mailbox, control, num_receivers)
         try:
-            return sender.send(self._sequence, lines, audience, stages, started)
+            return sender.send(self._sequence, lines, audience, stages, started, finishing)
         finally:
             self._pieces = []
 

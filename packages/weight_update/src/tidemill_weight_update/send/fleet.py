@@ -1,14 +1,16 @@
 """The engines of an update, on the trainer rank that talks to them."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.client import EngineClient, HoldingClient
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
 from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.send.audience import Audience
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
@@ -23,6 +25,8 @@ class Member:
         rows: of its ranks in the mailboxes; empty on the stock path.
         error: why it failed; None: it has not.
         unchanged: whether it surely holds the weights that it held before.
+        paused: whether it is to go on in the end.
+        holding: its client, if that has to hold requests back before `load` ends.
         replies: what its ranks reported.
     """
 
@@ -32,6 +36,7 @@ class Member:
     error: str | None = None
     unchanged: bool = True
     paused: bool = False
+    holding: HoldingClient | None = None
     replies: list[dict[str, Any]] = field(default_factory=list)
 
     def fail(self, error: str, *, unchanged: bool) -> None:
@@ -56,6 +61,9 @@ class Fleet:
     Args:
         clients: the engines.
         in_flight: what becomes of running requests: "wait" lets them end, the others are SGLang's modes of pausing.
+
+    Attributes:
+        threads: that wait for answers of engines.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: InFlight) -> None:
@@ -64,6 +72,7 @@ class Fleet:
             Member(client, f"engine {index} of {len(clients)} ({client!r})") for index, client in enumerate(clients)
         ]
         self.num_receivers = 0
+        self.threads: list[threading.Thread] = []
         for member in self.members:
             member.attempt(lambda member=member: self._number(member), unchanged=True)
 
@@ -72,6 +81,8 @@ class Fleet:
             end = self.num_receivers + member.client.tp_size
             member.rows = range(self.num_receivers, end)
             self.num_receivers = end
+            if self._in_flight == "wait" and isinstance(member.client, HoldingClient):
+                member.holding = member.client
 
     @property
     def flushes(self) -> bool:
@@ -92,9 +103,8 @@ class Fleet:
             member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
             member.paused = member.error is None
 
-    def load(self, request: Callable[[Member], Request], control: Channel) -> list[threading.Thread]:
-        """Asks all engines with our loader to load; the threads end when they have answered."""
-        threads = []
+    def load(self, request: Callable[[Member], Request], control: Channel) -> None:
+        """Asks all engines with our loader to load."""
         for member in self.members:
             if not member.rows:
                 continue
@@ -102,20 +112,48 @@ class Fleet:
             if member.error is not None:
                 self._exclude(member, asked.sequence, control)
                 continue
-            threads.append(threading.Thread(target=self._load, args=(member, asked, control), daemon=True))
-            threads[-1].start()
-        return threads
+            self._start(self._load, member, asked, control)
 
     def exclude(self, sequence: int, control: Channel) -> None:
         """Tells the other trainer ranks that no engine was asked."""
         for row in range(self.num_receivers):
             control.exclude(sequence, row)
 
+    def hold(self, sequence: int, control: Channel, audience: Audience) -> None:
+        """Holds back the requests that wait for the end of `load`, where they could begin before `resume`."""
+        held = [member for member in self.members if member.holding is not None and member.error is None]
+        if not held:
+            return
+        audience.await_begin(row for member in held for row in member.rows)
+        threads = []
+        for member in held:
+            if all(control.state(sequence, row) != IDLE for row in member.rows):
+                threads.append((member, self._start(_hold, member)))
+            else:
+                self._give_up(member, "its ranks did not begin in time", sequence, control)
+        deadline = time.monotonic() + audience.patience_s
+        for member, thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._give_up(member, "it did not hold back requests in time", sequence, control)
+
+    def _give_up(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+        """Whether it has changed anything, `_load` says when it ends."""
+        member.fail(why, unchanged=True)
+        self._exclude(member, sequence, control)
+
+    def _start(self, action: Callable[..., None], *args: object) -> threading.Thread:
+        self.threads.append(threading.Thread(target=action, args=args, daemon=True))
+        self.threads[-1].start()
+        return self.threads[-1]
+
     def _load(self, member: Member, request: Request, control: Channel) -> None:
         unchanged = False
         try:
-            member.client.load(request, flush_cache=self.flushes)
+            member.client.load(request, flush_cache=self.flushes and member.holding is None)
             self._judge(member, request.sequence, control)
+            if member.holding is not None:
+                member.attempt(member.client.flush_cache, unchanged=False)
         except Exception as error:  # noqa: BLE001
             states = [control.state(request.sequence, row) for row in member.rows]
             unchanged = all(state in (IDLE, UNCHANGED) for state in states)
@@ -183,6 +221,12 @@ class Fleet:
             member.client.pause("abort")
         except Exception as error:  # noqa: BLE001
             member.error = f"{member.error}; nor could it be paused: {error}"
+
+
+def _hold(member: Member) -> None:
+    if member.holding is not None and member.error is None:
+        member.paused = True  # before it is: nothing that comes in between may leave it so
+        member.attempt(member.holding.hold, unchanged=False)
 
 
 def _check_version(client: EngineClient, version: str) -> None:

@@ -104,10 +104,12 @@ class Sender:
         audience: Audience,
         stages: Stages,
         started: Callable[[], None],
+        finishing: Callable[[Audience], None],
     ) -> tuple[int, int, int]:
         """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
 
         `started` is called once, as soon as a GPU is busy with the first line: what it does takes no time of its own.
+        `finishing` is called once, while engines copy the last lines: none can come to its end before it returns.
 
         Returns:
             numbers of lines and of tensors that they have parts of, and bytes.
@@ -135,6 +137,8 @@ class Sender:
             bucket += 1
         if bucket == 0:
             started()
+        with stages("load"):
+            finishing(audience)
         self.mailbox.finish(sequence, bucket)
         with stages("load"):
             audience.wait(bucket)

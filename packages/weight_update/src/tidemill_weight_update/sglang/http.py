@@ -3,10 +3,10 @@
 import base64
 import http.client
 import json
-import threading
-import time
 import urllib.parse
-from concurrent.futures import Future
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 from tidemill_weight_update.client import PauseMode
@@ -17,11 +17,8 @@ from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
-_HEAD_START_S = 0.02
-"""Of a call that is to reach the server before another."""
-
-_GRACE_S = 0.2
-"""Between the answers to both, which come together if nothing runs."""
+_AT_ONCE_S = 0.25
+"""Within which an answer comes that waits for nothing."""
 
 
 class HttpEngine:
@@ -46,6 +43,7 @@ class HttpEngine:
         self._timeout_s = timeout_s
         self._info: dict[str, Any] | None = None
         self._is_paused = False
+        self._flushing: http.client.HTTPConnection | None = None  # its answer comes after the load's
 
     def __repr__(self) -> str:
         return f"HttpEngine({self._url.geturl()})"
@@ -73,14 +71,32 @@ class HttpEngine:
             RuntimeError: the server is down, refused, or did not answer in time.
             TokenError: this process has no run token.
         """
-        payload = request_payload(request, run_token())
-        if not flush_cache:
-            self._update(payload, LOADER)
-        elif self._is_paused:
-            self._update(payload, LOADER)
-            self._flush_within(DRAIN_S)
-        else:
-            self._update_and_flush(payload)
+        self._update(request_payload(request, run_token()), LOADER)
+        if flush_cache:
+            self.flush_cache()
+
+    def hold(self) -> None:
+        """Makes requests wait for `resume`, and asks for the flush that `flush_cache` then waits for.
+
+        SGLang's lock keeps new requests back while a load runs, but not for the flush after it. So what follows the
+        load in the scheduler's queue, before the requests that waited for the lock, is a pause (what still runs since
+        its client has gone has ended by then, or returns to the queue) and a flush.
+
+        Raises:
+            RuntimeError: the server is down, refused, or did not answer in time.
+        """
+        self._drop_flush()
+        connection = self._connect()
+        self._is_paused = True
+        self._send(connection, "POST", "/pause_generation", {"mode": "retract"})
+        if not wait([connection.sock], _AT_ONCE_S):
+            self.get_weight_version()  # It answers others, so
+            if not wait([connection.sock], _AT_ONCE_S):  # it is paused: a second pause waits for the end of the load.
+                connection.close()
+                return
+        self._answer(connection, "POST", "/pause_generation")
+        self._send(connection, "POST", "/flush_cache")  # on the open connection: it arrives at once
+        self._flushing = connection
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Loads one bucket through POST /update_weights_from_tensor.
@@ -91,11 +107,21 @@ class HttpEngine:
         self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache as soon as no request runs; new ones are not held back.
+        """Empties the prefix cache as soon as no request runs; new ones are not held back, unless by `hold`.
+
+        After `hold`, a request that is in the way (it has lost its client, and could not end at once) is ended, and
+        those that came since with it: SGLang can end a request that nobody waits for only together with all others.
 
         Raises:
             RuntimeError: there were always running or waiting requests, the server is down, or did not answer in time.
         """
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None:
+            with closing(flushing):
+                status, _ = self._receive(flushing, "POST", "/flush_cache")
+            if status == 200:
+                return
+            self._request("POST", "/abort_request", {"abort_all": True})
         self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * PATIENCE)
 
     def get_weight_version(self) -> str:
@@ -112,6 +138,7 @@ class HttpEngine:
         self._is_paused = True
 
     def resume(self) -> None:
+        self._drop_flush()
         self._request("POST", "/continue_generation", {})
         self._is_paused = False
 
@@ -145,42 +172,6 @@ class HttpEngine:
         """
         self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
-    def _update_and_flush(self, payload: bytes) -> None:
-        """Loads and empties the prefix cache.
-
-        SGLang would do both if one call asked for both, and end if a request still runs then: one whose client has
-        gone, which its lock does not wait for, or the last one, which is not cleared away yet. So another call follows
-        while the first holds new requests back. Requests that run even after both are ended.
-        """
-        flushed: Future[None] = Future()
-
-        def flush() -> None:
-            time.sleep(_HEAD_START_S)
-            try:
-                self._flush_within(self._timeout_s * PATIENCE)
-            except RuntimeError as error:
-                flushed.set_exception(error)
-            else:
-                flushed.set_result(None)
-
-        threading.Thread(target=flush, daemon=True).start()
-        self._update(payload, LOADER)
-        try:
-            flushed.result(_GRACE_S)
-        except TimeoutError:
-            self.pause("abort")
-            self._await_flush(flushed)
-            self.resume()
-
-    @staticmethod
-    def _await_flush(flushed: Future[None]) -> None:
-        try:
-            flushed.result(DRAIN_S)
-        except TimeoutError as error:  # which says nothing itself
-            raise RuntimeError(
-                f"cannot flush its prefix cache: requests still run {DRAIN_S:g} s after their end; it stays paused"
-            ) from error
-
     def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode()] * self.tp_size,
@@ -198,24 +189,49 @@ class HttpEngine:
     def _flush_within(self, patience_s: float) -> None:
         self._request("POST", f"/flush_cache?timeout={patience_s:g}")
 
+    def _drop_flush(self) -> None:
+        """Of a load that failed; SGLang may still carry it out."""
+        if self._flushing is not None:
+            self._flushing.close()
+            self._flushing = None
+
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        with closing(self._connect()) as connection:
+            self._send(connection, method, path, body)
+            return self._answer(connection, method, path)
+
+    def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> bytes:
+        """Raises RuntimeError: the server refused, or cannot be reached."""
+        status, content = self._receive(connection, method, path)
+        if status != 200:
+            hint = "; check api_key" if status in (401, 403) else ""
+            raise RuntimeError(f"{method} {path}: HTTP {status} {content.decode(errors='replace')[:500]}{hint}")
+        return content
+
+    def _connect(self) -> http.client.HTTPConnection:
         connect = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         assert self._url.hostname is not None
-        connection = connect(self._url.hostname, self._url.port, timeout=self._timeout_s)
-        try:
-            data = None if body is None else json.dumps(body).encode()
+        return connect(self._url.hostname, self._url.port, timeout=self._timeout_s)
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        with self._named(method, path):
             connection.request(method, self._url.path.rstrip("/") + path, data, self._headers)
+
+    def _receive(self, connection: http.client.HTTPConnection, method: str, path: str) -> tuple[int, bytes]:
+        """Status and content of the answer."""
+        with self._named(method, path):
             response = connection.getresponse()
-            content = response.read()
+            return response.status, response.read()
+
+    @contextmanager
+    def _named(self, method: str, path: str) -> Iterator[None]:
+        """Errors say what they are about."""
+        try:
+            yield
         except TimeoutError as error:
             raise RuntimeError(f"{method} {path}: no answer within {self._timeout_s} s") from error
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"{method} {path}: cannot reach the server ({error!r}); is it running?") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            hint = "; check api_key" if response.status in (401, 403) else ""
-            raise RuntimeError(
-                f"{method} {path}: HTTP {response.status} {content.decode(errors='replace')[:500]}{hint}"
-            )
-        return content

@@ -1,0 +1,161 @@
+"""Engines that could begin requests between the end of a load and the flush after it: they are held before that."""
+
+import _thread
+import threading
+import time
+
+import pytest
+from tidemill_weight_update import HoldingClient, WeightUpdater
+from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.sglang import HttpEngine, LocalEngine
+from toy_engines import ToyEngine, holds, same, state, tensors
+
+
+class HeldEngine(ToyEngine):
+    """Tells when it is held. `hold` takes `hold_s`, or fails if `broken` says so."""
+
+    hold_s, broken = 0.0, ""
+
+    def hold(self) -> None:
+        self.calls.append(f"hold with {len(self.begun)} of {self.tp_size}")
+        time.sleep(self.hold_s)
+        if self.broken == "hold":
+            raise RuntimeError("no answer within 3 s")
+        self.paused = "held"
+        self.calls.append("held")
+
+    @property
+    def begun(self) -> list[Receiver]:
+        return [receiver for receiver in self.receivers if getattr(receiver, "has_begun", False)]
+
+    def load(self, request, *, flush_cache):
+        super().load(request, flush_cache=flush_cache)
+        self.calls.append("loaded")
+
+    def flush_cache(self) -> None:
+        if self.broken == "flush":
+            raise RuntimeError("requests still run")
+        self.calls.append("flush")
+
+
+class Late(Receiver):
+    """Its rank 1 begins late, or never looks at the request."""
+
+    delay_s = 0.3
+    has_begun = False
+
+    def handle(self, request):
+        if self.model.rank == 1:
+            time.sleep(self.delay_s)
+        self.has_begun = True
+        super().handle(request)
+
+
+def test_only_servers_have_to_be_held():
+    assert issubclass(HttpEngine, HoldingClient)
+    assert not issubclass(LocalEngine, HoldingClient)
+
+
+@pytest.mark.parametrize("mode", ["complete", "streaming"])
+def test_an_engine_is_held_when_all_ranks_have_begun_and_before_any_is_at_its_end(mode):
+    engine, other = HeldEngine(2, receiver=Late), ToyEngine(2)
+    engine.hold_s = 0.3
+    updater = WeightUpdater([other, engine], bucket_bytes=100)
+    items = tensors(1).items()
+    assert updater.update(list(items) if mode == "complete" else iter(list(items)), 1).verified
+    calls = [call for call in engine.calls if call != "finish"]
+    assert calls == ["load", "hold with 2 of 2", "held", "loaded", "flush", "version 1", "resume"]
+    assert engine.calls.index("held") < engine.calls.index("finish")
+    assert [call for call in other.calls if call != "finish"] == ["load, flush", "version 1"]
+    assert holds(engine, tensors(1))
+    assert holds(other, tensors(1))
+    updater.close()
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "retract", "in_place"])
+def test_an_engine_that_is_paused_is_not_held(in_flight):
+    engine = HeldEngine(1)
+    updater = WeightUpdater([engine], in_flight=in_flight)
+    updater.update(tensors(1).items(), 1)
+    load = "load, flush" if in_flight == "abort" else "load"
+    assert engine.calls == [f"pause {in_flight}", load, "finish", "loaded", "version 1", "resume"]
+    updater.close()
+
+
+@pytest.mark.parametrize(("broken", "why"), [("hold", "no answer within 3 s"), ("flush", "requests still run")])
+def test_an_engine_that_cannot_be_held_or_flushed_is_fenced_and_paused(broken, why):
+    bad, good = HeldEngine(2, "bad"), HeldEngine(1, "good")
+    bad.broken = broken
+    updater = WeightUpdater([bad, good], bucket_bytes=100)
+    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (bad)": why}
+    assert (bad.paused, bad.version, good.paused, good.version) == ("abort", "first", None, "1")
+    bad.broken = ""
+    assert updater.update(tensors(2).items(), 2, engines=[bad]).fenced == {}
+    assert holds(bad, tensors(2))
+    assert (bad.paused, bad.version) == (None, "2")
+    updater.close()
+
+
+@pytest.mark.parametrize("delayed", ["its ranks did not begin", "it did not hold back requests"])
+def test_an_engine_that_is_late_is_fenced_and_the_others_go_on(delayed):
+    late, good = HeldEngine(2, "late", receiver=Late), HeldEngine(1, "good")
+    if delayed == "it did not hold back requests":
+        late.hold_s = 1.5
+    else:
+        late.receivers[1].delay_s = 1.5  # type: ignore[attr-defined]
+    before = state(late)
+    updater = WeightUpdater([late, good], bucket_bytes=1 << 20, timeout_s=0.5)
+    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (late)": f"{delayed} in time"}
+    assert holds(good, tensors(1))
+    assert (good.version, good.paused, late.version) == ("1", None, "first")
+    assert late.paused == "abort" or same(state(late), before)  # what came to its rank after all
+    updater.close()
+
+
+def test_an_engine_that_refuses_goes_on():
+    """Whether it was held before it said so, or not."""
+    engine = HeldEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    updater.update(tensors(1).items(), 1)
+    items = tensors(2)
+    del items["norm.weight"]
+    with pytest.raises(RuntimeError, match=r"no tensor was sent .*'norm"):
+        updater.update(items.items(), 2)
+    assert holds(engine, tensors(1))
+    assert (engine.version, engine.paused) == ("1", None)
+    updater.close()
+
+
+class Gone(HeldEngine):
+    """Its process ends before its ranks begin."""
+
+    def load(self, request, *, flush_cache):
+        time.sleep(0.2)
+        raise ConnectionError("the server has ended")
+
+
+def test_an_engine_that_ends_before_it_begins_is_not_waited_for():
+    gone, good = Gone(1, "gone"), HeldEngine(1, "good")
+    updater = WeightUpdater([gone, good])
+    started = time.monotonic()
+    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (gone)": "the server has ended"}
+    assert time.monotonic() - started < 5
+    assert gone.calls == []
+    assert holds(good, tensors(1))
+    updater.close()
+
+
+def test_an_interrupt_while_an_engine_is_held_leaves_no_thread_that_holds_it_later():
+    engine = HeldEngine(1)
+    engine.hold_s = 0.5
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    timer = threading.Timer(0.2, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        updater.update(tensors(1).items(), 1)
+    timer.join()
+    assert engine.calls.index("held") < engine.calls.index("pause abort")  # it may hold a mix of versions
+    updater.update(tensors(2).items(), 2)
+    assert holds(engine, tensors(2))
+    assert (engine.paused, engine.version) == (None, "2")
+    updater.close()
