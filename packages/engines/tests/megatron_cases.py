@@ -73,6 +73,7 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
         "held": sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
         "shards": list(weights.shards()),
         "are_views": all(shard.tensor.untyped_storage().data_ptr() in own for _, shard in weights.shards()),
+        "sizes": weights.sizes_bytes(torch.float32),
         "full": dict(weights.full_tensors(torch.float32, bucket_bytes=20_000)),
     }
     close_groups(groups)

@@ -206,13 +206,13 @@ def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_rotation_as_one_kernel_equals_that_of_several(dtype, atol):
-    from tidemill_engines.megatron.rotary import rotary_angles, rotate
+    from tidemill_engines.megatron.rotary import Rotary, rotate
 
     torch.manual_seed(0)
+    frequencies = tuple(1e6 ** (-pair / 64) for pair in range(64))
     for num_tokens in (5, 700, 1333):
-        angles = rotary_angles(torch.arange(num_tokens, device="cuda")[None], 128, 1e6)
         x = torch.randn(num_tokens, 8, 128, device="cuda", dtype=dtype)
-        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        rotary = Rotary(frequencies=frequencies).at(torch.arange(num_tokens, device="cuda")[None], dtype)
         plain = x.clone().requires_grad_()
         fused = x.clone().requires_grad_()
         out, expected = rotate(fused, *rotary, fused=True), rotate(plain, *rotary)

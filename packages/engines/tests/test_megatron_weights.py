@@ -1,10 +1,13 @@
 """Weights in and out of Megatron's model on four ranks."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_cases import build_engine
 from megatron_cases import check_layouts
 from safetensors.torch import load_file
 from tidemill_testing import run_ranks, tiny_model
@@ -57,6 +60,7 @@ def test_weights_come_in_and_go_out_bit_for_bit(folders, seen, index):
         assert set(rank["full"]) == set(checkpoint)
         assert all(torch.equal(rank["full"][name], tensor) for name, tensor in checkpoint.items())
         assert rank["read"] <= rank["held"]
+        assert rank["sizes"] == [(name, weight.nbytes) for name, weight in rank["full"].items()]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
@@ -72,6 +76,27 @@ def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, 
         counts[name][region] += 1 if shard.replica == 0 else 0
     assert all(bool((count == 1).all()) for count in counts.values())
     assert all(rank["are_views"] for rank in seen[index])
+
+
+def test_an_export_gathers_each_tensor_once(folders, tmp_path):
+    engine = build_engine(folders["qwen2"], backend="megatron", optimizer=False)
+    gathered, full_tensors = [], engine.weights.full_tensors
+
+    def counted(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in full_tensors(dtype):
+            gathered.append(name)
+            yield name, weight
+
+    engine.weights.full_tensors = counted
+    engine.save_hf(tmp_path, "bfloat16", max_shard_size=100_000)
+    engine.close()
+    checkpoint = load_file(folders["qwen2"] / "model.safetensors")
+    assert sorted(gathered) == sorted(checkpoint)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(2 * weight.numel() for weight in checkpoint.values())
+    for file in set(index["weight_map"].values()):
+        for name, weight in load_file(tmp_path / file).items():
+            assert torch.equal(weight, checkpoint[name].bfloat16())
 
 
 def test_redirections_end_with_the_last_context(ranks):

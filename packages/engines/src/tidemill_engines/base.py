@@ -268,14 +268,16 @@ class BaseEngine(ABC):
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by their names in the Hugging Face checkpoint, lazily, in its order; tied copies are left out.
 
-        Args:
-            dtype: that floating-point weights are cast to; None leaves the master weights' dtype.
+        Adapters are merged into what is handed out. Taking the next weight is collective then, and with Megatron, which
+        gathers weights before it hands them out.
 
-        Adapters are merged into what is handed out. Taking the next weight is collective then.
+        Args:
+            dtype: that floating-point weights are cast to; None leaves them as the model holds them: as master weights,
+                or with Megatron as parameters, of which the optimizer alone has masters, if they are bfloat16.
 
         Yields:
-            Name and DTensor (or tensor, where nothing is sharded), detached and valid until the next step. Gathering a
-            DTensor is collective, so all ranks must take the same weights in the same order.
+            Name and DTensor (or whole tensor), detached and valid until the next step. Gathering a DTensor is
+            collective, so all ranks must take the same weights in the same order.
         """
 
     def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
@@ -348,7 +350,7 @@ class BaseEngine(ABC):
         """Writes the model to `path` in Hugging Face format, with the tokenizer files of its origin. Collective.
 
         Args:
-            dtype: that floating-point weights are cast to; None leaves the master weights' dtype.
+            dtype: as of `get_per_tensor_param`.
             max_shard_size: of a safetensors file, and of the memory that holds it while it is written: bytes, or a text
                 such as "5GB". More than one file have an index beside them.
 

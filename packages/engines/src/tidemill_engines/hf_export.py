@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,8 +64,14 @@ def shard_file_names(num_shards: int, stem: str = "model") -> list[str]:
     return [f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
 
 
+def sizes_of(weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:
+    """The bytes of named tensors; DTensors need not be gathered for it."""
+    return [(name, weight.numel() * weight.element_size()) for name, weight in weights]
+
+
 def write_weights(
-    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    sizes_bytes: Sequence[tuple[str, int]],
     path: Path,
     group: dist.ProcessGroup,
     *,
@@ -74,19 +80,19 @@ def write_weights(
 ) -> None:
     """Gathers the weights on the first rank and writes them there as safetensors. Collective over `group`.
 
-    Weights that were written there before are removed first. At most one shard's worth of full tensors is held, by the
-    first rank only.
+    Weights that were written there before are removed first. The first rank holds full tensors of at most one shard;
+    every rank holds the one that is being gathered, or what `weights` gathers at once.
 
     Args:
-        weights: gives the named weights (DTensors or tensors) anew at each call, the same on all ranks.
+        weights: the named weights (DTensors or tensors), the same on all ranks.
+        sizes_bytes: theirs, by which they are divided into files before the first is gathered.
         max_shard_bytes: of a file; a tensor that is larger has one of its own.
         file_stem: what the files are called, before the number of the shard.
 
     Raises:
         OSError: a write failed; raised on every rank.
     """
-    sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights()]
-    shards = plan_shards(sizes, max_shard_bytes)
+    shards = plan_shards(sizes_bytes, max_shard_bytes)
     files = shard_file_names(len(shards), file_stem)
     is_writer = dist.get_rank(group) == 0
     with together(group):
@@ -94,11 +100,10 @@ def write_weights(
             for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
                 for file in path.glob(pattern):
                     file.unlink()
-    named = weights()
     for file, names in zip(files, shards, strict=True):
         held: dict[str, torch.Tensor] = {}
         for name in names:
-            gathered_name, weight = next(named)
+            gathered_name, weight = next(weights)
             assert gathered_name == name, f"expected {name}, got {gathered_name}"
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if is_writer:
@@ -109,7 +114,7 @@ def write_weights(
     with together(group):
         if is_writer and len(files) > 1:
             where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-            index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": where}
+            index = {"metadata": {"total_size": sum(size for _, size in sizes_bytes)}, "weight_map": where}
             (path / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 

@@ -23,7 +23,14 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_config, write_weights
+from tidemill_engines.hf_export import (
+    MAX_SHARD_SIZE,
+    copy_side_files,
+    shard_bytes,
+    sizes_of,
+    write_config,
+    write_weights,
+)
 from tidemill_engines.offload import Parked, Parking, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -318,9 +325,8 @@ class FSDP2Engine(BaseEngine):
             if dist.get_rank() == 0:
                 write_config(self.export_config(), target, self.model_config.dtype if dtype is None else dtype)
                 copy_side_files(Path(self.model_config.path), target)
-        write_weights(
-            lambda: self.get_per_tensor_param(dtype), target, self.groups.control, max_shard_bytes=max_shard_bytes
-        )
+        weights, sizes_bytes = self.get_per_tensor_param(dtype), sizes_of(self.get_per_tensor_param(dtype))
+        write_weights(weights, sizes_bytes, target, self.groups.control, max_shard_bytes=max_shard_bytes)
 
     def save_adapter(self, path: str | Path) -> None:
         settings = self.model_config.lora
@@ -335,7 +341,8 @@ class FSDP2Engine(BaseEngine):
                 config = lora.peft_config(settings, included=lora.adapted_modules(self.model))
                 config.base_model_name_or_path = self.model_config.path
                 config.save_pretrained(str(target))
-        write_weights(self.get_adapter_param, target, self.groups.control, file_stem="adapter_model")
+        weights, sizes_bytes = self.get_adapter_param(), sizes_of(self.get_adapter_param())
+        write_weights(weights, sizes_bytes, target, self.groups.control, file_stem="adapter_model")
 
     def performance(self) -> dict[str, float]:
         config, meter = self.engine_config, self.meter

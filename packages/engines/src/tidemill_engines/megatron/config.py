@@ -135,7 +135,8 @@ class MegatronConfig(ParallelConfig):
     Attributes:
         backend: tells configurations of different engines apart.
         device: "auto" takes CUDA where it is usable.
-        param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters.
+        param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters,
+            which are in checkpoints; what is exported or handed out are the parameters, cast to float32 or not.
         transformer_impl: what layers are made of, by Megatron's name: "transformer_engine", which has to be installed
             and is for CUDA; "local", Megatron's own modules and this package's; or "auto", Transformer Engine where it
             can be used and parameters are bfloat16 (it multiplies float32 in TF32), but not for latent attention.

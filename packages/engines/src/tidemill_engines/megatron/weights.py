@@ -20,6 +20,9 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _Key = tuple[str, tuple[int, ...]]
 """A tensor's name and where a part begins in it."""
 
+_Owners = dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]]
+"""For each tensor the parts by where they begin: the first rank that holds it, and its shape."""
+
 
 class MegatronWeights:
     """Reads and exports the weights of this rank's part of a model. Every rank makes one: a collective.
@@ -137,19 +140,17 @@ class MegatronWeights:
     def full_tensors(self, dtype: torch.dtype, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the model, whole, on every rank, in the order of the layers. Collective.
 
+        Every rank holds a bucket of them at a time.
+
         Args:
             dtype: that the values are cast to.
             bucket_bytes: of the tensors that are gathered together; one that is larger is gathered alone.
         """
         own = {(name, shard.start): shard for name, shard in self.shards()}
-        owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]] = {}
-        for rank, part in enumerate(self._parts):
-            for (name, start), shape in part.items():
-                owners.setdefault(name, {}).setdefault(start, (rank, shape))
+        owners = self._owners()
         bucket: list[str] = []
         used = 0
-        for name in sorted(owners, key=_natural):
-            num_bytes = sum(math.prod(shape) for _, shape in owners[name].values()) * dtype.itemsize
+        for name, num_bytes in self.sizes_bytes(dtype):
             if bucket and used + num_bytes > bucket_bytes:
                 yield from self._gather(bucket, owners, own, dtype)
                 bucket, used = [], 0
@@ -157,10 +158,22 @@ class MegatronWeights:
             used += num_bytes
         yield from self._gather(bucket, owners, own, dtype)
 
+    def sizes_bytes(self, dtype: torch.dtype) -> list[tuple[str, int]]:
+        """Names and bytes of `full_tensors`, in its order. Nothing is communicated."""
+        sizes = {name: sum(math.prod(shape) for _, shape in parts.values()) for name, parts in self._owners().items()}
+        return [(name, sizes[name] * dtype.itemsize) for name in sorted(sizes, key=_natural)]
+
+    def _owners(self) -> _Owners:
+        owners: _Owners = {}
+        for rank, part in enumerate(self._parts):
+            for (name, start), shape in part.items():
+                owners.setdefault(name, {}).setdefault(start, (rank, shape))
+        return owners
+
     def _gather(
         self,
         names: Sequence[str],
-        owners: dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]],
+        owners: _Owners,
         own: dict[_Key, WeightShard],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, torch.Tensor]]:
