@@ -136,13 +136,15 @@ class LocalEngine:
     async def _update_and_flush(self, payload: bytes, load_format: str) -> None:
         """Loads and empties the prefix cache, with no new request in between.
 
-        SGLang would do both if the request for the one asked for the other, and end if a request still runs then: one
-        whose caller has gone, which its lock does not wait for, or the last one, which is not cleared away yet.
+        The cache is emptied first, while the trainer still gets ready: once that has succeeded, no request runs that
+        could put anything there before the new weights have come. If a request still runs (one whose caller has gone,
+        which SGLang's lock does not wait for, or the last one, which is not cleared away yet), it is emptied when that
+        has ended. SGLang would do it in the same call if that asked for it, and end if a request still runs.
         """
         request = self._load_request(payload, load_format, None)
         async with self._without_new_requests() as patience_s:
-            send = self._manager.update_weights_from_tensor_communicator  # pyright: ignore[reportAttributeAccessIssue]
-            results, flushed = await asyncio.gather(send(request), self._manager.flush_cache())
+            load = self._manager.update_weights_from_tensor_communicator  # pyright: ignore[reportAttributeAccessIssue]
+            flushed, results = await asyncio.gather(self._manager.flush_cache(), load(request))
             failed = [result.message for result in results if not result.success]
             if failed:
                 raise RuntimeError("; ".join(failed))
