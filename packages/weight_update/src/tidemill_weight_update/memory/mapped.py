@@ -11,6 +11,8 @@ from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
 if TYPE_CHECKING:
     from tidemill_weight_update.memory.cuda_memory import ImportedMemory
 
+_Key = tuple[str, int, int] | tuple[int, int]
+
 
 class MappedMemories:
     """Open mappings, by what they map.
@@ -23,7 +25,8 @@ class MappedMemories:
         self._device = device
         self._host: dict[tuple[str, int, int], Tensor] = {}
         self._gpu: dict[tuple[int, int], ImportedMemory] = {}
-        self._used: set[tuple[str, int, int] | tuple[int, int]] = set()
+        self._used: set[_Key | int] = set()  # keys, and ids of tuples in `_lists`
+        self._used_before: set[_Key | int] = set()
         self._lists: dict[int, tuple[tuple[DeviceMemory, ...], list[int], set[tuple[int, int]]]] = {}
 
     def tensor(self, memory: HostMemory) -> Tensor:
@@ -62,9 +65,8 @@ class MappedMemories:
         if id(memories) not in self._lists:
             keys = {(memory.pid, memory.buffer_id) for memory in memories}
             self._lists[id(memories)] = memories, [self.address(memory) for memory in memories], keys
-        _, addresses, keys = self._lists[id(memories)]
-        self._used |= keys
-        return addresses
+        self._used.add(id(memories))
+        return self._lists[id(memories)][1]
 
     def close_unused(self) -> bool:
         """Closes what was not asked for since the last call: its owner does not use it any more.
@@ -72,11 +74,15 @@ class MappedMemories:
         Returns:
             whether there was anything; host memory ends with the last tensor that lies in it.
         """
+        used, self._used = self._used, set()
+        if used == self._used_before:
+            return False
+        self._used_before = used
+        keys = used.union(*(self._lists[item][2] for item in used if isinstance(item, int)))
         num_open = len(self._host) + len(self._gpu)
-        for key in [key for key in self._host if key not in self._used]:
+        for key in [key for key in self._host if key not in keys]:
             del self._host[key]
-        for key in [key for key in self._gpu if key not in self._used]:
+        for key in [key for key in self._gpu if key not in keys]:
             self._gpu.pop(key).close()
-            self._lists.clear()
-        self._used.clear()
+            self._lists = {number: known for number, known in self._lists.items() if key not in known[2]}
         return len(self._host) + len(self._gpu) < num_open
