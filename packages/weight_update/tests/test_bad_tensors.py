@@ -97,6 +97,18 @@ def test_ranks_of_an_engine_that_say_the_same_say_it_once():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_more_engine_ranks_than_there_is_room_for_are_refused(mode):
+    small, large = ToyEngine(2), ToyEngine(1, "large")
+    large.tp_size = 255
+    updater = WeightUpdater([small, large])
+    with pytest.raises(ValueError, match="engines of 256 ranks in all can be updated at once, these have 257; pass"):
+        updater.update(given(tensors().items(), mode), 1)
+    assert updater.update(given(tensors().items(), mode), 1, engines=[small]).verified
+    assert small.calls == ["load, flush", "finish", "finish", "version 1"]
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_numbers_that_are_not_finite_may_be_allowed(mode):
     engine = ToyEngine(2)
     checkpoint = tensors()

@@ -155,6 +155,12 @@ def test_bad_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             WeightUpdater([MemoryEngine()], **kwargs)
+    twice = MemoryEngine()
+    told = r"each engine may be given once, engine 2 of 3 \(MemoryEngine\) came before"
+    with pytest.raises(ValueError, match=told):
+        WeightUpdater([twice, MemoryEngine(), twice])
+    with pytest.raises(ValueError, match=told):
+        WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, MemoryEngine(), twice])
     with pytest.raises(ValueError, match="rank 0 talks to the engines, but was given none"):
         WeightUpdater([]).update([("a", torch.zeros(1))], 1)
     updater = WeightUpdater([MemoryEngine()])

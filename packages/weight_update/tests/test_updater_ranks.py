@@ -75,7 +75,7 @@ def _outcome(items, engines=(), bucket_bytes=128) -> str:
     try:
         updater.update(items, 1)
     except (RuntimeError, ValueError, KeyError) as error:
-        first = f"{type(error).__name__}: {error}"
+        first = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     else:
         first = "ok"
     again = [("t", torch.zeros(4))]  # whatever happened, ranks and updater can go on together
@@ -104,7 +104,7 @@ def _iterator_raises(bad_rank: int):
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_an_iterator_that_raises_on_one_rank_raises_on_all(bad_rank):
     results = run_ranks(_iterator_raises, 2, bad_rank, timeout_s=60)
-    assert results[bad_rank][0] == "KeyError: 'lost'"
+    assert results[bad_rank][0] == f"KeyError: 'lost'; raised on rank {bad_rank} of 2 of this weight update"
     assert results[1 - bad_rank][0] == f"RuntimeError: weight update failed on rank {bad_rank} of 2: KeyError: 'lost'"
     assert results[0][1] == "2"
 

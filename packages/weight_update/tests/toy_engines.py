@@ -157,7 +157,7 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tens
 
 def state(engine: ToyEngine) -> list[dict[str, Tensor]]:
     """A copy of the parameters of each rank."""
-    return [{name: p.detach().clone() for name, p in model.named_parameters()} for model in engine.models]
+    return [{name: p.detach().clone().cpu() for name, p in model.named_parameters()} for model in engine.models]
 
 
 def freshly_loaded(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.control.mailbox import MAX_RECEIVERS
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.link.group_link import GroupLink
@@ -17,7 +18,7 @@ from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.send.adapter import AdapterPath
 from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.fences import Fences, Operation
+from tidemill_weight_update.send.fences import Fences, Operation, distinct
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import Prepared
@@ -28,6 +29,9 @@ from tidemill_weight_update.stats import UpdateStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+ASKING_S = 0.5e-3
+"""For the threads that ask engines, before this one keeps the interpreter to itself for milliseconds."""
 
 
 class WeightUpdater:
@@ -83,7 +87,7 @@ class WeightUpdater:
             raise ValueError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self._engines = list(engines)
+        self._engines = distinct(engines)
         self._fences = Fences()
         self._ranks = Ranks(process_group)
         place = None if device is None else torch.device(device)
@@ -129,8 +133,9 @@ class WeightUpdater:
             engines: update these only, fenced ones and new ones too; they take part in later updates. On rank 0.
 
         Raises:
-            ValueError: no tensors, a name twice, an empty version, no engines, tensors that are not finite, a
-                LocalShard that does not fit its tensor.
+            ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
+                can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
+                fit its tensor.
             TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
@@ -237,11 +242,16 @@ class WeightUpdater:
         if engines is None:
             chosen = self._fences.without(self._engines, operation)
         else:
-            chosen = list(engines)
+            chosen = distinct(engines)
             self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         if not chosen:
             raise ValueError("rank 0 talks to the engines, but was given none")
         fleet = Fleet(chosen, in_flight)
+        if operation == "update" and self._link is None and fleet.num_receivers > MAX_RECEIVERS:
+            raise ValueError(
+                f"engines of {MAX_RECEIVERS} ranks in all can be updated at once, these have {fleet.num_receivers}; "
+                f"pass some of them as engines=... and then the others"
+            )
         for member in fleet.members:
             member.paused = self._fences.are_around(member.client, "update")
             if member.paused and operation == "update_adapter":
@@ -310,6 +320,7 @@ class WeightUpdater:
         def ask() -> None:
             if not fleet.threads:
                 fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
+                time.sleep(ASKING_S if fleet.threads else 0.0)
 
         def hold(audience: Audience) -> None:
             fleet.hold(self._sequence, self._fast.mailbox, audience)
@@ -325,9 +336,9 @@ class WeightUpdater:
                     raise TypeError(
                         "a generator can be read once, but engines of both paths need it; pass a collection"
                     )
-                # The only rank has much for its GPU to read before the engines can copy, so it is asked once that has
-                # begun. Of several each has less, and the way of a request to all ranks of an engine is longer.
-                if self._ranks.size > 1:
+                # If the GPU can read at once, the engines are asked when it has begun. Else, of several ranks each has
+                # less to read, and the way of a request to all ranks of an engine is longer.
+                if self._ranks.size > 1 and not self._fast.expects_same:
                     ask()
                 lines: Iterable[Prepared]
                 if is_stream:

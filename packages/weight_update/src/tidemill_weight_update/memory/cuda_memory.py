@@ -102,6 +102,16 @@ def export(address: int, device: torch.device) -> DeviceMemory:
     )
 
 
+def num_freed(device: torch.device) -> int | None:
+    """How many allocations torch has given back to CUDA in this process; None: its allocator does not count.
+
+    While that stays the same, what `export` has found can be read, whatever is there now.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    return torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"]
+
+
 class ImportedMemory:
     """An allocation, as `device` of this process reaches it, wherever it lies: other GPUs' over NVLink or PCIe.
 

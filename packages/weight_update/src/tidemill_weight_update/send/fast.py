@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import Mailbox, path_of
@@ -13,8 +14,8 @@ from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.known import Known
 from tidemill_weight_update.send.outgoing import in_place
 from tidemill_weight_update.send.packing import pack
-from tidemill_weight_update.send.sender import Prepared, Sender
-from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.send.sender import Filling, Prepared, Sender
+from tidemill_weight_update.send.shards import Held, LocalShard
 from tidemill_weight_update.send.source import NamedTensors, pieces_of
 from tidemill_weight_update.stages import Stages
 
@@ -61,6 +62,9 @@ class FastPath:
         self._known = Known([])
         self._prepared: list[Prepared] = []
         self._pieces: list[Held] = []  # alive while an update reads them by their addresses
+        self._came_again = False
+        self._num_freed: int | None = None
+        self._assumed: list[tuple[str, Tensor | LocalShard]] | None = None
 
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
@@ -101,14 +105,31 @@ class FastPath:
         if self._link is not None:
             self._link.hang_up()
 
+    @property
+    def expects_same(self) -> bool:
+        """Whether the last two updates had the same tensors, in memory that the engines read where it is."""
+        return self._came_again and bool(self._prepared[0].line.memories)
+
     def prepare(self, named_tensors: NamedTensors) -> list[Prepared]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
 
-        What was described for the last update is used again if the same parameters come again.
+        What was described for the last update is used again if the same parameters come again. If that is expected,
+        `send` finds it out while the GPU reads them, which is safe as long as no allocation was freed since.
         """
         items = list(named_tensors)
-        if self._known.are(items):
+        self._assumed = None
+        if self.expects_same and self._num_freed is not None and self._num_freed == self._count_freed():
+            self._assumed = items
             return self._prepared
+        prepared = self._prepared_for(items)
+        self._num_freed = self._count_freed()
+        return prepared
+
+    def _prepared_for(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
+        self._came_again = self._known.are(items)
+        return self._prepared if self._came_again else self._describe(items)
+
+    def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
         pieces = list(pieces_of(items, self._dtype, self._group_rank))
         prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
         # Kept for the next update are addresses only, and only those of the tensors that were passed.
@@ -117,6 +138,13 @@ class FastPath:
         self._known, self._prepared = (known, prepared) if kept else (Known([]), [])
         self._pieces = pieces
         return prepared
+
+    def _count_freed(self) -> int | None:
+        if self._device is None or self._device.type != "cuda":
+            return None
+        from tidemill_weight_update.memory.cuda_memory import num_freed
+
+        return num_freed(self._device)
 
     def stream(self, named_tensors: NamedTensors) -> Iterator[Prepared]:
         """Describes tensors as they come; they may be gone when the next one is asked for."""
@@ -152,19 +180,41 @@ class FastPath:
         started: Callable[[], None],
         finishing: Callable[[Audience], None],
     ) -> tuple[int, int, int]:
-        """Sends lines to all engine ranks; see `Sender.send`.
+        """Sends lines to all engine ranks; see `Sender.send`. `started` may be called twice.
 
         Args:
             lines: a list if the update is complete, else an iterator.
             control: path of trainer rank 0's mailbox.
         """
         sender = self._require_sender()
-        sender.open(self._sequence, lines if isinstance(lines, list) else None)
-        audience = self._audience(sender.mailbox, control, num_receivers)
+        first: Filling | None = None
         try:
-            return sender.send(self._sequence, lines, audience, stages, started, finishing)
+            if self._assumed is not None:
+                lines, first = self._read_first(self._assumed, stages, started)
+            sender.open(self._sequence, lines if isinstance(lines, list) else None)
+            audience = self._audience(sender.mailbox, control, num_receivers)
+            return sender.send(self._sequence, lines, audience, stages, started, finishing, first)
         finally:
+            self._assumed = None
             self._pieces = []
+
+    def _read_first(
+        self, items: list[tuple[str, Tensor | LocalShard]], stages: Stages, started: Callable[[], None]
+    ) -> tuple[list[Prepared], Filling | None]:
+        """Lets the GPU read what came last, and finds out meanwhile whether it is what comes now.
+
+        Returns:
+            the lines to send, and what was read of the first one if it is still the first.
+        """
+        with stages("fill"):
+            filling = self._require_sender().fill(self._prepared[0], 0)
+        started()
+        with stages("prepare"):
+            lines = self._prepared_for(items)
+        if self._came_again:
+            return lines, filling
+        self._num_freed = self._count_freed()
+        return lines, None
 
     def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
         if self._link is not None:
@@ -182,7 +232,7 @@ class FastPath:
             self._control.close()
         self._sender.close()
         self._sender = self._control = None
-        self._known, self._prepared = Known([]), []
+        self._known, self._prepared, self._came_again = Known([]), [], False
 
 
 def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":

@@ -54,3 +54,13 @@ class Fences:
         for client in late:
             if not self.are_around(client, operation):
                 self._closed.append((client, operation))
+
+
+def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
+    """The engines; raises ValueError if one comes twice."""
+    for index, engine in enumerate(engines):
+        if any(engine is other for other in engines[:index]):
+            raise ValueError(
+                f"each engine may be given once, engine {index} of {len(engines)} ({engine!r}) came before"
+            )
+    return list(engines)

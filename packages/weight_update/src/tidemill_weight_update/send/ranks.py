@@ -60,7 +60,7 @@ class Ranks:
             timeout_s: longest wait for another rank.
 
         Raises:
-            Exception: `error` itself, on its rank.
+            Exception: `error` itself, on its rank, with a note that names it.
             RuntimeError: on the other ranks, naming the failed ranks and their errors.
             RankLostError: a rank does not answer.
         """
@@ -74,6 +74,7 @@ class Ranks:
             return [row[1:] for row in gathered]
         messages = self._gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
+            error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
             raise error
         told = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
         raise RuntimeError(f"weight update failed on {told}")

@@ -37,6 +37,10 @@ class Prepared:
     payload_bytes: int
 
 
+Filling = tuple[Arena[Memory] | None, Tensor, Tensor]
+"""The arena that is being filled, digests int64 and numbers of non-finite elements int32 of a line, on the device."""
+
+
 class Sender:
     """Publishes lines in this rank's mailbox, and the tensors they describe.
 
@@ -105,11 +109,15 @@ class Sender:
         stages: Stages,
         started: Callable[[], None],
         finishing: Callable[[Audience], None],
+        first: Filling | None = None,
     ) -> tuple[int, int, int]:
         """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
 
-        `started` is called once, as soon as a GPU is busy with the first line: what it does takes no time of its own.
+        `started` is called as soon as a GPU is busy with the first line: what it does takes no time of its own.
         `finishing` is called once, while engines copy the last lines: none can come to its end before it returns.
+
+        Args:
+            first: what `fill` returned for the first line, if it was called before.
 
         Returns:
             numbers of lines and of tensors that they have parts of, and bytes.
@@ -124,7 +132,7 @@ class Sender:
             with stages("load"):
                 audience.wait(bucket - 1)
             with stages("fill"):
-                filling = self._fill(line, bucket)
+                filling = first if bucket == 0 and first is not None else self.fill(line, bucket)
             if bucket == 0:
                 started()
             with stages("fill"):
@@ -155,12 +163,8 @@ class Sender:
                 arena.close()
         self._arenas = [None, None]
 
-    def _fill(self, line: Prepared, bucket: int) -> tuple[Arena[Memory] | None, Tensor, Tensor]:
-        """Fills the arena, or only reads what stays where it is.
-
-        Returns:
-            the arena, digests int64 and numbers of non-finite elements int32 of the line's sources, on the device.
-        """
+    def fill(self, line: Prepared, bucket: int) -> Filling:
+        """Begins to fill the arena, or only to read what stays where it is."""
         arena = self._arena(bucket % 2, line.num_bytes) if line.num_bytes else None
         digests = torch.zeros(len(line.names), dtype=torch.int64, device=self._device)
         non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
@@ -168,7 +172,7 @@ class Sender:
         return arena, digests, non_finite
 
     def _filled(self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor) -> Place | None:
-        """Waits for `_fill` and looks at what it found; returns the journal's line about the arena."""
+        """Waits for `fill` and looks at what it found; returns the journal's line about the arena."""
         found = non_finite.cpu().nonzero().flatten().tolist()
         if found and not self._allow_non_finite:
             names = ", ".join(repr(line.names[i]) for i in found[:5])

@@ -1,0 +1,117 @@
+"""Updates whose tensors the GPU reads before it is known that they are those of the last update."""
+
+import pytest
+import torch
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.send.fast import FastPath
+from torch import Tensor, nn
+from toy_engines import ToyEngine, ToyModel, holds, tensors
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class Trainer:
+    """A model on the GPU, as a trainer passes it; each allocation of its own is large enough to be given back alone."""
+
+    def __init__(self, *, as_parameters: bool = True) -> None:
+        self.wrap = nn.Parameter if as_parameters else Tensor.detach
+        self.held: dict[str, Tensor] = {}
+        self.hold(0)
+
+    def hold(self, version: int) -> None:
+        """New tensors, elsewhere."""
+        self.held = {name: self.wrap(self.placed(tensor)) for name, tensor in tensors(version).items()}
+
+    def change(self, version: int) -> None:
+        for name, tensor in tensors(version).items():
+            self.held[name].data.copy_(tensor)
+
+    def swap(self, version: int) -> None:
+        """The same parameters with their values elsewhere."""
+        for name, tensor in tensors(version).items():
+            self.held[name].data = self.placed(tensor)
+
+    @staticmethod
+    def placed(tensor: Tensor) -> Tensor:
+        room = torch.empty(16 << 20, dtype=tensor.dtype, device="cuda")
+        return room[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[bool]:
+    """For each update that read first, whether that was of use."""
+    found: list[bool] = []
+    original = FastPath._read_first
+
+    def read_first(self, *args):
+        lines, filling = original(self, *args)
+        found.append(filling is not None)
+        return lines, filling
+
+    monkeypatch.setattr(FastPath, "_read_first", read_first)
+    return found
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return ToyEngine(2, model=lambda rank, size: ToyModel(rank, size).cuda())
+
+
+@pytest.fixture
+def updater(engine):
+    updater = WeightUpdater([engine], timeout_s=20)
+    yield updater
+    updater.close()
+
+
+@pytest.mark.parametrize("as_parameters", [True, False])
+def test_what_comes_a_third_time_is_read_first(engine, updater, read, as_parameters):
+    trainer = Trainer(as_parameters=as_parameters)
+    for version in range(5):
+        trainer.change(version)
+        stats = updater.update(trainer.held.items(), version)
+        assert stats.verified
+        assert holds(engine, tensors(version))
+    assert read == [True, True, True]
+
+
+@pytest.mark.parametrize("move", [Trainer.hold, Trainer.swap])
+@pytest.mark.parametrize("frees", [False, True])
+def test_tensors_that_moved_are_found_where_they_are_now(engine, updater, read, move, frees):
+    trainer = Trainer()
+    for _ in range(3):
+        updater.update(trainer.held.items(), "before")
+    move(trainer, 7)
+    if frees:
+        torch.cuda.empty_cache()
+    updater.update(trainer.held.items(), 7)
+    assert holds(engine, tensors(7))
+    # Of parameters that were replaced the last ones are kept, so nothing is given back.
+    assert read == ([True] if frees and move is Trainer.swap else [True, False])
+    for version in (8, 9, 10):
+        trainer.change(version)
+        updater.update(trainer.held.items(), version)
+        assert holds(engine, tensors(version))
+    assert read[-1]
+
+
+def test_what_was_read_first_is_refused_as_ever(engine, updater, read):
+    trainer = Trainer()
+    for _ in range(3):
+        updater.update(trainer.held.items(), "before")
+    name = "norm.weight"
+    kept = trainer.held[name].data[0].clone()
+    trainer.held[name].data[0] = float("nan")
+    with pytest.raises(ValueError, match=name):
+        updater.update(trainer.held.items(), "not finite")
+    trainer.held[name].data[0] = kept
+    with pytest.raises(RuntimeError, match="no tensor was sent for these parameters of the engine: 'norm'"):
+        updater.update([pair for pair in trainer.held.items() if pair[0] != name], "one is missing")
+    with pytest.raises(TypeError):
+        updater.update({**trainer.held, "temperature": 3}.items(), "no tensor")
+    assert holds(engine, tensors(0))
+    assert engine.version == "before"
+    trainer.change(4)
+    updater.update(trainer.held.items(), 4)
+    assert holds(engine, tensors(4))
+    assert read == [True, True, False]
