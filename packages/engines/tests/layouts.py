@@ -99,14 +99,12 @@ FSDP2 = Suite(
 def _is_possible_with_megatron(layout: Layout) -> bool:
     """On four ranks, which are used for all layouts."""
     has_experts = layout["family"] == "qwen3_moe"
-    is_tied = layout["family"].endswith("tied")
     return (
         layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 4
         and (layout["vpp"] == 1 or layout["pp"] > 1)
         and (not layout["sp"] or layout["tp"] > 1)
         and (layout["ep"] == 1 or has_experts)
         and (layout["sp"] or layout["tp"] == 1 or not has_experts)
-        and not (is_tied and layout["pp"] > 1 and layout["optimizer"] == "distributed")
     )
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.safetensors_files import SafetensorsFiles
@@ -117,26 +120,23 @@ def own_rows(engine: Any) -> Any:
     return make_batch(NUM_ROWS, temperature=0.8)[rank * NUM_ROWS // size : (rank + 1) * NUM_ROWS // size]
 
 
-def refusals(folder: str, configs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    """What an engine says to each (sizes, further configuration)."""
-    said = []
-    for sizes, others in configs:
-        try:
-            make_engine(folder, ParallelConfig(**sizes), **others)
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
 def save_and_load(
-    folder: str, target: str, layouts: Sequence[dict[str, Any]], others: dict[str, Any]
+    folder: str, target: str, layouts: Sequence[dict[str, Any]], others: dict[str, Any], bucket_size: int | None = None
 ) -> dict[str, Any]:
     """Three steps under the first layout, saved after the first; the last two again under every layout.
+
+    Args:
+        bucket_size: of Megatron's buckets for overlapped gradients, which have 40 million parameters else.
 
     Returns:
         metrics and weights of the uninterrupted steps, and of those after loading under each layout.
     """
     from engine_cases import policy_like_loss
+    from tidemill_engines.megatron import data_parallel
+
+    if bucket_size is not None:
+        config = data_parallel.DistributedDataParallelConfig
+        data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=bucket_size)  # type: ignore[misc]
 
     def steps(engine: Any, num_steps: int) -> list[dict[str, float]]:
         return [
@@ -157,6 +157,23 @@ def save_and_load(
         seen["weights"].append(dict(engine.get_per_tensor_param()))
         engine.close()
     return seen
+
+
+def check_goes_on(results: Sequence[dict[str, Any]], exported: Path) -> None:
+    """Of what each rank saw in `save_and_load`: that training goes on bit for bit where it was saved, and elsewhere to
+    float32's precision; and that its weights are those exported."""
+    for seen in results:
+        expected, same, *elsewhere = zip(seen["metrics"], seen["weights"], strict=True)
+        assert same[0] == expected[0]
+        assert all(torch.equal(same[1][name], weight) for name, weight in expected[1].items())
+        for metrics, weights in elsewhere:
+            for step, wanted in zip(metrics, expected[0], strict=True):
+                assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+            for name, weight in expected[1].items():
+                torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+        written = load_file(exported / "model.safetensors")
+        assert set(written) == set(expected[1])
+        assert all(torch.equal(written[name], weight) for name, weight in expected[1].items())
 
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5, "decay_norms_and_biases": False}

@@ -1,6 +1,5 @@
 """Checkpoints through Megatron's dist_checkpointing: sharded, and loadable under other parallel sizes."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +9,27 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tidemill_engines.agreement import together
-from tidemill_engines.checkpoint_folder import Progress, save_folder, write_object, write_tensors
-from tidemill_engines.megatron.optimizer import torch_optimizers
+from tidemill_engines.agreement import gather, together
+from tidemill_engines.checkpoint_folder import Progress, reasons, save_folder, write_object, write_tensors
+from tidemill_engines.megatron import optimizer_state
 from tidemill_engines.megatron.weights import unwrapped
+
+_OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,11 +48,17 @@ class Content:
 
 
 def collect(
-    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, device: torch.device, *, copied: bool
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer | None,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    copied: bool,
 ) -> Content:
     """Weights, optimizer state and random states. Collective over all ranks.
 
     Args:
+        vocab_size: of the model; the rows of its embedding are more, for some numbers of tensor-parallel ranks.
         copied: have copies on the CPU, so that saving them need not stop the training that goes on.
     """
     sharded: Any
@@ -57,7 +68,9 @@ def collect(
         for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
             assert part.data is not None
             part.data = part.data.detach().to("cpu", copy=True)
-        common = copy.deepcopy(common)
+    common |= {"vocab_size": vocab_size}
+    if optimizer is not None:
+        common |= {"optimizer_steps": optimizer_state.num_steps(optimizer)}
     return Content(sharded=mcore_to_pyt_state_dict(state, False), common=common, random=_random_states(device))
 
 
@@ -88,35 +101,72 @@ def save(path: Path, content: Content, progress: Progress, group: dist.ProcessGr
 
 def load(
     path: Path,
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer | None,
+    vocab_size: int,
+    device: torch.device,
     progress: Progress,
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> None:
     """Reads weights and optimizer state, and random states if as many ranks saved them on such devices. Collective.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of experts that were divided otherwise; raised on every rank.
+        ValueError: the checkpoint is of another model, or its optimizer of another kind; raised on every rank, and
+            nothing has changed.
     """
+    sharded = _sharded_state(chunks, optimizer, is_loading=True)
+    _check_fits(path, sharded, vocab_size, group)
     with together(group):
         try:
-            state: Any = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(path))
-        except (CheckpointingException, CheckpointException, KeyError) as error:
-            raise ValueError(
-                f"could not load the checkpoint {path}: it is of another model, or of one whose experts were divided "
-                f"otherwise, which megatron-core 0.16 cannot load: {error}"
-            ) from error
+            state: Any = dist_checkpointing.load(sharded, str(path))
+        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+            raise ValueError(f"could not load the checkpoint {path}: {reasons(error)}") from error
         for name, chunk in _named(chunks).items():
             model = unwrapped(chunk)
             model.load_state_dict({**_extra_states(model.state_dict()), **state[name]})
         if optimizer is not None:
-            optimizer.load_state_dict(state["optimizer"])
-            _part_steps(optimizer)
+            optimizer_state.load(optimizer, state["optimizer"], state["optimizer_steps"])
         if progress.world_size == dist.get_world_size(group):
             states = torch.load(path / f"rng_{dist.get_rank(group)}.pt", weights_only=True)
             if ("cuda" in states) == (device.type == "cuda"):
                 _set_random_states(states, device)
+
+
+def _check_fits(path: Path, sharded: dict[str, Any], vocab_size: int, group: dist.ProcessGroup) -> None:
+    """Refuses a checkpoint before Megatron begins to load it, which would empty embedding and head at once. Collective.
+
+    Raises:
+        ValueError: it has not the tensors that all ranks together want; raised on every rank.
+    """
+    wanted = [part for part in nested_values(load_preprocess(sharded)[0]) if isinstance(part, ShardedTensor)]
+    of_all_ranks = {key for keys in gather([part.key for part in wanted], group) for key in keys}
+    with together(group):
+        why = _misfit(path, wanted, of_all_ranks, vocab_size)
+        if why:
+            raise ValueError(f"could not load the checkpoint {path}: {why}")
+
+
+def _misfit(path: Path, wanted: Sequence[ShardedTensor], of_all_ranks: set[str], vocab_size: int) -> str:
+    """Why a checkpoint cannot be loaded; empty if it can."""
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    shapes = {key: tuple(entry.size) for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    for part in wanted:
+        shape, has_any_rows = tuple(part.global_shape), part.allow_shape_mismatch
+        if part.key not in shapes and part.key.startswith(_OPTIMIZER):
+            return (
+                f"its optimizer has no {part.key.removeprefix(_OPTIMIZER)}, as it was saved with another "
+                "MegatronConfig.use_distributed_optimizer (if that is False, or with another param_dtype)"
+            )
+        if part.key not in shapes:
+            return f"it is of another model or backend, without {part.key}"
+        if shapes[part.key][has_any_rows:] != shape[has_any_rows:]:
+            return f"it is of another model, whose {part.key} has the shape {shapes[part.key]} instead of {shape}"
+    if others := [key for key in shapes if key not in of_all_ranks and not key.startswith(_OPTIMIZER)]:
+        return f"it is of another model, which also has {others[0]}"
+    saved_vocab_size = torch.load(path / "common.pt", weights_only=True)["vocab_size"]
+    if saved_vocab_size != vocab_size:
+        return f"it is of another model, whose vocabulary has {saved_vocab_size} tokens instead of {vocab_size}"
+    return ""
 
 
 def _named(chunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -124,7 +174,7 @@ def _named(chunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _sharded_state(
-    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # others cannot be loaded under other sizes
@@ -136,20 +186,14 @@ def _sharded_state(
         for name in _extra_states(parts):
             del parts[name]
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+        parts = optimizer_state.sharded_state(chunks, optimizer, dict(state), metadata, is_loading=is_loading)
+        state["optimizer"] = parts
     return state
 
 
 def _extra_states(state: dict[str, Any]) -> dict[str, Any]:
     """What Transformer Engine's modules, and Megatron's for their sake, have beside weights for FP8: nothing here."""
     return {name: part for name, part in state.items() if "_extra_state" in name}
-
-
-def _part_steps(optimizer: MegatronOptimizer) -> None:
-    """Megatron gives all parameters one tensor for Adam's step, which would then count each of them."""
-    for each in torch_optimizers(optimizer):
-        for param, state in each.state.items():
-            state["step"] = state["step"].to(param.device, copy=True)
 
 
 def _random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -224,15 +224,6 @@ class MegatronConfig(ParallelConfig):
             return ()
         return self.recompute_modules if model.recompute == "selective" else ("full",)
 
-    def check(self, architecture: Architecture, world_size: int) -> None:
-        ParallelConfig.check(self, architecture, world_size)
-        is_divided = self.pipeline_model_parallel_size > 1
-        if is_divided and architecture.tie_word_embeddings and self.use_distributed_optimizer:
-            raise ValueError(
-                "megatron-core 0.16 mixes up the distributed optimizer's state of tied embeddings in checkpoints of "
-                "pipelines; set MegatronConfig.use_distributed_optimizer=False for this model"
-            )
-
 
 def check_settings(model: ModelConfig, optimizer: OptimizerConfig | None) -> None:
     """Refuses what the engine would leave undone in silence.

@@ -328,7 +328,8 @@ class MegatronEngine(BaseEngine):
         )
         settings, group = self.checkpoint_config, self.groups.checkpoint
         with self._whole_weights(), self._parking.at_hand("optimizer"):
-            content = checkpoint.collect(self.chunks, self._optimizer, self.device, copied=settings.asynchronous)
+            model = (self.chunks, self._optimizer, self.architecture.vocab_size, self.device)
+            content = checkpoint.collect(*model, copied=settings.asynchronous)
             self._saver.run(
                 lambda: checkpoint.save(Path(path), content, progress, group, keep_last=settings.keep_last),
                 asynchronous=settings.asynchronous,
@@ -341,7 +342,8 @@ class MegatronEngine(BaseEngine):
         self._saver.finish()
         progress = read_progress(Path(path), self.groups.control, with_optimizer=self._optimizer is not None)
         with self._whole_weights(), self._parking.at_hand("optimizer"):
-            checkpoint.load(Path(path), self.chunks, self._optimizer, progress, self.groups.control, self.device)
+            model = (self.chunks, self._optimizer, self.architecture.vocab_size, self.device)
+            checkpoint.load(Path(path), *model, progress, self.groups.control)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
 
     def save_hf(

@@ -59,10 +59,11 @@ def build_optimizer(
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """Those that do the work: one, or one more for the experts."""
-    return [each.optimizer for each in _parts(optimizer)]
+    return [each.optimizer for each in optimizer_parts(optimizer)]
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's optimizers: one, or one more for the experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -82,7 +83,7 @@ def grad_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     Megatron's own, without Transformer Engine and Apex, asks the device for the norm of one tensor after another.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         own = torch.zeros_like(total)
         grads = part.get_main_grads_for_grad_norm()
         if grads:
