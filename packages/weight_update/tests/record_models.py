@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import closing
 from multiprocessing import get_context as start_method
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,10 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_context
+from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.plan.plan import SourceSpec
 from tidemill_weight_update.plan.record import finish_load, record, write_fills
+from tidemill_weight_update.receive.receiver import Receiver
 
 # 130 tokens: the embedding is padded, in one rank of two as well.
 SIZES = {
@@ -222,6 +225,92 @@ def examine(case, tensors):
     }
 
 
+class RankEngine:
+    """The client of an engine whose first rank is this process and whose others follow `serve`."""
+
+    has_loader = True
+
+    def __init__(self, receiver, pipes):
+        self.tp_size = 1 + len(pipes)
+        self.receiver, self.pipes = receiver, pipes
+        self.version = "none"
+
+    def load(self, request, *, flush_cache):
+        for pipe in self.pipes:
+            pipe.send(request)
+        self.receiver.handle(request)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def pause(self, mode):
+        pass
+
+    def resume(self):
+        pass
+
+    def set_weight_version(self, version):
+        self.version = version
+
+    def get_weight_version(self):
+        return self.version
+
+
+def serve(receiver, pipe):
+    """Follows the first rank until it sends None."""
+    while (request := pipe.recv()) is not None:
+        receiver.handle(request)
+        pipe.send("done")
+
+
+def send_all(engine, tensors, group):
+    """Updates in a few ways, each with other values but the last; what was refused."""
+    refused = []
+    ways = [{"bucket_bytes": 1 << 30}, {"bucket_bytes": 1 << 14}, {"bucket_bytes": 1 << 14, "stream": True}]
+    for number, way in enumerate(ways):
+        stream = way.pop("stream", False)
+        factor = len(ways) - number  # 1 in the end
+        with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
+            for partial in (False, True):
+                items = ((name, factor * tensor) for name, tensor in tensors.items())
+                try:
+                    stats = updater.update(items if stream else list(items), number, partial=partial)
+                except RuntimeError as error:
+                    refused.append(str(error))
+                    continue
+                assert (stats.verified, stats.through_loader, engine.version) == (True, {}, str(number))
+                break
+    return refused
+
+
+def update(case, tensors, rank, tp_size, pipes):
+    """Loads `tensors` into one model as SGLang does, and into another through a `WeightUpdater`."""
+    reference, model = build(case), build(case)
+    scramble(reference, seed=1)
+    scramble(model, seed=2)
+    reference.load_weights(iter(tensors.items()))
+    finish_load(model)
+    tied = model.config.tie_word_embeddings
+    receiver = Receiver(
+        model, rank, tp_size, lambda name: tied and name == "lm_head.weight", lambda: finish_load(model)
+    )
+    refused = []
+    alone = torch.distributed.new_group([0])  # the trainer is rank 0
+    with torch.inference_mode():
+        if rank == 0:
+            try:
+                refused = send_all(RankEngine(receiver, pipes), tensors, alone)
+            finally:
+                for pipe in pipes:
+                    pipe.send(None)
+        else:
+            serve(receiver, pipes[0])
+    return {
+        "refused": refused,
+        "differs_from_stock": different(parameter_bits(model), parameter_bits(reference)),
+        "derived_differs": different(derived_bits(model), derived_bits(reference)),
+    }
+
+
 def summary(plan):
     return {
         "copies": len(plan.copies),
@@ -294,7 +383,7 @@ def examine_671b(tensors):
     }
 
 
-def rank_main(rank, tp_size, store, checkpoints, full_size, results):
+def rank_main(rank, tp_size, store, checkpoints, full_size, results, pipes):
     try:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.bfloat16)
@@ -309,7 +398,9 @@ def rank_main(rank, tp_size, store, checkpoints, full_size, results):
         found: dict = {}
         for case, tensors in ({} if full_size else checkpoints).items():
             start = time.monotonic()
-            found[case] = examine(case, tensors) | {"seconds": round(time.monotonic() - start, 2)}
+            found[case] = examine(case, tensors)
+            found[case]["updated"] = update(case, tensors, rank, tp_size, pipes)
+            found[case]["seconds"] = round(time.monotonic() - start, 2)
         if full_size:
             found = {"deepseek v3 671b": examine_671b(checkpoints["deepseek v3"])}
         results.put((rank, found))
@@ -327,9 +418,11 @@ def main(full_size):
             context = start_method("fork")
             results = context.Queue()
             store = Path(folder) / f"store{tp_size}"
+            pipes = [context.Pipe() for _ in range(tp_size - 1)]
+            ends = [[ours for ours, _ in pipes], *([theirs] for _, theirs in pipes)]
             ranks = [
-                context.Process(target=rank_main, args=(rank, tp_size, store, checkpoints, full_size, results))
-                for rank in range(tp_size)
+                context.Process(target=rank_main, args=(rank, tp_size, store, checkpoints, full_size, results, own))
+                for rank, own in enumerate(ends)
             ]
             for process in ranks:
                 process.start()

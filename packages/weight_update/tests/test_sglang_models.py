@@ -1,4 +1,4 @@
-"""Recording SGLang's own model classes: replaying a plan gives what a fresh `load_weights` gives, bit for bit."""
+"""SGLang's own model classes: a plan that is replayed, or used by an update, gives what a fresh `load_weights` gives."""
 
 import json
 import os
@@ -64,6 +64,20 @@ def test_a_replay_equals_a_fresh_load_bit_for_bit(result):
     assert set(got["fills"]) <= set(padded)
     assert ("model.embed_tokens.weight" in got["fills"]) == (rank in PADDED)
     assert got["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
+
+
+def test_an_update_equals_a_fresh_load_bit_for_bit(result):
+    """Through a `WeightUpdater` and a receiver in each rank: a whole model at once, in small buckets, and streamed."""
+    model, (_, rank), got = result
+    if model == "qwen3 moe tied":
+        lacks = "no tensor was sent for these parameters of the engine: 'lm_head.weight'"
+        assert len(got["updated"]["refused"]) == (3 if rank == 0 else 0)
+        assert all(lacks in told for told in got["updated"]["refused"])
+        assert got["updated"]["differs_from_stock"] == ["lm_head.weight"]
+    else:
+        assert got["updated"]["refused"] == []
+        assert got["updated"]["differs_from_stock"] == []
+    assert got["updated"]["derived_differs"] == []
 
 
 def test_recording_leaves_the_model_as_it_was(result):
