@@ -1,4 +1,4 @@
-"""SGLang's own model classes: a plan that is replayed, or used by an update, gives what a fresh `load_weights` gives."""
+"""SGLang's own model classes: a plan, replayed or used by an update, gives what a fresh `load_weights` gives."""
 
 import json
 import os
