@@ -161,6 +161,7 @@ ENGINES = {
     "qwen3": [
         ("fsdp2", {}),
         ("megatron", {"tensor_model_parallel_size": 2}),
+        ("megatron", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
         ("megatron", {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}),
     ],
     "qwen3_moe": [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, check_training, engine_training, make_batch, plain_training
-from megatron_cases import save_and_load
+from megatron_cases import check_goes_on, save_and_load
 from safetensors.torch import load_file, save_file
 from tidemill_engines import ModelConfig
 from tidemill_engines.megatron.architecture import Architecture
@@ -38,8 +38,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def deepseek(path: Path, **fields: Any) -> Path:
-    """A tiny model whose routers have a bias and whose first layer has no experts."""
+def deepseek(path: Path, *, num_dense: int = 1, **fields: Any) -> Path:
+    """A tiny model whose routers have a bias and whose first layers have no experts."""
     import transformers
 
     config = transformers.DeepseekV3Config(
@@ -52,7 +52,7 @@ def deepseek(path: Path, **fields: Any) -> Path:
         num_key_value_heads=4,
         n_routed_experts=8,
         num_experts_per_tok=4,
-        first_k_dense_replace=1,
+        first_k_dense_replace=num_dense,
         kv_lora_rank=16,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
@@ -106,11 +106,18 @@ def test_latent_attention_equals_a_plain_loop(paths):
 
 @pytest.mark.slow
 def test_training_goes_on_where_it_was_saved(paths, tmp_path):
-    layout = {TP: 2, EP: 2, ETP: 1, **SP}
-    for seen in run_ranks(save_and_load, 2, str(paths["yarn"]), str(tmp_path), [layout], {}, timeout_s=250):
-        assert seen["metrics"][0] == seen["metrics"][1]
-        before, after = seen["weights"]
-        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    layouts = [{TP: 2, EP: 2, ETP: 1, **SP}, {PP: 2}]
+    results = run_ranks(save_and_load, 2, str(paths["yarn"]), str(tmp_path), layouts, {}, timeout_s=250)
+    check_goes_on(results, tmp_path / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [{}, {"use_distributed_optimizer": False}], ids=str)
+def test_a_stage_without_experts_is_saved_and_loaded(tmp_path, others):
+    path = deepseek(tmp_path / "model", num_dense=2, q_lora_rank=None, n_group=1, topk_group=1)
+    layouts = [{PP: 2, EP: 2}, {}, {EP: 4}, {PP: 2}]
+    results = run_ranks(save_and_load, 4, str(path), str(tmp_path), layouts, others, timeout_s=250)
+    check_goes_on(results, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Mixtures of experts with Megatron: balance, replayed routing and load, against transformers row by row."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("not normalized", {PP: 2, VPP: 2, "micro_batch_size_per_gpu": 1}),
     ("not normalized", {CP: 2, EP: 2, "max_token_len_per_gpu": 30}),
 ]
-IDS = [f"{model} {settings}" for model, settings in CASES]
+QUICK = 1
+EACH = [
+    pytest.param(index, id=f"{model} {settings}", marks=[] if index == QUICK else pytest.mark.slow)
+    for index, (model, settings) in enumerate(CASES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +46,30 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folders) -> list[list[dict[str, Any]]]:
-    """What each rank saw: one set of processes for all cases, as importing Megatron takes long."""
-    return run_ranks(train, 4, [(folders[model], settings) for model, settings in CASES], timeout_s=250)
+def seen_by_ranks(folders) -> Callable[[int], list[dict[str, Any]]]:
+    """What each rank saw of a case. The quick one is run by itself, all others by one set of processes."""
+
+    @cache
+    def run(indices: tuple[int, ...]) -> list[list[dict[str, Any]]]:
+        cases = [(folders[model], settings) for model, settings in (CASES[index] for index in indices)]
+        return run_ranks(train, 2 if indices == (QUICK,) else 4, cases, timeout_s=250)
+
+    def seen(index: int) -> list[dict[str, Any]]:
+        together = (QUICK,) if index == QUICK else tuple(other for other in range(len(CASES)) if other != QUICK)
+        return [of_rank[together.index(index)] for of_rank in run(together)]
+
+    return seen
 
 
 @pytest.fixture(scope="module")
-def references(folders) -> dict[str, dict[str, Any]]:
-    return {name: plain_training(Path(folder)) for name, folder in folders.items()}
+def references(folders) -> Callable[[str], dict[str, Any]]:
+    return cache(lambda name: plain_training(Path(folders[name])))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
-def test_balanced_and_replayed_training_equals_a_plain_loop(ranks, references, index):
-    reference = references[CASES[index][0]]
-    for rank in (case[index] for case in ranks):
+@pytest.mark.parametrize("index", EACH)
+def test_balanced_and_replayed_training_equals_a_plain_loop(seen_by_ranks, references, index):
+    reference = references(CASES[index][0])
+    for rank in seen_by_ranks(index):
         for step, expected in zip(rank["metrics"], reference["metrics"], strict=True):
             assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert set(rank["weights"]) == set(reference["weights"])
@@ -62,12 +77,12 @@ def test_balanced_and_replayed_training_equals_a_plain_loop(ranks, references, i
             torch.testing.assert_close(rank["weights"][name], weight, atol=2e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
-def test_the_experts_of_each_token_are_recorded(ranks, references, index):
-    rows = references[CASES[index][0]]["recorded"]
-    size = len({case[index]["rank"] for case in ranks})
-    for rank in (case[index] for case in ranks):
+@pytest.mark.parametrize("index", EACH)
+def test_the_experts_of_each_token_are_recorded(seen_by_ranks, references, index):
+    rows = references(CASES[index][0])["recorded"]
+    ranks = seen_by_ranks(index)
+    size = len({rank["rank"] for rank in ranks})
+    for rank in ranks:
         chunks = torch.arange(NUM_ROWS).tensor_split(size)
         own = [rows[row] for row in chunks[rank["rank"]].tolist()]
         assert torch.equal(*rank["lengths"])

@@ -78,8 +78,8 @@ def spoiled(output, micro_batch, normalizer):
     return loss * (torch.inf if torch.distributed.get_rank() == 1 else 1.0), metrics
 
 
-def run_nonfinite(path, batch, nonfinite, folder):
-    engine = build_engine(path, optimizer={"lr": 1e-2, "nonfinite": nonfinite})
+def run_nonfinite(path, batch, nonfinite, folder, backend):
+    engine = build_engine(path, backend=backend, optimizer={"lr": 1e-2, "nonfinite": nonfinite})
     rows, before, out = shard(engine, batch), weights_of(engine), []
     records: list[str] = []
     handler = logging.Handler()
@@ -91,7 +91,7 @@ def run_nonfinite(path, batch, nonfinite, folder):
         except RuntimeError as error:
             out.append(str(error))
     unchanged = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
-    state = all(not (value != 0).any() for state in engine.optimizer.state.values() for value in state.values())
+    state = not any((value != 0).any() for _, state in engine.optimizer.state.items() for value in state.values())
     engine.save_checkpoint(folder / nonfinite)
     skipped = engine.skipped_steps
     engine.load_checkpoint(folder / nonfinite)
@@ -101,18 +101,19 @@ def run_nonfinite(path, batch, nonfinite, folder):
     return out, unchanged and state, skipped, records, good["grad_norm"]
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(tmp_path):
+@pytest.mark.parametrize(("backend", "name"), [("fsdp2", "model.embed_tokens.weight"), ("megatron", "decoder.layers.")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(tmp_path, backend, name):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(6, seed=3)
-    skip = run_ranks(run_nonfinite, 2, path, batch, "skip", tmp_path)
+    skip = run_ranks(run_nonfinite, 2, path, batch, "skip", tmp_path, backend)
     for rank, (out, unchanged, skipped, records, norm) in enumerate(skip):
         assert (out, unchanged, skipped) == ([1.0, 1.0], True, 2)
         assert len(records) == (2 if rank == 0 else 0)
         assert norm > 0
-    assert "skipped step 1 (2 so far): its gradient is not finite in rank 0: model." in skip[0][3][1]
-    for out, unchanged, skipped, _, norm in run_ranks(run_nonfinite, 2, path, batch, "raise", tmp_path):
+    assert f"skipped step 1 (2 so far): its gradient is not finite in rank 0: {name}" in skip[0][3][1]
+    for out, unchanged, skipped, _, norm in run_ranks(run_nonfinite, 2, path, batch, "raise", tmp_path, backend):
         assert "the gradient of step 0 has the norm" in out[0]
-        assert "not finite in rank 0: model.embed_tokens.weight" in out[0]
+        assert f"not finite in rank 0: {name}" in out[0]
         assert out[0] == out[1]
         assert (unchanged, skipped, norm) == (True, 0, skip[0][4])
 
