@@ -1,13 +1,18 @@
 """Checkpoints resume bit for bit, refuse what is damaged, and fail on every rank when the disk is full."""
 
 import json
+import os
 import resource
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from safetensors.torch import load_file
+from tidemill_engines.checkpoint_folder import whole_checkpoints
 from tidemill_testing import run_ranks, tiny_model
 
 SCHEDULE = {"lr": 1e-2, "lr_scheduler": "linear", "total_steps": 6, "lr_warmup_steps": 2}
@@ -72,7 +77,7 @@ def damage(folder: Path) -> None:
 
     (copy("partial") / "engine.json").unlink()
     next(copy("lacks").glob("__1_*.distcp")).unlink()
-    cut = next(copy("cut").glob("__1_*.distcp"))
+    cut = next(copy("cut").glob("__0_*.distcp"))
     cut.write_bytes(cut.read_bytes()[:100])
     flipped = next(copy("flipped").glob("__0_*.distcp"))
     contents = bytearray(flipped.read_bytes())
@@ -86,7 +91,7 @@ def damage(folder: Path) -> None:
 REFUSED = {
     "partial": (FileNotFoundError, r"partial is not a whole checkpoint: it has no engine.json; .*whole.* is .*good"),
     "lacks": (FileNotFoundError, r"lacks is not a whole checkpoint: it lacks __1_.*; the newest whole .*good"),
-    "cut": (ValueError, r"cut/__1_.* is damaged: it has 100 bytes, \d+ were written; the newest whole .*good"),
+    "cut": (ValueError, r"cut/__0_.* is damaged: it has 100 bytes, \d+ were written; the newest whole .*good"),
     "flipped": (ValueError, r"flipped/__0_.* is damaged: its contents have changed; the newest whole .*good"),
     "newer": (ValueError, "format 99; this version reads 2"),
     "garbled": (ValueError, r"garbled/engine.json is damaged: .*; the newest whole .*good"),
@@ -94,8 +99,41 @@ REFUSED = {
 }
 
 
-def run_damaged(path, other, folder):
-    engine = build_engine(path)
+NOT_DISTRIBUTED = {"use_distributed_optimizer": False}
+UNLIKE = {  # engines that want something else than `good` has: of which model, how laid out, and what they are told
+    "fsdp2": [({"hidden_size": 32}, {}, "rank 0: ValueError")],
+    "megatron": [
+        ({"hidden_size": 32}, {}, r"of another model, whose .* has the shape \(61, 64\) instead of \(61, 32\)"),
+        ({"vocab_size": VOCAB + 3}, {}, "of another model, whose vocabulary has 61 tokens instead of 64"),
+        ({"tie_word_embeddings": True}, NOT_DISTRIBUTED, "of another model, which also has output_layer.weight"),
+    ],
+}
+
+
+def run_foreign(paths, folder, backend):
+    """Engines of other models each go on as if nothing had been, after they were given what `run_damaged` saved."""
+    for number, (path, (_, settings, message)) in enumerate(zip(paths, UNLIKE[backend], strict=True)):
+        engine = build_engine(path, backend=backend, **settings)
+        train(engine, [0])
+        engine.save_checkpoint(folder / f"own {number}")
+        before, step = weights_of(engine), engine.step
+        with pytest.raises(ValueError, match=rf"could not load the checkpoint .*good: .*{message}") as caught:
+            engine.load_checkpoint(folder / "good")
+        assert "Traceback" not in str(caught.value)
+        assert engine.step == step
+        assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
+        went_on = train(engine, [1]), weights_of(engine)
+        engine.load_checkpoint(folder / f"own {number}")
+        assert train(engine, [1]) == went_on[0]
+        assert all(torch.equal(went_on[1][name], weight) for name, weight in weights_of(engine).items())
+        engine.close()
+
+
+def run_damaged(path, others, folder, backend):
+    inference = build_engine(path, backend=backend, optimizer=False)
+    inference.save_checkpoint(folder / "weights")
+    inference.close()
+    engine = build_engine(path, backend=backend)
     train(engine, [0])
     engine.save_checkpoint(folder / "good")
     before, step = weights_of(engine), engine.step
@@ -107,13 +145,6 @@ def run_damaged(path, other, folder):
     for name, (kind, message) in REFUSED.items():
         with pytest.raises(kind, match=message):
             engine.load_checkpoint(folder / name)
-    unlike = build_engine(other)
-    with pytest.raises(ValueError, match=r"could not load the checkpoint .*good"):
-        unlike.load_checkpoint(folder / "good")
-    unlike.close()
-    inference = build_engine(path, optimizer=False)
-    inference.save_checkpoint(folder / "weights")
-    inference.close()
     with pytest.raises(ValueError, match="saved by an engine without an optimizer"):
         engine.load_checkpoint(folder / "weights")
     with pytest.raises(OSError, match=r"good exists already"):
@@ -123,13 +154,95 @@ def run_damaged(path, other, folder):
     assert engine.step == step
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
     engine.close()
+    run_foreign(others, folder, backend)
     return True
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_damaged_and_foreign_checkpoints_are_refused(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    other = tiny_model(tmp_path / "other", "qwen3", vocab_size=VOCAB, hidden_size=32)
-    assert run_ranks(run_damaged, 2, path, other, tmp_path / "saved") == [True, True]
+    others = [
+        tiny_model(tmp_path / f"other {number}", "qwen3", **({"vocab_size": VOCAB} | fields))
+        for number, (fields, *_) in enumerate(UNLIKE[backend])
+    ]
+    assert run_ranks(run_damaged, 2, path, others, tmp_path / "saved", backend) == [True, True]
+
+
+KINDS = [  # engines one after another, and what each is told of the checkpoint of the one before it
+    ("fsdp2", {}, ""),
+    ("megatron", NOT_DISTRIBUTED, r"it is of another model or backend, without \w+"),
+    ("megatron", {}, r"its optimizer has no state\.param\..* saved with another .*use_distributed_optimizer"),
+    ("fsdp2", {}, "rank 0: "),
+]
+
+
+def run_kinds(path, folder):
+    for number, (backend, settings, message) in enumerate(KINDS):
+        engine = build_engine(path, backend=backend, **settings)
+        train(engine, [0])
+        before = weights_of(engine)
+        if number:
+            with pytest.raises(ValueError, match=f"could not load the checkpoint .*{number - 1}: {message}"):
+                engine.load_checkpoint(folder / str(number - 1))
+        assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
+        engine.save_checkpoint(folder / str(number))
+        engine.close()
+    return True
+
+
+@pytest.mark.slow
+def test_checkpoints_of_engines_of_another_kind_are_refused(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    assert run_ranks(run_kinds, 1, path, tmp_path / "saved") == [True]
+
+
+def run_killed(path, folder, backend):
+    """Rank 0 is killed while it writes its second checkpoint."""
+    engine = build_engine(path, backend=backend)
+    train(engine, [0])
+    engine.save_checkpoint(folder / "one")
+    engine.save_hf(folder / "hf")
+    train(engine, [1])
+
+    def kill():
+        while not any(file.stat().st_size for file in folder.glob(".two.partial/__*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=kill, daemon=True).start()
+    engine.save_checkpoint(folder / "two")
+
+
+def run_after_a_kill(path, folder, backend):
+    found = [checkpoint.name for checkpoint in whole_checkpoints(folder)]
+    engine = build_engine(path, backend=backend)
+    engine.load_checkpoint(folder / "one")
+    weights = weights_of(engine)
+    train(engine, [1])
+    after = weights_of(engine)
+    engine.save_checkpoint(folder / "two")
+    engine.load_checkpoint(folder / "two")
+    same = all(torch.equal(after[name], weight) for name, weight in weights_of(engine).items())
+    engine.close()
+    return found, weights, same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path, backend):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=40_000)
+    folder = tmp_path / "saved"
+    with pytest.raises(RuntimeError, match=r"ranks died without a result|rank 1 of 2 failed"):
+        run_ranks(run_killed, 2, path, folder, backend)
+    left = sorted(file.name for file in folder.iterdir())
+    assert left == [".two.partial", "hf", "one"]
+    expected = load_file(folder / "hf" / "model.safetensors")
+    for found, weights, same in run_ranks(run_after_a_kill, 2, path, folder, backend):
+        assert found == ["one"]
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+        assert same
+    assert sorted(file.name for file in folder.iterdir()) == ["hf", "one", "two"]
 
 
 def save_and_finish(engine, folder):

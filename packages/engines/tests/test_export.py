@@ -11,8 +11,8 @@ from tidemill_engines.hf_export import plan_shards, shard_bytes
 from tidemill_testing import run_ranks, tiny_model
 
 
-def run_export(path, folder):
-    engine = build_engine(path, reshard_after_forward=False)
+def run_export(path, folder, settings):
+    engine = build_engine(path, **settings)
     names = [name for name, _ in engine.get_per_tensor_param()]
     rows = shard(engine, make_batch(5))
     engine.infer_batch(rows)
@@ -29,15 +29,28 @@ def run_export(path, folder):
     with pytest.raises(ValueError, match="max_shard_size must be bytes above 0 or a text such as '5GB'; got '5 bytes'"):
         engine.save_hf(folder / "never", max_shard_size="5 bytes")
     engine.close()
+    other = build_engine(folder / "full", backend="fsdp2" if "backend" in settings else "megatron")
+    as_read = weights_of(other)
+    other.close()
+    assert set(as_read) == set(weights)
+    assert all(torch.equal(as_read[name], weight) for name, weight in weights.items())
     return names, loaded, weights, halves
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", False)])
-def test_export(tmp_path, family, tied):
+GATHERED = {"reshard_after_forward": False}
+DIVIDED = {"backend": "megatron", "tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "settings"),
+    [("qwen3", True, GATHERED), ("qwen2", False, GATHERED), ("llama", False, GATHERED), ("qwen2", True, DIVIDED)],
+    ids=str,
+)
+def test_export(tmp_path, family, tied, settings):
     path = tiny_model(tmp_path / "model", family, vocab_size=VOCAB, tie_word_embeddings=tied)
     (path / "tokenizer.json").write_text("{}")
     original = load_file(path / "model.safetensors")
-    results = run_ranks(run_export, 2, path, tmp_path)
+    results = run_ranks(run_export, 2, path, tmp_path, settings)
     weights = results[0][2]
     for names, loaded, _, halves in results:
         assert sorted(names) == sorted(original)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from engine_cases import OPTIMIZER, VOCAB, full, make_batch, relative_error, shard, weights_of
+from engine_cases import OPTIMIZER, VOCAB, checkpoint_weights, full, make_batch, relative_error, shard, weights_of
 from safetensors.torch import load_file, save_file
 from tidemill_dataproto import ragged
 from tidemill_testing import run_ranks, tiny_model
@@ -59,7 +59,7 @@ def plain_value_training(path, batches):
         optimizer.step()
         mean = (values * mask).sum() / mask.sum()
         history.append({"loss": loss.item(), "grad_norm": norm.item(), "value": mean.item()})
-    return before, history, {name: weight.detach() for name, weight in model.named_parameters()}
+    return before, history, checkpoint_weights(model)
 
 
 def with_value_head(source, target):
@@ -108,6 +108,7 @@ MEGATRON = [
     [
         ("qwen3", True, 2, FSDP2),
         ("llama", False, 2, FSDP2),
+        ("qwen3_moe", False, 2, [{"backend": "megatron", "expert_model_parallel_size": 2}]),
         pytest.param(
             *("qwen3", True, 4, [{"backend": "megatron", **layout} for layout in MEGATRON]), marks=pytest.mark.slow
         ),
