@@ -284,3 +284,65 @@ def test_what_one_rank_does_wrong_is_told_on_all(bad_rank):
         told = [result[case] for result in results]
         assert re.search(own, told[bad_rank]), (case, told)
         assert re.search(others.replace("{bad}", str(bad_rank)), told[1 - bad_rank]), (case, told)
+
+
+def _plain(kind: str, mode: str, *, partial: bool) -> str:
+    """Rank 1 alone has some tensors, or rank 0 does."""
+    engines = engines_of(2)
+    updater = WeightUpdater(engines, bucket_bytes=300)
+    updater.update(as_mode(tensors(0).items(), mode), 0)
+    holder = 1 if kind == "rank 1 alone" else 0
+    given = [(n, t) for n, t in tensors(1).items() if not n.startswith(MLP) or dist.get_rank() == holder]
+    if kind == "as a shard" and dist.get_rank() == 0:
+        given = given[:-1]
+    if kind == "as a shard" and dist.get_rank() == 1:
+        name, tensor = list(tensors(1).items())[-1]
+        given = [*given[:-1], (name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape)))]
+    told = ""
+    for version in (1, 2):  # the second time it is known
+        try:
+            updater.update(as_mode(given, mode), version, partial=partial)
+        except (ValueError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+    if engines:
+        assert holds(engines[0], tensors(1)) == (holder == 0)
+        assert engines[0].version == ("0" if holder else "2")
+    updater.update(as_mode(tensors(2).items(), mode), "again")
+    assert all(holds(engine, tensors(2)) for engine in engines)
+    updater.close()
+    return told
+
+
+def _all_plain() -> dict[tuple[str, str, bool], str]:
+    kinds = ("rank 1 alone", "rank 0 alone", "as a shard")
+    return {
+        (kind, mode, partial): _plain(kind, mode, partial=partial)
+        for kind in kinds
+        for mode in MODES
+        for partial in (False, True)
+    }
+
+
+def test_plain_tensors_that_rank_0_lacks_are_refused():
+    for told in run_ranks(_all_plain, 2, timeout_s=100):
+        for (kind, *_), text in told.items():
+            lost = rf"ValueError: rank 1 of 2 passes 8 plain tensors that rank 0 does not.*'{MLP}.*LocalShard"
+            assert re.match(lost, text) if kind == "rank 1 alone" else text == "", (kind, text)
+
+
+def _same_plain() -> bool:
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors(0).items()}
+    engines = engines_of(2)
+    updater = WeightUpdater(engines)
+    for version in range(4):
+        with torch.no_grad():
+            for name, tensor in tensors(version).items():
+                parameters[name].copy_(tensor)
+        updater.update(parameters.items(), version)
+        assert all(holds(engine, tensors(version)) for engine in engines)
+    updater.close()
+    return True
+
+
+def test_a_rank_that_sends_nothing_takes_part_again_and_again():
+    assert run_ranks(_same_plain, 2) == [True, True]

@@ -20,6 +20,7 @@ from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fences import Fences, Operation, distinct
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
+from tidemill_weight_update.send.plain import PlainCheck
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import Prepared
 from tidemill_weight_update.send.source import NamedTensors
@@ -90,6 +91,7 @@ class WeightUpdater:
         self._engines = distinct(engines)
         self._fences = Fences()
         self._ranks = Ranks(process_group)
+        self._plain = PlainCheck(self._ranks)
         place = None if device is None else torch.device(device)
         self._fast = FastPath(
             bucket_bytes=bucket_bytes,
@@ -120,11 +122,11 @@ class WeightUpdater:
 
         Collective. The prefix caches are flushed. The tensors must not change until this returns.
 
-        On the fast path each rank passes what it holds, under Hugging Face names: plain tensors (rank 0's count),
-        DTensors, `LocalShard`s; in any order. If `named_tensors` is a collection (a list, `state_dict().items()`), all
-        of it is checked before an engine changes anything. A generator is read as it is sent, so its tensors may be
-        temporary; then a missing tensor is found when the others are loaded. On the stock path every rank passes the
-        same names in the same order, as plain tensors or DTensors.
+        On the fast path each rank passes what it holds, under Hugging Face names: plain tensors (rank 0's count, so it
+        has all of them), DTensors, `LocalShard`s; in any order. If `named_tensors` is a collection (a list,
+        `state_dict().items()`), all of it is checked before an engine changes anything. A generator is read as it is
+        sent, so its tensors may be temporary; then a missing tensor is found when the others are loaded. On the stock
+        path every rank passes the same names in the same order, as plain tensors or DTensors.
 
         Args:
             named_tensors: all parameters of the model, as pairs of name and tensor.
@@ -135,7 +137,7 @@ class WeightUpdater:
         Raises:
             ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
                 can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
-                fit its tensor.
+                fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent).
             TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
@@ -351,7 +353,7 @@ class WeightUpdater:
             if not is_sent:
                 give_up()
             # While the engines compare. What the others may wait for now, engines, they give up after a while.
-            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
+            self._plain.exchange(failure.error, self._fast.plain, 3 * self._timeout_s)
         except RankLostError:
             is_sent = False
             raise

@@ -14,6 +14,7 @@ from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.known import Known
 from tidemill_weight_update.send.outgoing import in_place
 from tidemill_weight_update.send.packing import pack
+from tidemill_weight_update.send.plain import PlainNames
 from tidemill_weight_update.send.sender import Filling, Prepared, Sender
 from tidemill_weight_update.send.shards import Held, LocalShard
 from tidemill_weight_update.send.source import NamedTensors, pieces_of
@@ -35,6 +36,9 @@ class FastPath:
         group_rank: of this process among the trainer's ranks.
         link: to engines on other machines. Then everything travels through the arena, whose halves have half the size:
             as much is needed to pack what each engine rank takes of it.
+
+    Attributes:
+        plain: the plain tensors of the last update.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class FastPath:
         self._control: Channel | None = None
         self._known = Known([])
         self._prepared: list[Prepared] = []
+        self.plain = self._known_plain = PlainNames()
         self._pieces: list[Held] = []  # alive while an update reads them by their addresses
         self._came_again = False
         self._num_freed: int | None = None
@@ -108,7 +113,7 @@ class FastPath:
     @property
     def expects_same(self) -> bool:
         """Whether the last two updates had the same tensors, in memory that the engines read where it is."""
-        return self._came_again and bool(self._prepared[0].line.memories)
+        return self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
 
     def prepare(self, named_tensors: NamedTensors) -> list[Prepared]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
@@ -127,10 +132,14 @@ class FastPath:
 
     def _prepared_for(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
         self._came_again = self._known.are(items)
-        return self._prepared if self._came_again else self._describe(items)
+        if not self._came_again:
+            return self._describe(items)
+        self.plain = self._known_plain
+        return self._prepared
 
     def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
-        pieces = list(pieces_of(items, self._dtype, self._group_rank))
+        self.plain = self._known_plain = PlainNames()
+        pieces = list(pieces_of(items, self._dtype, self._group_rank, self.plain))
         prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
         # Kept for the next update are addresses only, and only those of the tensors that were passed.
         known = Known(items)
@@ -148,7 +157,8 @@ class FastPath:
 
     def stream(self, named_tensors: NamedTensors) -> Iterator[Prepared]:
         """Describes tensors as they come; they may be gone when the next one is asked for."""
-        for outgoing in pack(pieces_of(named_tensors, self._dtype, self._group_rank), self._bucket_bytes):
+        self.plain = PlainNames()
+        for outgoing in pack(pieces_of(named_tensors, self._dtype, self._group_rank, self.plain), self._bucket_bytes):
             self._use_device_of(outgoing.pieces[0])
             yield self._require_sender().prepare(outgoing)
 

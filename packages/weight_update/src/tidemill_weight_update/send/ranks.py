@@ -72,7 +72,7 @@ class Ranks:
         failed = [rank for rank, row in enumerate(gathered) if row[0]]
         if not failed:
             return [row[1:] for row in gathered]
-        messages = self._gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+        messages = self.gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
             raise error
@@ -93,7 +93,7 @@ class Ranks:
         """
         digests = self.exchange(error, [digest])
         if any(row != digests[0] for row in digests):
-            messages = self._gather_texts(description)
+            messages = self.gather_texts(description)
             told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
             raise RuntimeError(f"the ranks disagree about this update; all must pass the same. {told}")
 
@@ -129,7 +129,8 @@ class Ranks:
         self._all_gather(list(gathered.unbind()), mine, timeout_s)
         return gathered.tolist()
 
-    def _gather_texts(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, on all ranks."""
         data = text.encode()
         sizes = [row[0] for row in self._gather([len(data)])]
         mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)

@@ -5,13 +5,16 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.send.shards import Held, LocalShard, held
+from tidemill_weight_update.send.plain import PlainNames
+from tidemill_weight_update.send.shards import Held, LocalShard, held, is_dtensor
 
 NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
 
 
-def pieces_of(named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int) -> Iterator[Held]:
-    """What this rank sends of each item, one item at a time.
+def pieces_of(
+    named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int, plain: PlainNames
+) -> Iterator[Held]:
+    """What this rank sends of each item, one item at a time. The names of plain tensors are added to `plain`.
 
     Raises:
         TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
@@ -20,6 +23,8 @@ def pieces_of(named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank
     seen: set[str] = set()
     for item in named_tensors:
         name, tensor = checked_item(item, seen)
+        if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
+            plain.names.add(name)
         piece = held(name, tensor, dtype, group_rank)
         if piece is not None:
             yield piece

@@ -1,0 +1,50 @@
+"""Plain tensors of several trainer ranks: those of rank 0 are sent, so it must have all."""
+
+import hashlib
+import json
+from functools import cached_property
+
+from tidemill_weight_update.send.ranks import Ranks
+
+
+class PlainNames:
+    """The names under which a rank passed plain tensors in an update; `digest` is asked for when all are there."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    @cached_property
+    def digest(self) -> int:
+        """A signed 64-bit number that ranks compare; 0 if there are none."""
+        if not self.names:
+            return 0
+        text = json.dumps(sorted(self.names)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+class PlainCheck:
+    """Finds plain tensors that are not sent, and remembers what it has found to be in order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._in_order: list[int] = []
+
+    def exchange(self, error: Exception | None, plain: PlainNames, timeout_s: float) -> None:
+        """`Ranks.exchange`, with what has to be known of plain tensors.
+
+        Raises:
+            ValueError: on every rank: one has a plain tensor that rank 0 has not.
+        """
+        digest = plain.digest if self._ranks.size > 1 else 0
+        digests = [row[0] for row in self._ranks.exchange(error, [digest], timeout_s)]
+        if all(other in (0, digests[0]) for other in digests) or digests == self._in_order:
+            return
+        first, *others = [set(json.loads(text)) for text in self._ranks.gather_texts(json.dumps(sorted(plain.names)))]
+        for rank, names in enumerate(others, start=1):
+            if unsent := sorted(names - first):
+                raise ValueError(
+                    f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not, and "
+                    f"of plain tensors those of rank 0 are sent: {', '.join(map(repr, unsent[:5]))}; pass each as "
+                    f"LocalShard(tensor=..., global_shape=...) where only some ranks have it"
+                )
+        self._in_order = digests
