@@ -28,7 +28,8 @@ SENDER = (
     *(f"copy.{name}" for name in ("alignment", "copier", "digest", "host", "table")),
     *("link.group_link", "memory.allocation", "memory.arena", "memory.handle", "plan.box", "plan.plan"),
     *(f"send.{name}" for name in ("adapter", "audience", "bucket", "fast", "fences", "fleet", "gather", "known")),
-    *(f"send.{name}" for name in ("modules", "outgoing", "packing", "ranks", "sender", "shards", "source", "stock")),
+    *(f"send.{name}" for name in ("modules", "outgoing", "packing", "plain", "ranks", "sender", "shards", "source")),
+    "send.stock",
     *("control", "copy", "link", "lora", "memory", "plan", "send"),
 )
 
