@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from memory_engine import MemoryEngine
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.receive.receiver import Receiver
 from toy_engines import ToyEngine, holds, same, state, tensors
@@ -90,6 +91,55 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is
     assert holds(bad, tensors(4))
     assert holds(good, tensors(4))
     updater.close()
+
+
+def test_an_engine_with_a_mix_is_stopped_at_once_and_until_it_is_whole():
+    bad, slow = Breaking(2, "bad"), Slow(1, "slow")
+    updater = WeightUpdater([bad, slow])
+    updater.update(tensors(1).items(), 1)
+    bad.broken, slow.waits_for = "load", lambda: bad.paused
+    stats = updater.update(tensors(2).items(), 2)
+    assert list(stats.fenced) == ["engine 0 of 2 (bad)"]
+    assert slow.waited
+    bad.broken = ""
+    lacking = [item for item in tensors(3).items() if item[0] != "norm.weight"]
+    with pytest.raises(RuntimeError, match="no tensor was sent"):
+        updater.update(lacking, 3, engines=[bad])
+    assert bad.paused == "abort"
+    assert bad.calls.count("pause abort") == 1
+    assert "resume" not in bad.calls
+    assert updater.update(tensors(3).items(), 3, engines=[bad]).fenced == {}
+    assert holds(bad, tensors(3))
+    assert (bad.version, bad.paused) == ("3", None)
+    updater.close()
+
+
+def test_engines_of_the_stock_path_that_fail_leave_others_their_update():
+    stock, good = MemoryEngine(fail_at=0), ToyEngine(2, "good")
+    updater = WeightUpdater([stock, good])
+    stats = updater.update(tensors(1).items(), 1)
+    assert list(stats.fenced) == ["engine 0 of 2 (MemoryEngine)"]
+    assert stock.calls[-1] == "pause abort"
+    assert holds(good, tensors(1))
+    assert (good.version, good.paused) == ("1", None)
+    stock.fail_at = None
+    assert updater.update(tensors(2).items(), 2, engines=[stock]).fenced == {}
+    assert stock.version == "2"
+    updater.close()
+
+
+class Slow(ToyEngine):
+    """Does not answer before something has happened."""
+
+    waits_for = staticmethod(lambda: True)
+    waited = False
+
+    def load(self, request, *, flush_cache):
+        super().load(request, flush_cache=flush_cache)
+        end = time.monotonic() + 20
+        while not self.waits_for() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.waited = bool(self.waits_for())
 
 
 class Raising(Receiver):

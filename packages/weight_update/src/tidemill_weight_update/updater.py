@@ -169,7 +169,7 @@ class WeightUpdater:
             if num_stock:
                 with torch.no_grad():
                     num_buckets, num_tensors, num_bytes = self._stock.send(
-                        named_tensors, version, fleet.stock, fleet.flushes, stages
+                        named_tensors, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
                     )
             with stages("finish"):
                 fleet.make_visible(version)
@@ -255,7 +255,7 @@ class WeightUpdater:
                 f"pass some of them as engines=... and then the others"
             )
         for member in fleet.members:
-            member.paused = self._fences.are_around(member.client, "update")
+            self._fences.recall(member)
             if member.paused and operation == "update_adapter":
                 raise ValueError(
                     f"{member.name} failed in update(); bring it up to date with update(engines=[it]) first"

@@ -1,12 +1,23 @@
 """Engines that failed, and are left out until they have been brought up to date."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from tidemill_weight_update.client import EngineClient
-from tidemill_weight_update.send.fleet import Fleet
+from tidemill_weight_update.send.fleet import Fleet, Member
 
 Operation = Literal["update", "update_adapter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """Around an engine that is behind in an operation. One that may hold a mix of versions is stopped, if it can be."""
+
+    client: EngineClient
+    behind: Operation
+    mixed: bool = False
+    stopped: bool = False
 
 
 class Fences:
@@ -17,11 +28,18 @@ class Fences:
     """
 
     def __init__(self) -> None:
-        self._closed: list[tuple[EngineClient, Operation]] = []
+        self._closed: list[_Fence] = []
 
     def are_around(self, engine: EngineClient, operation: Operation) -> bool:
         """Whether the engine is behind in `operation`."""
-        return any(engine is client and operation == behind for client, behind in self._closed)
+        return any(engine is fence.client and operation == fence.behind for fence in self._closed)
+
+    def recall(self, member: Member) -> None:
+        """Notes what an earlier `update` has left of the member's engine, until this one succeeds."""
+        for fence in self._closed:
+            if fence.client is member.client and fence.behind == "update":
+                member.paused = True
+                member.unchanged, member.stopped = not fence.mixed, fence.stopped
 
     def without(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
         """Those that `operation` does not leave out; all if it would leave out all."""
@@ -41,19 +59,22 @@ class Fences:
         clients = [member.client for member in fleet.members]
         before = self._closed
         self._closed = [
-            (client, behind)
-            for client, behind in before
-            if behind != operation or not any(client is other for other in clients)
+            fence
+            for fence in before
+            if fence.behind != operation or not any(fence.client is other for other in clients)
         ]
         others = any(member.error is None for member in fleet.members)
         late = [
-            member.client for member in fleet.members if member.error is not None and (others or not member.unchanged)
+            _Fence(member.client, operation, not member.unchanged, member.stopped)
+            for member in fleet.members
+            if member.error is not None and (others or not member.unchanged)
         ]
         if others and operation == "update_adapter":
-            late += [client for client, _ in before if not any(client is other for other in clients)]
-        for client in late:
-            if not self.are_around(client, operation):
-                self._closed.append((client, operation))
+            left_out = [fence.client for fence in before if not any(fence.client is other for other in clients)]
+            late += [_Fence(client, operation) for client in left_out]
+        for fence in late:
+            if not self.are_around(fence.client, operation):
+                self._closed.append(fence)
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:

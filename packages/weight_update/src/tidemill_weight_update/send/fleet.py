@@ -24,8 +24,9 @@ class Member:
         name: for messages.
         rows: of its ranks in the mailboxes; empty on the stock path.
         error: why it failed; None: it has not.
-        unchanged: whether it surely holds the weights that it held before.
+        unchanged: whether it surely holds the weights that it held before, all of one version.
         paused: whether it is to go on in the end.
+        stopped: whether it is paused since it may hold a mix of versions.
         holding: its client, if that has to hold requests back before `load` ends.
         replies: what its ranks reported.
     """
@@ -36,6 +37,7 @@ class Member:
     error: str | None = None
     unchanged: bool = True
     paused: bool = False
+    stopped: bool = False
     holding: HoldingClient | None = None
     replies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -100,7 +102,8 @@ class Fleet:
         if mode == "wait":
             return
         for member in self.members:
-            member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
+            if not member.stopped:  # SGLang would let requests begin before it pauses again
+                member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
             member.paused = member.error is None
 
     def load(self, request: Callable[[Member], Request], control: Channel) -> None:
@@ -160,6 +163,8 @@ class Fleet:
             member.fail(str(error) or type(error).__name__, unchanged=unchanged)
         if member.error is not None:
             self._exclude(member, request.sequence, control)
+            if not member.unchanged and not member.paused:  # now, as the others may take long
+                self._stop(member)
 
     def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
         for row in member.rows:
@@ -217,8 +222,11 @@ class Fleet:
                     member.fail(f"it did not go on after its pause: {error}", unchanged=member.unchanged)
 
     def _stop(self, member: Member) -> None:
+        if member.stopped:
+            return
         try:
             member.client.pause("abort")
+            member.stopped = True
         except Exception as error:  # noqa: BLE001
             member.error = f"{member.error}; nor could it be paused: {error}"
 

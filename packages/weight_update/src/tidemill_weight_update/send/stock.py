@@ -34,9 +34,19 @@ class StockPath:
         self._arenas: ArenaRing | None = None
 
     def send(
-        self, named_tensors: NamedTensors, version: str, members: Sequence[Member], flush: bool, stages: Stages
+        self,
+        named_tensors: NamedTensors,
+        version: str,
+        members: Sequence[Member],
+        flush: bool,
+        stages: Stages,
+        *,
+        alone: bool,
     ) -> tuple[int, int, int]:
         """Sends all tensors to all members that have not failed, then flushes their caches, if asked to. Collective.
+
+        Args:
+            alone: the update has no other engines, so that it ends when all of these have failed.
 
         Returns:
             numbers of buckets, tensors and bytes.
@@ -56,7 +66,7 @@ class StockPath:
                     for piece in pieces:
                         piece.copy_to(arena.data)
                 with failure, stages("load"):
-                    self._load(bucket, arena, version, members)
+                    self._load(bucket, arena, version, members, alone)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
@@ -96,7 +106,12 @@ class StockPath:
             self._ranks.agree(failure.error, bucket.digest(version), text)
 
     def _load(
-        self, bucket: Bucket, arena: Arena[HostMemory | CudaMemory], version: str, members: Sequence[Member]
+        self,
+        bucket: Bucket,
+        arena: Arena[HostMemory | CudaMemory],
+        version: str,
+        members: Sequence[Member],
+        alone: bool,
     ) -> None:
         memory = arena.publish()
         handle = BucketHandle(
@@ -115,7 +130,7 @@ class StockPath:
                 member.fail(
                     f"did not load bucket {bucket.index} ({tensor_range(bucket.entries)}): {error}", unchanged=False
                 )
-        if all(member.error is not None for member in members):
+        if alone and all(member.error is not None for member in members):
             raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in members))
 
 

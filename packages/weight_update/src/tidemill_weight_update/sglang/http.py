@@ -42,7 +42,7 @@ class HttpEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         self._info: dict[str, Any] | None = None
-        self._is_paused = False
+        self._is_paused = self._is_held = False
         self._flushing: http.client.HTTPConnection | None = None  # its answer comes after the load's
 
     def __repr__(self) -> str:
@@ -50,11 +50,14 @@ class HttpEngine:
 
     @property
     def tp_size(self) -> int:
-        """As the server reports it, asked once and again after a failure."""
+        """As the server reported it when it was last asked for `has_loader`."""
         return int(self._server_info["tp_size"])
 
     @property
     def has_loader(self) -> bool:
+        """As the server reports it now: it may have been started anew, in another way, and ends if it is sent what does
+        not fit it."""
+        self._info = None
         return LOADER in (self._server_info["custom_weight_loader"] or [])
 
     @property
@@ -95,6 +98,7 @@ class HttpEngine:
                 connection.close()
                 return
         self._answer(connection, "POST", "/pause_generation")
+        self._is_held = True
         self._send(connection, "POST", "/flush_cache")  # on the open connection: it arrives at once
         self._flushing = connection
 
@@ -130,8 +134,11 @@ class HttpEngine:
     def pause(self, mode: PauseMode) -> None:
         """Stops generating; requests that come wait for `resume`. May be paused already.
 
-        If it is, requests that waited for the end of that pause may be begun, and are ended with the others.
+        If it is, and not by `hold`, requests that waited for its end may be begun, and are ended with the others.
         """
+        if mode == "abort" and self._is_held:  # nothing runs, so that all end while it stays paused
+            self._request("POST", "/abort_request", {"abort_all": True})
+            return
         if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
             self._request("POST", "/continue_generation", {})
         self._request("POST", "/pause_generation", {"mode": mode})
@@ -140,7 +147,7 @@ class HttpEngine:
     def resume(self) -> None:
         self._drop_flush()
         self._request("POST", "/continue_generation", {})
-        self._is_paused = False
+        self._is_paused = self._is_held = False
 
     def set_weight_version(self, version: str) -> None:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
