@@ -1,6 +1,7 @@
 """The fast path from one trainer process to engines of threads: what the parameters hold afterwards."""
 
 import gc
+import random
 import weakref
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.plan import recorder
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.send import sender
 from torch import Tensor, nn
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, same, state, tensors
 
@@ -349,4 +351,23 @@ def test_a_changed_bit_is_noticed_and_the_engine_is_fenced(tp_size, mode):
     assert (bad.version, bad.paused) == ("first", "abort")
     stats = updater.update(as_mode(tensors(), mode), 2, engines=[good])
     assert (stats.verified, good.version, bad.version) == (True, "2", "first")
+    updater.close()
+
+
+def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
+    monkeypatch.setattr(sender, "WORN_BYTES", 0)
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine])
+    sizes, mailboxes = [], []
+    for version in range(40):
+        checkpoint = tensors(version)
+        names = random.Random(version // 2).sample(list(checkpoint), len(checkpoint))  # each order twice
+        updater.update([(name, checkpoint[name]) for name in names], version)
+        assert holds(engine, checkpoint)
+        sizes.append(updater._fast._sender._end)
+        mailboxes.append(updater._fast._mailbox)
+    assert max(sizes) < 6 * min(sizes)
+    assert 2 < len(set(map(id, mailboxes))) < 10
+    assert all(len(receiver._parsed) < 6 and len(receiver._incoming) < 6 for receiver in engine.receivers)
+    assert all(len(receiver._mailboxes) == 1 for receiver in engine.receivers)
     updater.close()

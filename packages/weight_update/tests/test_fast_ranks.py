@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard, WeightUpdater
+from tidemill_weight_update.send import sender
 from toy_engines import ATTN, EXPERTS, MLP, PADDED_VOCAB, ToyEngine, holds, tensors
 
 MODES = ["complete", "streaming"]
@@ -63,6 +64,28 @@ def _send_as(mode: str, layout: str, bucket_bytes: int, dtype: torch.dtype | Non
         told.append((stats.verified, stats.num_bytes, stats.num_tensors))
     updater.close()
     return told
+
+
+def _in_ever_new_ways() -> int:
+    sender.WORN_BYTES = 0
+    engines = engines_of(2)
+    updater = WeightUpdater(engines)
+    mailboxes = []
+    for version in range(20):
+        checkpoint = tensors(version)
+        held = list(sharded(checkpoint, "rows").items())
+        if dist.get_rank() == 0 or version < 12:
+            random.Random(version).shuffle(held)
+        updater.update(held, version)
+        assert all(holds(engine, checkpoint) for engine in engines), version
+        mailboxes.append(updater._fast._mailbox)
+    updater.close()
+    return len(set(map(id, mailboxes)))
+
+
+def test_each_rank_forgets_what_it_described_in_ever_new_ways():
+    first, second = run_ranks(_in_ever_new_ways, 2)
+    assert 2 < second < first < 12
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,12 @@ def _other_mesh() -> bool:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     group = dist.new_group([0, 1])
-    if dist.get_rank() == 2:
-        return True
-    mesh = DeviceMesh.from_group(group, "cpu")
-    return held("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
+    found = True
+    if dist.get_rank() != 2:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        found = held("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
+    dist.barrier()  # rank 2 is not to end while the others still connect
+    return found
 
 
 def test_ranks_outside_a_tensors_mesh_hold_nothing_of_it():

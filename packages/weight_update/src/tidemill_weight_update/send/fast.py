@@ -76,6 +76,8 @@ class FastPath:
         self._sequence = sequence
         if self._link is not None:
             return self._link.open()
+        if self._sender is not None and self._sender.is_worn:
+            self._drop_sender()  # with a new mailbox, engines too forget what they know of this one
         if self._sender is None:
             self._mailbox = Mailbox.create()
             self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
@@ -229,13 +231,19 @@ class FastPath:
     def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
         if self._link is not None:
             return self._link.audience(self._sequence, num_receivers)
-        if self._control is None or self._control.path != control:
+        known = self._control
+        if known is None or known.path != control or not known.is_current():
+            if known is not None and known is not own:
+                known.close()
             self._control = own if own.path == control else Mailbox.open(control)
         return Audience(self._sequence, own, self._control, num_receivers, self._timeout_s)
 
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+        self._drop_sender()
+
+    def _drop_sender(self) -> None:
         if self._sender is None:
             return
         if self._control is not None and self._control is not self._sender.mailbox:

@@ -37,6 +37,9 @@ class Prepared:
     payload_bytes: int
 
 
+WORN_BYTES = 1 << 20
+"""Of descriptions that are not used any more; fewer are kept without asking."""
+
 Filling = tuple[Arena[Memory] | None, Tensor, Tensor]
 """The arena that is being filled, digests int64 and numbers of non-finite elements int32 of a line, on the device."""
 
@@ -57,10 +60,16 @@ class Sender:
         self._bucket_bytes = bucket_bytes
         self._room = 0
         self._end = 0
+        self._used = 0
         self._num_digests = 0
         self._written: dict[bytes, Place] = {}
         self._lines: dict[object, tuple[Place, Line, SendCopier]] = {}
         self._arenas: list[Arena[Memory] | None] = [None, None]
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether most of what the journal describes is not used any more, as tensors came in ever new ways."""
+        return self._end > 4 * self._used + WORN_BYTES
 
     def open(self, sequence: int, lines: Sequence[Prepared] | None) -> None:
         """Opens the update and tells which lines it will have, if they are known."""
@@ -126,7 +135,7 @@ class Sender:
             ValueError: a tensor has elements that are not finite; the lines before it are published.
             TimeoutError: an engine made no progress for too long.
         """
-        bucket = num_bytes = 0
+        bucket = num_bytes = self._used = 0
         names: set[str] = set()
         for line in lines:
             with stages("load"):
@@ -140,6 +149,7 @@ class Sender:
             self.mailbox.publish(sequence, bucket, line.place, arena)
             with stages("load"):
                 audience.deliver(bucket, line.place, line.line, None if filling[0] is None else filling[0].data)
+            self._used += line.place[1]
             num_bytes += line.payload_bytes
             names.update(line.names)
             bucket += 1
