@@ -66,6 +66,16 @@ def test_the_tensors_of_a_module_share_a_bucket_however_large():
     ]
 
 
+def test_of_a_collection_a_module_is_put_together_wherever_its_tensors_stand():
+    names = ["0.attn.q_a.weight", "0.mlp.up.weight", "0.attn.kv_a.weight", "1.attn.q_a.weight", "0.mlp.down.weight"]
+    buckets = list(plan_buckets([(name, torch.zeros(8)) for name in names], bucket_bytes=1))
+    assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [
+        ["0.attn.q_a.weight", "0.attn.kv_a.weight"],
+        ["0.mlp.up.weight", "0.mlp.down.weight"],
+        ["1.attn.q_a.weight"],
+    ]
+
+
 def test_the_cast_changes_floating_point_tensors_only():
     items = [
         ("w", torch.zeros(3)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.send.modules import by_module
+from tidemill_weight_update.send.modules import by_module, whole_modules
 from tidemill_weight_update.send.shards import LocalShard, check_dense, sent_dtype
 from tidemill_weight_update.send.source import NamedTensors, checked_item
 
@@ -61,10 +61,11 @@ def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
 
 
 def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in order, reading one module ahead.
+    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in the order in which modules come.
 
     The tensors of a module, which SGLang may have to combine, share a bucket; if they need more than `bucket_bytes`, it
-    is as large as they are. Shapes of DTensors are global; nothing is gathered and no data is read here.
+    is as large as they are. Of a generator, which is read one module ahead, only those that follow one another. Shapes
+    of DTensors are global; nothing is gathered and no data is read here.
 
     Raises:
         TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage, or is a LocalShard.
@@ -74,7 +75,8 @@ def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dt
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
     items: list[tuple[str, Tensor]] = []
     used = index = 0
-    for module in by_module(checked, lambda item: item[0]):
+    grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
+    for module in grouped(checked, lambda item: item[0]):
         room = _end(module, dtype, 0)
         if items and aligned(used) + room > bucket_bytes:
             yield _bucket(index, items, dtype, is_last=False)

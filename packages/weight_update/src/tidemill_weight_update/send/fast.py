@@ -231,10 +231,11 @@ class FastPath:
     def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
         if self._link is not None:
             return self._link.audience(self._sequence, num_receivers)
-        known = self._control
-        if known is None or known.path != control or not known.is_current():
-            if known is not None and known is not own:
-                known.close()
+        if self._control is not None and not (self._control.path == control and self._control.is_current()):
+            if self._control is not own:
+                self._control.close()
+            self._control = None
+        if self._control is None:
             self._control = own if own.path == control else Mailbox.open(control)
         return Audience(self._sequence, own, self._control, num_receivers, self._timeout_s)
 

@@ -22,5 +22,13 @@ def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]
         yield group
 
 
+def whole_modules(items: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
+    """Groups items as `by_module` does, wherever they stand, in the order in which modules first appear."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(_module(name(item)), []).append(item)
+    return list(groups.values())
+
+
 def _module(name: str) -> str:
     return name.rsplit(".", 2)[0]
