@@ -22,7 +22,8 @@ def dense(tmp_path_factory):
 def latent(dense):
     from tidemill_engines.megatron.architecture import LatentAttention
 
-    parts = LatentAttention(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    parts = LatentAttention(q_lora_rank=None, kv_lora_rank=16, **sizes, rope_theta=10000.0)
     return replace(dense, model_type="deepseek_v3", latent=parts)
 
 

@@ -1,7 +1,7 @@
 """Engines that could begin requests between the end of a load and the flush after it: they are held before that."""
 
-import _thread
-import threading
+import os
+import signal
 import time
 
 import pytest
@@ -145,15 +145,29 @@ def test_an_engine_that_ends_before_it_begins_is_not_waited_for():
     updater.close()
 
 
-def test_an_interrupt_while_an_engine_is_held_leaves_no_thread_that_holds_it_later():
-    engine = HeldEngine(1)
-    engine.hold_s = 0.5
+class Interrupted(HeldEngine):
+    """Ctrl-C comes while it is held for the first time."""
+
+    hold_s = 0.5
+
+    def hold(self) -> None:
+        if "held" not in self.calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().hold()
+
+
+@pytest.fixture
+def ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_an_engine_is_held_leaves_no_thread_that_holds_it_later(ctrl_c):
+    engine = Interrupted(1)
     updater = WeightUpdater([engine], bucket_bytes=100)
-    timer = threading.Timer(0.2, _thread.interrupt_main)
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         updater.update(tensors(1).items(), 1)
-    timer.join()
     assert engine.calls.index("held") < engine.calls.index("pause abort")  # it may hold a mix of versions
     updater.update(tensors(2).items(), 2)
     assert holds(engine, tensors(2))
