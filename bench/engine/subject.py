@@ -102,8 +102,6 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         overlap_grad_reduce="overlap" in case.words,
         overlap_param_gather="overlap" in case.words,
         router_replay="balanced" in case.words,
-        # Not with tied embeddings in a pipeline, which it refuses.
-        use_distributed_optimizer=case.pp == 1 or not MODELS[case.model]["tie_word_embeddings"],
         max_token_len_per_gpu=case.micro_tokens,
     )
 
