@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,14 +231,22 @@ def test_a_trainer_that_fails_half_way_leaves_the_server_paused(server, updater,
 
 
 class Interrupted(HttpEngine):
-    """The trainer is interrupted as soon as its requests are held back."""
+    """The trainer is interrupted when requests are held back and the server has begun to copy."""
 
     def hold(self) -> None:
         super().hold()
+        time.sleep(1)
         _thread.interrupt_main()
 
 
-def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater):
+@pytest.fixture
+def ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater, ctrl_c):
     interrupted = WeightUpdater([Interrupted(server.url, api_key=KEY)])
     with pytest.raises(KeyboardInterrupt):
         interrupted.update(state(models[1]), "bad")
@@ -250,7 +259,7 @@ def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater
         assert version_of(waiting.result(20)) == "good"
 
 
-def test_a_trainer_that_is_interrupted_before_the_load_begins_leaves_the_server_going(server, updater, models):
+def test_a_trainer_that_is_interrupted_before_the_load_begins_leaves_the_server_going(server, updater, ctrl_c, models):
     with running(server, 400) as read:
         timer = threading.Timer(0.1, _thread.interrupt_main)
         timer.start()
