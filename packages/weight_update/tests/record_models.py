@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import closing
 from multiprocessing import get_context as start_method
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # needs shared memory 
 
 import torch
 import transformers
+from rank_engine import send_or_serve
 from safetensors.torch import load_file
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -29,10 +29,8 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_context
-from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.plan.plan import SourceSpec
 from tidemill_weight_update.plan.record import finish_load, record, write_fills
-from tidemill_weight_update.receive.receiver import Receiver
 
 # 130 tokens: the embedding is padded, in one rank of two as well.
 SIZES = {
@@ -225,85 +223,15 @@ def examine(case, tensors):
     }
 
 
-class RankEngine:
-    """The client of an engine whose first rank is this process and whose others follow `serve`."""
-
-    has_loader = True
-
-    def __init__(self, receiver, pipes):
-        self.tp_size = 1 + len(pipes)
-        self.receiver, self.pipes = receiver, pipes
-        self.version = "none"
-
-    def load(self, request, *, flush_cache):
-        for pipe in self.pipes:
-            pipe.send(request)
-        self.receiver.handle(request)
-        for pipe in self.pipes:
-            pipe.recv()
-
-    def pause(self, mode):
-        pass
-
-    def resume(self):
-        pass
-
-    def set_weight_version(self, version):
-        self.version = version
-
-    def get_weight_version(self):
-        return self.version
-
-
-def serve(receiver, pipe):
-    """Follows the first rank until it sends None."""
-    while (request := pipe.recv()) is not None:
-        receiver.handle(request)
-        pipe.send("done")
-
-
-def send_all(engine, tensors, group):
-    """Updates in a few ways, each with other values but the last; what was refused."""
-    refused = []
-    ways = [{"bucket_bytes": 1 << 30}, {"bucket_bytes": 1 << 14}, {"bucket_bytes": 1 << 14, "stream": True}]
-    for number, way in enumerate(ways):
-        stream = way.pop("stream", False)
-        factor = len(ways) - number  # 1 in the end
-        with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
-            for partial in (False, True):
-                items = ((name, factor * tensor) for name, tensor in tensors.items())
-                try:
-                    stats = updater.update(items if stream else list(items), number, partial=partial)
-                except RuntimeError as error:
-                    refused.append(str(error))
-                    continue
-                assert (stats.verified, stats.through_loader, engine.version) == (True, {}, str(number))
-                break
-    return refused
-
-
-def update(case, tensors, rank, tp_size, pipes):
+def update(case, tensors, rank, pipes):
     """Loads `tensors` into one model as SGLang does, and into another through a `WeightUpdater`."""
     reference, model = build(case), build(case)
     scramble(reference, seed=1)
     scramble(model, seed=2)
     reference.load_weights(iter(tensors.items()))
     finish_load(model)
-    tied = model.config.tie_word_embeddings
-    receiver = Receiver(
-        model, rank, tp_size, lambda name: tied and name == "lm_head.weight", lambda: finish_load(model)
-    )
-    refused = []
-    alone = torch.distributed.new_group([0])  # the trainer is rank 0
     with torch.inference_mode():
-        if rank == 0:
-            try:
-                refused = send_all(RankEngine(receiver, pipes), tensors, alone)
-            finally:
-                for pipe in pipes:
-                    pipe.send(None)
-        else:
-            serve(receiver, pipes[0])
+        refused = send_or_serve(model, tensors, rank, pipes)
     return {
         "refused": refused,
         "differs_from_stock": different(parameter_bits(model), parameter_bits(reference)),
@@ -399,7 +327,7 @@ def rank_main(rank, tp_size, store, checkpoints, full_size, results, pipes):
         for case, tensors in ({} if full_size else checkpoints).items():
             start = time.monotonic()
             found[case] = examine(case, tensors)
-            found[case]["updated"] = update(case, tensors, rank, tp_size, pipes)
+            found[case]["updated"] = update(case, tensors, rank, pipes)
             found[case]["seconds"] = round(time.monotonic() - start, 2)
         if full_size:
             found = {"deepseek v3 671b": examine_671b(checkpoints["deepseek v3"])}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, freshly_loaded, holds, tensors
-from toy_processes import ProcessEngine, serve, start_trainers
+from toy_processes import ProcessEngine, serve, trainers
 
 
 def same_as_fresh(engine: ProcessEngine, checkpoint) -> bool:
@@ -137,8 +137,7 @@ def test_a_trainer_rank_that_is_killed_leaves_the_engine_in_a_known_state(tmp_pa
     updater.update(tensors(0).items(), "before")
     updater.close()
     begun = time.monotonic()
-    processes, connection = start_trainers(world_size, str(tmp_path / "store"), killed, mode)
-    try:
+    with trainers(world_size, str(tmp_path / "store"), killed, mode) as connection:
         told = serve(engine, connection)
         assert time.monotonic() - begun < 60
         assert engine.version == "before"
@@ -157,11 +156,6 @@ def test_a_trainer_rank_that_is_killed_leaves_the_engine_in_a_known_state(tmp_pa
                 assert holds(engine, tensors(0))
             else:
                 assert engine.paused == "abort"
-    finally:
-        for process in processes:
-            process.join(30)
-            process.kill()
-        connection.close()
     after = WeightUpdater([engine], bucket_bytes=300)  # a new trainer
     assert after.update(tensors(2).items(), "after").verified
     assert holds(engine, tensors(2))

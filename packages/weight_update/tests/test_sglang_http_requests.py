@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from answers import most_likely, state
 from servers import HEADERS, KEY, Server, serving
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
@@ -44,17 +45,6 @@ def models(checkpoints) -> list[Any]:
 def server(checkpoints) -> Iterator[Server]:
     with serving(checkpoints[0]) as started:
         yield started
-
-
-def state(model) -> list[tuple[str, torch.Tensor]]:
-    return list(model.state_dict().items())
-
-
-def most_likely(model, tokens: list[int]) -> list[int]:
-    """What `model` would have answered in the place of each of `tokens`, given those before it."""
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + tokens])).logits[0]
-    return logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
 
 
 def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -124,7 +114,7 @@ class Slow(HttpEngine):
 def check(answers: list[Answer], models: list[Any]) -> None:
     """Each is of one version, the one that it names: nothing of it was read by other weights. None was ended."""
     given = {(int(version_of(a.out)), tuple(a.out["output_ids"])) for a in answers if a.status == 200}
-    assert [each for each in given if list(each[1]) != most_likely(models[each[0] % 2], list(each[1]))] == []
+    assert [each for each in given if list(each[1]) != most_likely(models[each[0] % 2], PROMPT, list(each[1]))] == []
     assert {a.status for a in answers} == {200}
 
 
@@ -203,7 +193,7 @@ def updater(server, models) -> Iterator[WeightUpdater]:
     yield updater
     assert version_of(generate(server)) == "good"
     out = generate(server)["output_ids"]
-    assert out == most_likely(models[0], out)
+    assert out == most_likely(models[0], PROMPT, out)
     updater.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from answers import most_likely, state
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.sglang import LocalEngine
@@ -31,17 +32,6 @@ def checkpoints(checkpoint, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def models(checkpoints) -> list[Any]:
     return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in checkpoints]
-
-
-def state(model) -> list[tuple[str, torch.Tensor]]:
-    return list(model.state_dict().items())
-
-
-def most_likely(model, tokens: list[int]) -> list[int]:
-    """What `model` would have answered in the place of each of `tokens`, given those before it."""
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + tokens])).logits[0]
-    return logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
 
 
 def continued(models: list[Any], tokens: list[int], count: int, num_read: int) -> list[int]:
@@ -110,7 +100,7 @@ def updated_while_running(engine, models):
         result = running.result()
         updater.close()
         tokens = result["output_ids"]
-        of_old = [a == b for a, b in zip(tokens, most_likely(models[0], tokens), strict=True)]
+        of_old = [a == b for a, b in zip(tokens, most_likely(models[0], PROMPT, tokens), strict=True)]
         count = of_old.index(False) if False in of_old else len(tokens)
         return count, tokens, result["meta_info"]["finish_reason"]
 
@@ -121,7 +111,7 @@ def test_requests_that_are_waited_for_end_with_the_weights_they_began_with(engin
     count, tokens, reason = updated_while_running("wait")
     assert (count, len(tokens), reason["type"]) == (NUM_TOKENS, NUM_TOKENS, "length")
     after = generate(engine)["output_ids"]
-    assert after == most_likely(models[1], after) != most_likely(models[0], after)
+    assert after == most_likely(models[1], PROMPT, after) != most_likely(models[0], PROMPT, after)
 
 
 def test_requests_that_are_aborted_end_at_once(engine, models, updated_while_running):
@@ -129,7 +119,7 @@ def test_requests_that_are_aborted_end_at_once(engine, models, updated_while_run
     assert 0 < count == len(tokens) < NUM_TOKENS
     assert reason["type"] == "abort"
     after = generate(engine)["output_ids"]
-    assert after == most_likely(models[1], after)
+    assert after == most_likely(models[1], PROMPT, after)
 
 
 def test_requests_that_are_retracted_are_computed_anew_but_for_the_prefix_cache(models, updated_while_running):
@@ -155,7 +145,7 @@ def test_with_the_version_as_extra_key_no_old_entry_of_the_cache_is_found(engine
         updater.update(state(model), version)
         for is_cached in (False, True):
             out = generate(engine, extra_key=str(version))
-            assert out["output_ids"] == most_likely(model, out["output_ids"])
+            assert out["output_ids"] == most_likely(model, PROMPT, out["output_ids"])
             assert (out["meta_info"]["cached_tokens"] > 0) == is_cached
     updater.close()
 
@@ -215,7 +205,7 @@ def test_requests_come_and_go_during_updates(engine, models, in_flight, client):
         assert updater.update(state(model), version).fenced == {}
         out = generate(engine, extra_key=None if in_flight in ("wait", "abort") else str(version))
         assert out["meta_info"]["weight_version"] == str(version)
-        assert out["output_ids"] == most_likely(model, out["output_ids"])
+        assert out["output_ids"] == most_likely(model, PROMPT, out["output_ids"])
     traffic.end()
     updater.close()
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from memory_engine import MemoryEngine, assert_same
 from tidemill_testing import run_ranks
 from tidemill_weight_update import WeightUpdater
-from toy_processes import serve, start_trainers
+from toy_processes import serve, trainers
 
 
 def layouts() -> dict[str, torch.Tensor]:
@@ -136,17 +136,11 @@ def test_ranks_that_pass_different_tensors_are_told_so():
 
 def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
     engine = MemoryEngine()
-    processes, connection = start_trainers(2, str(tmp_path / "store"), 1, "streaming")
-    try:
+    with trainers(2, str(tmp_path / "store"), 1, "streaming") as connection:
         told = serve(engine, connection)
-        assert told is not None
-        assert told.startswith("RankLostError: a trainer rank does not answer"), told
-        assert engine.version == "default"
-    finally:
-        for process in processes:
-            process.join(30)
-            process.kill()
-        connection.close()
+    assert told is not None
+    assert told.startswith("RankLostError: a trainer rank does not answer"), told
+    assert engine.version == "default"
 
 
 def _subgroup():

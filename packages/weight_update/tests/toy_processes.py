@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -160,11 +161,12 @@ def _trainer(rank: int, world_size: int, store: str, connection: Connection, kil
     os._exit(0)  # the group may be broken
 
 
-def start_trainers(world_size: int, store: str, killed: int, mode: str) -> tuple[list[Any], Connection]:
+@contextmanager
+def trainers(world_size: int, store: str, killed: int, mode: str) -> Iterator[Connection]:
     """Trainer ranks that send `tensors(1)`; rank `killed` is killed on the way.
 
-    Returns:
-        the processes, and the connection by which rank 0 asks for what the engine shall do.
+    Yields:
+        the connection by which rank 0 asks for what the engine shall do.
     """
     ours, theirs = CONTEXT.Pipe()
     processes = [
@@ -174,7 +176,13 @@ def start_trainers(world_size: int, store: str, killed: int, mode: str) -> tuple
     for process in processes:
         process.start()
     theirs.close()
-    return processes, ours
+    try:
+        yield ours
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+        ours.close()
 
 
 def serve(engine: EngineClient, connection: Connection) -> str | None:
