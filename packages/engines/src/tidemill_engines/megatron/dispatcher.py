@@ -1,8 +1,9 @@
 """How tokens get to their experts and back, without additions to the same place and without asking the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 def replace_dispatchers(model: nn.Module, kind: type[Dispatcher] = Dispatcher) -> None:
     """Gives the mixtures of a model this module's `Dispatcher`, where Megatron has no kernels of its own for it."""
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+    for layer in _mixtures(model):
         if layer.config.moe_token_dispatcher_type == "alltoall" and not layer.config.moe_permute_fusion:
             layer.token_dispatcher = kind(
                 layer.num_local_experts,
@@ -213,3 +214,19 @@ def replace_dispatchers(model: nn.Module, kind: type[Dispatcher] = Dispatcher) -
                 config=layer.config,
                 pg_collection=get_default_pg_collection(),
             )
+
+
+def forget_tokens(chunks: Sequence[nn.Module]) -> None:
+    """Lets go of the last micro-batch's tensors.
+
+    Dispatchers keep some, and with them its graph, which leads to Megatron's hooks for gradients and so to the model: a
+    cycle through memory that Python's garbage collector does not see.
+    """
+    for layer in chain.from_iterable(map(_mixtures, chunks)):
+        kept = vars(layer.token_dispatcher)
+        graphs = [name for name, value in kept.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+        kept.update(dict.fromkeys(graphs))
+
+
+def _mixtures(model: nn.Module) -> Iterator[MoELayer]:
+    return (module for module in model.modules() if isinstance(module, MoELayer))

@@ -24,6 +24,7 @@ from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
 from tidemill_engines.megatron.cpu import on_cpu
 from tidemill_engines.megatron.data_parallel import grad_buffers, wait_for, wrap_chunks
+from tidemill_engines.megatron.dispatcher import forget_tokens
 from tidemill_engines.megatron.gaps import without_transformer_engine
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
 from tidemill_engines.megatron.mixture import check_mixture
@@ -146,12 +147,10 @@ class MegatronEngine(BaseEngine):
         if self.optimizer_config is not None:
             self.reset_optimizer(self.optimizer_config)
         self._train(training=False)
+        grads = Parked(lambda: grad_buffers(self.chunks), are_zero=lambda: self._grads_are_zero)
         kinds = {
             "params": (self.config.param_offload, Parked(self._params)),
-            "grads": (
-                self.config.grad_offload,
-                Parked(lambda: grad_buffers(self.chunks), are_zero=lambda: self._grads_are_zero),
-            ),
+            "grads": (self.config.grad_offload, grads),
             "optimizer": (self.config.optimizer_offload, Parked(self._optimizer_tensors)),
         }
         self._parking = Parking({kind: parked for kind, (wanted, parked) in kinds.items() if wanted})
@@ -176,6 +175,7 @@ class MegatronEngine(BaseEngine):
         finally:
             groups, self._groups = self._groups, None
             self._weights = self._optimizer = None
+            forget_tokens(self.chunks)
             self.chunks = []
             self._parking = Parking({})
             try:
