@@ -10,7 +10,7 @@ from tidemill_dataproto import ragged
 from tidemill_testing import run_ranks, tiny_model
 
 
-def value_engine(path, *, backend="fsdp2", **engine):
+def value_engine(path, *, backend="fsdp2", device="cpu", **engine):
     from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
@@ -19,7 +19,7 @@ def value_engine(path, *, backend="fsdp2", **engine):
         model_type="value_model",
         backend=backend,
         model=ModelConfig(path=str(path)),
-        engine=config(device="cpu", **engine),
+        engine=config(device=device, **engine),
         optimizer=OptimizerConfig(**OPTIMIZER),
     )
     new.initialize()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from servers import HEADERS, KEY, PROMPT, SAMPLING, Server, serving
 from tidemill_testing import tiny_model
-from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.sglang import HttpEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,12 +56,12 @@ def state(path: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, list[int]], tp_size: int) -> None:
-    """Both paths give the same weights: to the last bit of the log-probabilities."""
+    """Both paths, and a link, give the same weights: to the last bit of the log-probabilities."""
     logprobs = []
-    for client in (HttpEngine, StockHttpEngine):
+    for client, link in ((HttpEngine, None), (StockHttpEngine, None), (HttpEngine, GroupLink())):
         engine = client(server.url, api_key=KEY)
         assert (engine.tp_size, HttpEngine(server.url, api_key=KEY).has_loader) == (tp_size, True)
-        updater = WeightUpdater([engine], bucket_bytes=1 << 16)
+        updater = WeightUpdater([engine], bucket_bytes=1 << 16, link=link)
         for version, path in enumerate((checkpoints[1], checkpoints[2])):
             stats = updater.update(state(path), version)
             assert stats.verified == (client is HttpEngine)
@@ -69,7 +69,7 @@ def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, 
             assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
             logprobs.append(out["meta_info"]["output_token_logprobs"])
         updater.close()
-    assert logprobs[:2] == logprobs[2:]
+    assert logprobs[:2] == logprobs[2:4] == logprobs[4:]
 
 
 def test_updates_over_http(server, checkpoints, expected):

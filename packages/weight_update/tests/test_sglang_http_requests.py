@@ -19,7 +19,7 @@ import transformers
 from answers import most_likely, state
 from servers import HEADERS, KEY, Server, serving
 from tidemill_testing import tiny_model
-from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 from tidemill_weight_update.sglang import HttpEngine
 
@@ -118,9 +118,10 @@ def check(answers: list[Answer], models: list[Any]) -> None:
     assert {a.status for a in answers} == {200}
 
 
-def test_every_answer_is_of_the_version_that_it_names(server, models):
+@pytest.mark.parametrize("link", [None, GroupLink()], ids=["on this machine", "as if on another"])
+def test_every_answer_is_of_the_version_that_it_names(server, models, link):
     """Also of requests that run when the update begins, and of those that come meanwhile."""
-    updater = WeightUpdater([Slow(server.url, api_key=KEY)])
+    updater = WeightUpdater([Slow(server.url, api_key=KEY)], link=link)
     updater.update(state(models[0]), 0)
     started, updated = {0: time.monotonic()}, {0: time.monotonic()}
     with callers(server) as answers:

@@ -100,7 +100,10 @@ class ActorWorker(Worker):
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
         """Names the engines that `update_weights` serves."""
         update = self._config.weight_update
-        dtype: torch.dtype = getattr(torch, self._config.rollout.dtype)
+        dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
+        engine = self._config.engine
+        if isinstance(engine, MegatronConfig) and engine.param_dtype == self._config.rollout.dtype:
+            dtype = None  # nothing needs a cast, and the bias of DeepSeek's routers, in float32, allows none
         device = "cpu" if update.memory == "cpu" else None
         self._updater = WeightUpdater(
             engines,
