@@ -171,6 +171,8 @@ def test_foreign_and_newer_files_are_errors(tmp_path: Path) -> None:
         DataProto.load(path)
     with pytest.raises(FileNotFoundError):
         DataProto.load(tmp_path / "none")
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
+        DataProto.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder"):
         make().save(tmp_path / "none" / "batch")
 

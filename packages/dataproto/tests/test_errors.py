@@ -46,6 +46,8 @@ from tidemill_dataproto import DataProto, karmarkar_karp
         (lambda: DataProto.from_items([{"a": torch.ones(2)}, {"a": 1}]), ValueError, "'a'.*item 1 has none"),
         (lambda: DataProto.from_items([{"a": torch.ones(2)}, {"a": torch.ones(2, 2)}]), ValueError, "'a': row 1"),
         (lambda: DataProto.from_items([{"a": torch.ones(2)}, {"a": torch.ones(3)}], ["a"]), ValueError, "'a': item 1"),
+        (lambda: DataProto.from_items([{"a": torch.ones(2)}], ["b"]), KeyError, r"no column 'b'; there are \['a'\]"),
+        (lambda: DataProto.from_items([{"a": torch.ones(2)}], "a"), TypeError, r"write \['a'\]"),
         (lambda: DataProto.from_tensordict({"a": torch.ones(2)}), TypeError, "got dict"),
         (lambda: make().fold(3), ValueError, "4 rows do not divide into groups of 3"),
         (lambda: make().fold(0), ValueError, "groups of 0"),

@@ -116,3 +116,10 @@ def test_parquet_files(table: "pyarrow.Table", tmp_path: Path) -> None:
     check_table(DataProto.from_parquet(tmp_path / "rows.parquet"), [0, 1, 2])
     assert list(DataProto.from_parquet(tmp_path / "rows.parquet", ["id"]).batch.keys()) == ["id"]
     assert DataProto.from_parquet(str(tmp_path / "rows.parquet"), ["text"])["text"].dtype == np.dtype(object)
+    with pytest.raises(KeyError, match=r"no column 'none'; there are \['id', "):
+        DataProto.from_parquet(tmp_path / "rows.parquet", ["none"])
+
+
+def test_what_is_no_arrow_table_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a pyarrow.Table, got dict"):
+        DataProto.from_arrow({"a": [1]})

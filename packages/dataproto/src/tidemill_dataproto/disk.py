@@ -68,6 +68,8 @@ def write(
 
 def read(path: Path, allow_pickle: bool) -> _Contents:
     """Number of rows, columns, numpy columns, facts and padding of a batch; see `DataProto.load`."""
+    if path.is_dir():  # safetensors would say "No such device"
+        raise IsADirectoryError(f"expected a file that DataProto.save wrote, {path} is a folder")
     try:
         with safe_open(path, framework="pt") as file:
             _check_version(path, file.metadata())

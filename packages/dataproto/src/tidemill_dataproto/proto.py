@@ -28,8 +28,8 @@ class DataProto(BatchState):
     Attributes:
         batch: a TensorDict of the tensor columns, dense `[B, ...]` or ragged `[B, j, ...]` (see
             `tidemill_dataproto.ragged`).
-        non_tensor_batch: numpy columns `[B]`, of objects or numbers. An object column has one dimension, whatever its
-            objects are; `from_dict` makes it of any list.
+        non_tensor_batch: numpy columns, of numbers or strings `[B, ...]`, or of objects `[B]`. An object column has one
+            dimension, whatever its objects are; `from_dict` makes it of any list.
         meta_info: anything that is not per row. Every batch has its own deep copy.
 
     Operations return a new batch and leave their inputs alone, except `pop`. `chunk`, `split`, slices, `select` and
@@ -85,6 +85,7 @@ class DataProto(BatchState):
 
         Raises:
             ValueError: no items, items with different columns, or rows that do not go together; named.
+            KeyError: `dense` names a column that there is not.
         """
         return cls.from_dict(*sources.of_items(items, dense))
 
@@ -100,12 +101,15 @@ class DataProto(BatchState):
 
         Columns of numbers or bools become tensors `[B]`, those of fixed-size lists of them `[B, n]`, those of lists of
         either ragged columns, and all others, as those with nulls, object columns.
+
+        Raises:
+            TypeError: it is no `pyarrow.Table`.
         """
         return cls.from_dict(*sources.of_arrow(table), meta_info)
 
     @classmethod
     def from_parquet(cls, path: str | Path, columns: Sequence[str] | None = None) -> "DataProto":
-        """Reads a parquet file, all columns where None; see `from_arrow`."""
+        """Reads a parquet file, all columns where None (KeyError for an unknown name); see `from_arrow`."""
         return cls.from_arrow(sources.read_parquet(path, columns))
 
     @classmethod
@@ -115,7 +119,7 @@ class DataProto(BatchState):
         Raises:
             ValueError: the file is truncated, not one of ours, of a newer version, or holds pickled objects and
                 allow_pickle is False. Unpickling runs code: allow it for files you trust only.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError, IsADirectoryError: there is no such file.
         """
         return cls._of(*disk.read(Path(path), allow_pickle))
 

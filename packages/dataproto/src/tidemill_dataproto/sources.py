@@ -10,6 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from tidemill_dataproto import ragged
+from tidemill_dataproto.checks import check_known, pick
 from tidemill_dataproto.equality import same
 from tidemill_dataproto.items import DataProtoItem
 
@@ -33,6 +34,7 @@ def of_items(
     for meta in metas:
         if not same(meta, metas[0]):
             raise ValueError(f"expected items with the same meta_info, got {metas[0]} and {meta}")
+    pick(rows[0], dense, "column")
     tensors: _Tensors = {}
     others: _Others = {}
     for name in rows[0]:
@@ -91,11 +93,19 @@ def read_parquet(path: str | Path, columns: Sequence[str] | None) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError("reading parquet needs pyarrow: pip install 'tidemill-dataproto[arrow]'") from error
+    if columns is not None:
+        check_known("column", columns, pyarrow.parquet.read_schema(path).names)
     return pyarrow.parquet.read_table(path, columns=None if columns is None else list(columns))
 
 
 def of_arrow(table: Any) -> tuple[_Tensors, _Others]:
     """Tensor columns and other columns of an Arrow table; see `DataProto.from_arrow`."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError("an Arrow table needs pyarrow: pip install 'tidemill-dataproto[arrow]'") from error
+    if not isinstance(table, pyarrow.Table):
+        raise TypeError(f"expected a pyarrow.Table, got {type(table).__name__}; see DataProto.from_single_dict")
     tensors: _Tensors = {}
     others: _Others = {}
     for name, chunks in zip(table.column_names, table.columns, strict=True):

@@ -38,11 +38,12 @@ def ragged(
             `values` share one layout.
 
     Raises:
-        TypeError: neither or both of lengths and offsets, or they are not integers.
+        TypeError: neither or both of lengths and offsets, or they are not integers, or `values` is no tensor.
         ValueError: they do not describe the N rows of `values`.
     """
     if (lengths is None) == (offsets is None):
         raise TypeError("ragged() needs exactly one of lengths [B] and offsets [B + 1]")
+    _check_tensor(values, "values")
     if values.is_nested or values.dim() == 0:
         raise ValueError(f"expected flat values [N, ...], got {describe(values)}; pass ragged.values(column)")
     given = torch.as_tensor(offsets if lengths is None else lengths)
@@ -65,11 +66,13 @@ def ragged_from_list(rows: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: the list is empty (its dtype is unknown; use `ragged(torch.empty(0, dtype=...), [])`), or a row
             differs from row 0; the error names the row.
+        TypeError: a row is no tensor.
     """
     if len(rows) == 0:
         raise ValueError("expected at least one row; make a column of zero rows with ragged(torch.empty(0), [])")
     first = rows[0]
     for number, row in enumerate(rows):
+        _check_tensor(row, f"row {number}")
         if row.dim() == 0 or row.is_nested:
             raise ValueError(f"row {number}: expected a tensor [length, ...], got {describe(row)}")
         if (row.shape[1:], row.dtype, row.device) != (first.shape[1:], first.dtype, first.device):
@@ -130,7 +133,13 @@ def _layout(given: Tensor, device: torch.device, is_offsets: bool) -> Layout:
     return Layout(host, device) if is_offsets else Layout.of_lengths(host, device)
 
 
+def _check_tensor(value: object, what: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}; make it one with torch.tensor()")
+
+
 def _check_column(column: Tensor) -> None:
+    _check_tensor(column, "column")
     if not is_ragged(column):
         raise ValueError(f"expected a ragged column [B, j, ...], got {describe(column)}; see ragged.from_padded")
     if column.lengths() is not None or column._ragged_idx != 1:  # pyright: ignore[reportAttributeAccessIssue]
