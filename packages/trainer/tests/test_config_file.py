@@ -44,6 +44,25 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("trainer.seed=-1", r"seed must be 0 or more; got -1"),
         ("engine.max_token_len_per_gpu=100", r"is 1024, more than a micro-batch may hold"),
         ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy needs data\.val_files"),
+        ("rollout.top_k=0", r"rollout: top_k must be at least 1, or -1 for all; got 0"),
+        ("rollout.max_total_tokens=-3", r"max_total_tokens must be at least 1; got -3"),
+        ("rollout.num_gpus_per_engine=-1", r"num_gpus_per_engine must be above 0; got -1"),
+        ("rollout.mem_fraction_static=3", r"mem_fraction_static must be between 0 and 1; got 3"),
+        ("rollout.timeout_s=0", r"rollout: timeout_s must be above 0 seconds; got 0"),
+        ("actor.clip_ratio_low=-0.2", r"clip_ratio_low must be between 0 and 1; got -0\.2"),
+        ("actor.clip_ratio_high=-0.2", r"clip_ratio_high must be 0 or more; got -0\.2"),
+        ("actor.entropy_coeff=nan", r"entropy_coeff must be finite; got nan"),
+        ("actor.num_gpus_per_worker=0", r"num_gpus_per_worker must be above 0; got 0"),
+        ("actor.omp_num_threads=0", r"omp_num_threads must be at least 1; got 0"),
+        ("actor.timeout_s=-1", r"actor: timeout_s must be above 0 seconds; got -1"),
+        ("warmup.lr=-1", r"warmup: lr must be 0 or more; got -1"),
+        ("warmup.test_freq=-1", r"warmup: test_freq must be 0 or more; got -1"),
+        ("weight_update.bucket_bytes=0", r"bucket_bytes must be at least 1; got 0"),
+        ("weight_update.timeout_s=0", r"weight_update: timeout_s must be above 0 seconds; got 0"),
+        ("trainer.test_freq=-1", r"trainer: test_freq must be 0 or more; got -1"),
+        ("trainer.save_freq=-1", r"save_freq must be 0 or more; got -1"),
+        ("trainer.save_samples=-4", r"save_samples must be 0 or more; got -4"),
+        ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
         ("rollout.device=tpu", r"rollout\.device: Input should be 'auto', 'cpu' or 'cuda' \(got 'tpu'\)"),
         ("optimizer=3", r"optimizer is a section and needs a table, got 3"),
         ("optimizer.lr.x=3", r"unknown config key|Input should be"),
@@ -97,7 +116,7 @@ def test_the_command_line_has_short_names_for_parallel_sizes():
     assert {name: getattr(config.engine, name) for name in made_by_name} == made_by_name
     recipe = load_config(DEMO_CONFIG.parent / "demo_megatron.toml")
     assert load_config(DEMO_CONFIG, ["engine.backend=megatron", "engine.tp=2"]) == recipe
-    with pytest.raises(ConfigError, match=r"unknown config key engine\.tensor_model_parallel_size; "):
+    with pytest.raises(ConfigError, match=r'engine\.tensor_model_parallel_size needs engine\.backend="megatron"'):
         load_config(DEMO_CONFIG, ["engine.tp=2"])
 
 
@@ -128,7 +147,8 @@ def test_router_replay_of_the_engine_alone_is_refused(empty):
             {"backend": "megatron", "tensor_parallel_size": 2},
             r"unknown config key engine\.tensor_parallel_size; did you mean engine\.\w*tensor\w*\?",
         ),
-        ({"tensor_model_parallel_size": 2}, r"unknown config key engine\.tensor_model_parallel_size"),
+        ({"tensor_model_parallel_size": 2}, r'tensor_model_parallel_size needs engine\.backend="megatron"'),
+        ({"backend": "megatron", "fsdp_size": 2}, r'engine\.fsdp_size needs engine\.backend="fsdp2"'),
         ({"backend": "megatron", "seed": "x"}, r"config key engine\.seed: .*integer.* \(got 'x'\)"),
         ({"backend": "megatron", "sequence_parallel": True}, "config key engine: .*sequence_parallel needs"),
     ],

@@ -1,5 +1,6 @@
 """The configuration of a training run: one frozen dataclass per section of the TOML file."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -82,6 +83,13 @@ class RolloutConfig:
         _require(
             self.tensor_parallel_size >= 1, f"tensor_parallel_size must be at least 1; got {self.tensor_parallel_size}"
         )
+        _require(self.top_k == -1 or self.top_k >= 1, f"top_k must be at least 1, or -1 for all; got {self.top_k}")
+        gpus, pool = self.num_gpus_per_engine, self.max_total_tokens
+        _require(gpus is None or gpus > 0, f"num_gpus_per_engine must be above 0; got {gpus}")
+        _require(pool is None or pool >= 1, f"max_total_tokens must be at least 1; got {pool}")
+        share = self.mem_fraction_static
+        _require(0 < share < 1, f"mem_fraction_static must be between 0 and 1; got {share}")
+        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +173,14 @@ class ActorConfig:
         size = self.ppo_mini_batch_size
         _require(size is None or size >= 1, f"ppo_mini_batch_size must be at least 1; got {size}")
         _require(self.ppo_epochs >= 1, f"ppo_epochs must be at least 1; got {self.ppo_epochs}")
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        _require(0 <= low <= 1, f"clip_ratio_low must be between 0 and 1; got {low}")
+        _require(high >= 0, f"clip_ratio_high must be 0 or more; got {high}")
         _require(self.clip_ratio_c > 1, f"clip_ratio_c must be above 1; got {self.clip_ratio_c}")
+        _require(math.isfinite(self.entropy_coeff), f"entropy_coeff must be finite; got {self.entropy_coeff}")
+        _require(self.num_gpus_per_worker > 0, f"num_gpus_per_worker must be above 0; got {self.num_gpus_per_worker}")
+        _require(self.omp_num_threads >= 1, f"omp_num_threads must be at least 1; got {self.omp_num_threads}")
+        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +191,7 @@ class WarmupConfig:
         max_steps: 0 switches the warm-up off.
         batch_size: rows per step.
         lr: learning rate of the warm-up; the optimizer starts afresh for the reinforcement learning after it.
-        test_freq: validate every so many steps.
+        test_freq: validate every so many steps; 0 means at the end only.
         until_accuracy: the warm-up ends once the held-out accuracy has reached this.
     """
 
@@ -189,6 +204,8 @@ class WarmupConfig:
     def __post_init__(self) -> None:
         _require(self.max_steps >= 0, f"max_steps must be 0 or more; got {self.max_steps}")
         _require(self.batch_size >= 1, f"batch_size must be at least 1; got {self.batch_size}")
+        _require(self.lr >= 0, f"lr must be 0 or more; got {self.lr}")
+        _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +221,10 @@ class WeightUpdateConfig:
     bucket_bytes: int = 512 << 20
     memory: Literal["auto", "cpu"] = "auto"
     timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _require(self.bucket_bytes >= 1, f"bucket_bytes must be at least 1; got {self.bucket_bytes}")
+        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +260,9 @@ class TrainerConfig:
         _require(self.total_steps >= 1, f"total_steps must be at least 1; got {self.total_steps}")
         _require(self.max_ckpt_to_keep >= 1, f"max_ckpt_to_keep must be at least 1; got {self.max_ckpt_to_keep}")
         _require(self.seed >= 0, f"seed must be 0 or more; got {self.seed}")
+        _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
+        _require(self.save_freq >= 0, f"save_freq must be 0 or more; got {self.save_freq}")
+        _require(self.save_samples >= 0, f"save_samples must be 0 or more; got {self.save_samples}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

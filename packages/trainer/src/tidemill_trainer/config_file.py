@@ -121,15 +121,22 @@ def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"{'.'.join(where)} is a section and needs a table, got {data!r}")
     hints = get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
+    known = _names_of(cls)
     for key, value in data.items():
         if key not in known:
+            owners = [name for name, config in _BACKENDS.items() if where == ("engine",) and key in _names_of(config)]
+            if owners:
+                raise ConfigError(f'config key engine.{key} needs engine.backend="{owners[0]}"')
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             advice = f"did you mean {'.'.join((*where, near[0]))}?" if near else f"known here: {', '.join(known)}"
             raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice}")
         section = _engine_config(value) if (*where, key) == ("engine",) else hints[key]
         if dataclasses.is_dataclass(section):
             _check_keys(section, value, (*where, key))  # type: ignore[arg-type]
+
+
+def _names_of(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _engine_config(section: Any) -> type:
@@ -147,6 +154,8 @@ def _describe(problem: Any, backend: str) -> str:
     if problem["type"] == "missing":
         return f"config key {where} is required"
     message = problem["msg"].removeprefix("Value error, ")
+    if not where:  # sections that do not go together; the message names the keys
+        return message
     return f"config key {where}: {message}" + (
         "" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})"
     )
