@@ -149,12 +149,15 @@ def test_what_cannot_be_sent_leaves_the_engine_alone():
 def test_bad_arguments_are_refused():
     for kwargs, message in [
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
-        ({"dtype": torch.int8}, "must be a floating-point dtype, got torch.int8"),
+        ({"dtype": torch.int8}, "must be a floating-point dtype as torch.bfloat16, got torch.int8"),
+        ({"dtype": "bfloat16"}, "must be a floating-point dtype as torch.bfloat16, got 'bfloat16'"),
         ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             WeightUpdater([MemoryEngine()], **kwargs)
+    with pytest.raises(TypeError, match="engines must be a list of engine clients, got MemoryEngine"):
+        WeightUpdater(MemoryEngine())
     twice = MemoryEngine()
     told = r"each engine may be given once, engine 2 of 3 \(MemoryEngine\) came before"
     with pytest.raises(ValueError, match=told):

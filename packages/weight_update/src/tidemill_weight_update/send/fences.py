@@ -78,7 +78,9 @@ class Fences:
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """The engines; raises ValueError if one comes twice."""
+    """The engines; raises ValueError if one comes twice, TypeError if they are no list or tuple."""
+    if not isinstance(engines, Sequence):
+        raise TypeError(f"engines must be a list of engine clients, got {engines!r}")
     for index, engine in enumerate(engines):
         if any(engine is other for other in engines[:index]):
             raise ValueError(
