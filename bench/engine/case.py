@@ -113,7 +113,7 @@ class Case:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tp > 1 else {}
 
 
-TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "tiny": 256}
+TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "moe16": 65536, "tiny": 256}
 """Of a step, for each GPU."""
 
 _MICRO_TOKENS = {  # as they come; compiled; with recomputation; in a plain loop, where logits of all tokens have to fit
@@ -122,6 +122,7 @@ _MICRO_TOKENS = {  # as they come; compiled; with recomputation; in a plain loop
     "4b": (8192, 12288, 32768, 8192),
     "8b": (8192, 8192, 8192, 8192),
     "moe": (8192, 8192, 16384, 8192),
+    "moe16": (8192, 8192, 16384, 8192),
     "tiny": (96, 96, 96, 96),
 }
 
@@ -131,6 +132,7 @@ DEFAULT_CASES = {
     "4b": "logprobs,base,compile,compile+zero2,selective+compile,ckpt,ckpt+compile,plain,plain+sorted",
     "8b": "ckpt,ckpt+compile,bf16+compile,plain+ckpt,plain+bf16+ckpt,plain+bf16+ckpt+sorted",
     "moe": "ckpt",
+    "moe16": "ckpt",
     "tiny": "logprobs,base,ckpt+compile,bf16,plain,plain+sorted",
 }
 

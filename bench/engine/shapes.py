@@ -36,12 +36,15 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> d
     }
 
 
+_MOE: dict[str, Any] = MOE | {"max_position_embeddings": 40960, "initializer_range": 0.02}
+
 MODELS: dict[str, dict[str, Any]] = {
     "0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "moe": MOE | {"max_position_embeddings": 40960, "initializer_range": 0.02},
+    "moe": _MOE,
+    "moe16": _MOE | {"num_hidden_layers": 16},
     "tiny": _qwen3(64, 128, 2, 4, tied=True) | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2},
 }
-"""Qwen3 in four sizes, Qwen3-30B-A3B with half of its layers, and one for tests without a GPU."""
+"""Qwen3 in four sizes, Qwen3-30B-A3B with half of its layers and with a third, and one for tests without a GPU."""

@@ -37,6 +37,7 @@ def test_the_models_have_the_sizes_that_they_are_named_for():
         "4b": 4.02,
         "8b": 8.19,
         "moe": 15.58,
+        "moe16": 10.59,
     }
 
 

@@ -8,7 +8,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.experts import as_one, grouped_linear
+from tidemill_engines.megatron.experts import Matrices, as_one, grouped_linear
 
 
 def _devices() -> list[str]:
@@ -32,7 +32,7 @@ def test_products_at_once_equal_those_one_after_another(device, counts):
 
     one_by_one = torch.cat([rows @ weight.T for rows, weight in zip(x.split(counts), weights, strict=True)])
     tolerance = 1e-5 if device == "cpu" else 2e-2
-    for actual, expected in zip(grads(grouped_linear(x, counts, weights)), grads(one_by_one), strict=True):
+    for actual, expected in zip(grads(grouped_linear(x, counts, Matrices(weights))), grads(one_by_one), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -50,8 +50,8 @@ def test_gradients_are_added_where_megatron_keeps_them(device, counts):
     x = torch.randn(sum(counts), 16, device=device, dtype=dtype, requires_grad=True)
     direction = torch.randn(sum(counts), 24, device=device, dtype=dtype)
     apart = [weight.detach().clone().requires_grad_() for weight in weights]
-    expected = torch.autograd.grad((grouped_linear(x, counts, apart) * direction).sum(), [x, *apart])
-    out = grouped_linear(x, counts, weights, lambda target, value: target.add_(value))
+    expected = torch.autograd.grad((grouped_linear(x, counts, Matrices(apart)) * direction).sum(), [x, *apart])
+    out = grouped_linear(x, counts, Matrices(weights), lambda target, value: target.add_(value))
     grads = torch.autograd.grad((out * direction).sum(), [x, *weights], allow_unused=True)
     assert grads[1:] == (None,) * len(counts)
     torch.testing.assert_close(grads[0], expected[0])

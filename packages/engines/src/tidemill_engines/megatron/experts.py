@@ -22,6 +22,7 @@ class GroupedExperts(SequentialMLP):
     """
 
     adds_gradients = False
+    _matrices: "tuple[Matrices, Matrices] | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,18 +46,22 @@ class GroupedExperts(SequentialMLP):
         hidden_states, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if hidden_states.dtype != torch.bfloat16:
             return super().forward(hidden_states, tokens_per_expert, permuted_probs)
-        counts, experts = tokens_per_expert.tolist(), list[Any](self.local_experts)
-        is_fused = self.config.bias_activation_fusion
+        if self._matrices is None:
+            experts = list[Any](self.local_experts)
+            first, second = ([getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2"))
+            self._matrices = Matrices(first), Matrices(second)
+        first, second = self._matrices
+        counts, is_fused = tokens_per_expert.tolist(), self.config.bias_activation_fusion
         add = None
         if self.adds_gradients and torch.is_grad_enabled():
             add = _compiled_add() if is_fused else _add
-        inner = grouped_linear(hidden_states, counts, [expert.linear_fc1.weight for expert in experts], add)
+        inner = grouped_linear(hidden_states, counts, first, add)
         if is_fused:
             inner = weighted_bias_swiglu_impl(inner, None, probs)
         else:
             gate, up = inner.chunk(2, dim=-1)
             inner = (F.silu(gate) * up * probs).to(inner.dtype)
-        return grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts], add), None
+        return grouped_linear(inner, counts, second, add), None
 
 
 class _FromLast(torch.nn.ModuleList):
@@ -80,24 +85,64 @@ class _FromLast(torch.nn.ModuleList):
             yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
 
-def grouped_linear(
-    x: torch.Tensor,
-    counts: Sequence[int],
-    weights: Sequence[torch.Tensor],
-    add: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-) -> torch.Tensor:
-    """Multiplies the first `counts[0]` rows of x by the transpose of `weights[0]`, the next by that of the next, ...
+class Matrices:
+    """One matrix of each of several experts, all of one shape.
+
+    They are asked for in each layer of each micro-batch, so what was found out about them is kept.
+
+    Attributes:
+        each: the parameters.
+    """
+
+    def __init__(self, each: Sequence[torch.Tensor]) -> None:
+        self.each = tuple(each)
+        self._values, self._gradients = _Space(), _Space()
+
+    def stacked(self) -> torch.Tensor:
+        """[E, N, K]: a view where they lie at equal distances, else a copy."""
+        one = self._values.of(self.each)
+        return torch.stack(self.each) if one is None else one
+
+    def add_gradients(self, add: "Add", values: torch.Tensor) -> None:
+        """Adds `values` [E, N, K] to their `main_grad`, all at once where these lie at equal distances."""
+        buffers = [parameter.main_grad for parameter in self.each]  # type: ignore[attr-defined] - Megatron's
+        one = self._gradients.of(buffers)
+        for target, value in zip(buffers, values, strict=True) if one is None else [(one, values)]:
+            add(target, value)
+
+
+class _Space:
+    """What `as_one` says of some tensors, for as long as they lie where they lay."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._one: torch.Tensor | None = None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places != self._places:
+            self._places, self._one = places, as_one(tensors)
+        return self._one
+
+
+Add = Callable[[torch.Tensor, torch.Tensor], object]
+"""Adds the second tensor to the first, in place."""
+
+
+def grouped_linear(x: torch.Tensor, counts: Sequence[int], matrices: Matrices, add: Add | None = None) -> torch.Tensor:
+    """Multiplies the first `counts[0]` rows of x by the transpose of the first matrix, the next by that of the second.
 
     Args:
         x: [n, K].
-        weights: [N, K] each; copied together, forward and backward, unless they lie at equal distances.
-        add: adds the gradients of the weights in place to their `main_grad`, and autograd is given none; None leaves
-            them to autograd.
+        matrices: [N, K] each; copied together, forward and backward, unless they lie at equal distances.
+        add: adds their gradients in place to their `main_grad`, and autograd is given none, nor told of the matrices
+            but the first: it would ask Megatron's hook for each. None leaves the gradients to autograd.
 
     Returns:
         [n, N].
     """
-    out = _GroupedLinear.apply(x, tuple(counts), add, *weights)
+    told = matrices.each if add is None else matrices.each[:1]
+    out = _GroupedLinear.apply(x, tuple(counts), matrices, add, *told)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -116,11 +161,6 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((len(tensors), *shape), (step, *first.stride()))
 
 
-def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    one = as_one(tensors)
-    return torch.stack(list(tensors)) if one is None else one
-
-
 def _add(target: torch.Tensor, value: torch.Tensor) -> None:
     target.add_(value)
 
@@ -133,34 +173,33 @@ def _compiled_add() -> Callable[[torch.Tensor, torch.Tensor], None]:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], add: Any, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], matrices: Matrices, add: Add | None, *told: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.counts, ctx.add = counts, add
-        ctx.parameters = weights if add is not None else ()  # saved tensors come back without their attributes
+        ctx.save_for_backward(x)
+        ctx.counts, ctx.matrices, ctx.add, ctx.num_told = counts, matrices, add, len(told)
         if not len(x):
-            return x.new_empty(0, len(weights[0]))
-        return F.grouped_mm(x, _stacked(weights).mT, offs=_ends(counts, x))
+            return x.new_empty(0, len(told[0]))
+        return F.grouped_mm(x, matrices.stacked().mT, offs=_ends(counts, x))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, *weights = ctx.saved_tensors
+        (x,), matrices = ctx.saved_tensors, ctx.matrices
+        told: Sequence[torch.Tensor | None] = [None] * ctx.num_told
         if not len(x):
-            none = [None if ctx.add is not None else torch.zeros_like(weight) for weight in weights]
-            return torch.empty_like(x), None, None, *none
+            if ctx.add is None:
+                told = [torch.zeros_like(matrix) for matrix in matrices.each]
+            return torch.empty_like(x), None, None, None, *told
         ends, grad = _ends(ctx.counts, x), grad.contiguous()
-        grad_x = F.grouped_mm(grad, _stacked(weights), offs=ends)
+        grad_x = F.grouped_mm(grad, matrices.stacked(), offs=ends)
         grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
         for number, count in enumerate(ctx.counts):
             if count == 0:  # what no token reaches, a kernel may leave as it was
                 grad_weights[number].zero_()
         if ctx.add is None:
-            return grad_x, None, None, *grad_weights.unbind()
-        buffers = [weight.main_grad for weight in ctx.parameters]
-        one = as_one(buffers)
-        for target, value in zip(buffers, grad_weights, strict=True) if one is None else [(one, grad_weights)]:
-            ctx.add(target, value)
-        return grad_x, None, None, *[None] * len(weights)
+            told = grad_weights.unbind()
+        else:
+            matrices.add_gradients(ctx.add, grad_weights)
+        return grad_x, None, None, None, *told
 
 
 def _ends(counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
