@@ -1,7 +1,7 @@
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.actor import engine_config
-from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.cli import DEMO_CONFIG, main
 from tidemill_trainer.config_file import ConfigError, load_config, parse_config, save_config
 
 
@@ -118,6 +118,15 @@ def test_the_command_line_has_short_names_for_parallel_sizes():
     assert load_config(DEMO_CONFIG, ["engine.backend=megatron", "engine.tp=2"]) == recipe
     with pytest.raises(ConfigError, match=r'engine\.tensor_model_parallel_size needs engine\.backend="megatron"'):
         load_config(DEMO_CONFIG, ["engine.tp=2"])
+
+
+def test_the_command_takes_keys_before_and_after_options(empty, capsys):
+    for args in (["trainer.x=1", "--resume"], ["--resume", "trainer.x=1"]):
+        assert main(["train", str(empty), *args, "--shuffle-rewards"]) == 1
+        assert "unknown config key trainer.x" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(empty), "--resume", "trainer.seed=1", "--bogus"])
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

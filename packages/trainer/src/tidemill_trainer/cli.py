@@ -13,7 +13,7 @@ DEMO_CONFIG = Path(__file__).parent / "recipes" / "demo.toml"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 after an error, 2 for wrong use, 130 after Ctrl-C or SIGTERM."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     # Ray would see `uv run` and build the whole environment again for its workers. It reads this when it is imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -27,6 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """As argparse does, but `key=value` may come after an option, too."""
+    parser = _parser()
+    args, others = parser.parse_known_args(argv)
+    unknown = [other for other in others if other.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.overrides += others
+    return args
 
 
 def _interrupt(_signum: int, _frame: object) -> None:
