@@ -156,6 +156,7 @@ WRONG = {
         lambda total: total,
         "TypeError: a loss returns (loss, metrics): a 0-d tensor and a dict; got a Tensor",
     ),
+    "its name taken": (lambda total: (total, {"loss": total}), "ValueError: the loss reports a metric 'loss', as the"),
     "a vector": (lambda total: (total[None], {}), "ValueError: the loss must be 0-d, got shape (1,)"),
     "a number": (lambda total: (0.5, {}), "TypeError: the loss must be a tensor, got a float"),
     "a number as metric": (lambda total: (total, {"x": 1.0}), "TypeError: metric x must be a tensor, got a float"),

@@ -14,6 +14,7 @@ from tidemill_engines import (
     OptimizerConfig,
     ParamGroup,
 )
+from tidemill_engines.megatron.config import ParallelConfig
 
 
 def test_all_is_pinned():
@@ -140,6 +141,8 @@ def test_base_engine_is_abstract():
         (lambda: EngineConfig(timeout_s=0), "timeout_s must be above 0"),
         (lambda: OptimizerConfig(lr=-1.0), "lr must be at least 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.5)), "betas must be between 0.0 and 1.0; got 1.5"),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers below 1; got \(0.9, 1.0\)"),
+        (lambda: OptimizerConfig(betas=(0.9, 0.99, 0.999)), "betas must be two numbers below 1"),
         (lambda: OptimizerConfig(lr_scheduler="step"), "lr_scheduler must be one of constant, linear, cosine, wsd"),
         (lambda: OptimizerConfig(lr_scheduler="cosine"), "'cosine' needs total_steps"),
         (lambda: OptimizerConfig(lr_scheduler="linear", total_steps=5, lr_warmup_steps=5), "above lr_warmup_steps"),
@@ -163,6 +166,33 @@ def test_bad_configs_are_refused(make, message):
 def test_a_text_for_a_number_is_refused():
     with pytest.raises(TypeError, match=r"OptimizerConfig.lr must be a number; got '1e-6'"):
         OptimizerConfig(lr="1e-6")  # as YAML reads it
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimizerConfig(lr_warmup_steps=2.5), "lr_warmup_steps must be a whole number; got 2.5"),
+        (lambda: EngineConfig(max_token_len_per_gpu=1e4), "max_token_len_per_gpu must be a whole number; got 10000.0"),
+        (lambda: ParallelConfig(tensor_model_parallel_size="2"), "parallel_size must be a whole number; got '2'"),
+        (lambda: LoraConfig(target_modules="q_proj"), r"target_modules .* got 'q_proj', write \('q_proj',\)"),
+        (lambda: ModelConfig(path="x", frozen="model.*"), r"frozen must be a tuple of names; got 'model\.\*'"),
+        (lambda: EngineConfig(wrap_classes="Layer"), "wrap_classes must be a tuple of names; got 'Layer'"),
+    ],
+)
+def test_settings_of_another_type_are_told_at_once(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_an_engine_is_made_of_configurations():
+    settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
+    settings["engine"] = EngineConfig(device="cpu")
+    for wrong, message in (
+        ({"model": "x"}, "model must be a ModelConfig; got 'x'"),
+        ({"optimizer": {"lr": 1}}, "optimizer must be a OptimizerConfig; got {'lr': 1}"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            EngineRegistry.new(**settings | wrong)
 
 
 def test_configs_are_frozen():

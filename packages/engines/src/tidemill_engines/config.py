@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -18,11 +18,19 @@ def _check_choice(owner: object, field: str, value: object, choices: tuple[str, 
 
 
 def _check_range(owner: object, field: str, value: float, *, low: float, high: float = math.inf) -> None:
+    """Of a field whose lowest value is written as an int: it counts something, and is an int."""
     if not isinstance(value, Real):  # such as the text that YAML makes of 1e-6
         raise TypeError(f"{type(owner).__name__}.{field} must be a number; got {value!r}")
+    if isinstance(low, int) and not isinstance(value, Integral):
+        raise TypeError(f"{type(owner).__name__}.{field} must be a whole number; got {value!r}")
     if not low <= value <= high:
         bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
         raise ValueError(f"{type(owner).__name__}.{field} must be {bound}; got {value!r}")
+
+
+def _check_names(owner: object, field: str, names: object) -> None:
+    if isinstance(names, str):  # it would be taken for as many names as it has letters
+        raise TypeError(f"{type(owner).__name__}.{field} must be a tuple of names; got {names!r}, write ({names!r},)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +56,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _check_range(self, "rank", self.rank, low=1)
         _check_range(self, "dropout", self.dropout, low=0.0, high=1.0)
+        _check_names(self, "target_modules", self.target_modules)
         if not self.target_modules:
             raise ValueError("LoraConfig.target_modules must name at least one module")
 
@@ -96,6 +105,7 @@ class ModelConfig:
         _check_choice(self, "dtype", self.dtype, get_args(Dtype))
         _check_choice(self, "recompute", self.recompute, get_args(Recompute))
         _check_range(self, "router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
+        _check_names(self, "frozen", self.frozen)
         if self.lora is not None and self.frozen:
             raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
         if self.lora is not None and self.init_seed is not None:
@@ -169,6 +179,8 @@ class OptimizerConfig:
         _check_range(self, "min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
         for beta in self.betas:
             _check_range(self, "betas", beta, low=0.0, high=1.0)
+        if len(self.betas) != 2 or 1.0 in self.betas:
+            raise ValueError(f"OptimizerConfig.betas must be two numbers below 1; got {self.betas!r}")
         if self.lr_scheduler == "constant":
             return
         if self.total_steps is None or self.total_steps <= self.lr_warmup_steps:
@@ -240,6 +252,7 @@ class EngineConfig:
         _check_choice(self, "device", self.device, get_args(Device))
         _check_choice(self, "param_dtype", self.param_dtype, get_args(Dtype))
         _check_choice(self, "reduce_dtype", self.reduce_dtype, get_args(Dtype))
+        _check_names(self, "wrap_classes", self.wrap_classes)
         _check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
         _check_range(self, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, low=1)
         if self.micro_batch_size_per_gpu is not None:

@@ -91,7 +91,7 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor |
 
     Raises:
         TypeError: it is something else, or a metric is no tensor.
-        ValueError: the loss is not 0-d.
+        ValueError: the loss is not 0-d, or a metric has its name.
     """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise TypeError(f"a loss returns (loss, metrics): a 0-d tensor and a dict; got a {type(result).__name__}")
@@ -99,6 +99,8 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor |
     for name, value in {"the loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
         if not isinstance(value, torch.Tensor | Metric):
             raise TypeError(f"{name} must be a tensor, got a {type(value).__name__}; make it one with torch.tensor()")
+    if "loss" in metrics:
+        raise ValueError("the loss reports a metric 'loss', as the engine itself calls the loss; rename or drop it")
     if loss.dim():
         raise ValueError(f"the loss must be 0-d, got shape {tuple(loss.shape)}; sum it and divide by the normalizer")
     return loss, metrics

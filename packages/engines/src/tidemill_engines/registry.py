@@ -79,9 +79,16 @@ class EngineRegistry:
         Raises:
             ValueError: no engine is registered for this model type, backend and `engine.device`; the message lists
                 those there are.
-            TypeError: `engine` is the configuration of another backend.
+            TypeError: `engine` is the configuration of another backend, or another argument is no configuration.
             ImportError: the engine needs a package that is not installed; the message says what to install.
         """
+        for name, config, kind in (
+            ("model", model, ModelConfig),
+            ("optimizer", optimizer, OptimizerConfig),
+            ("checkpoint", checkpoint, CheckpointConfig),
+        ):
+            if not isinstance(config, kind) and (config is not None or name == "model"):
+                raise TypeError(f"{name} must be a {kind.__name__}; got {config!r}")
         device = engine.device
         if device == "auto":
             import torch

@@ -23,6 +23,7 @@ class ParallelConfig:
 
     Raises:
         ValueError: a size below 1, or sequence or virtual pipeline parallelism without the parallelism that it is of.
+        TypeError: a size that is no whole number.
     """
 
     tensor_model_parallel_size: int = 1
@@ -42,6 +43,8 @@ class ParallelConfig:
             "num_layers_in_last_pipeline_stage",
         ):
             size = getattr(self, name)
+            if size is not None and not isinstance(size, int):
+                raise TypeError(f"{type(self).__name__}.{name} must be a whole number; got {size!r}")
             if size is not None and size < 1:
                 raise ValueError(f"{type(self).__name__}.{name} must be at least 1; got {size}")
         if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
