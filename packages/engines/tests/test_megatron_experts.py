@@ -72,24 +72,36 @@ def test_what_lies_at_equal_distances_is_seen_as_one():
         assert as_one(others) is None
 
 
+WAYS = {  # overlapped reduction, recomputation, and whether gradients are left to autograd
+    "by autograd": (False, False, True),
+    "at once": (False, False, False),
+    "overlapped": (True, False, False),
+    "recomputed": (False, True, False),
+    "overlapped and recomputed": (True, True, False),
+}
+
+
 def train_in_bfloat16(folder: str) -> list[Any]:
     """Of ways to add up gradients: whether experts lie as one, and metrics and weights after two steps."""
-    from engine_cases import make_batch
+    from engine_cases import make_batch, shard
     from mixture_cases import build
     from tidemill_engines import sft_loss
     from tidemill_engines.megatron.experts import GroupedExperts
 
     seen = []
-    for overlap, recomputed in ((False, False), (True, False), (False, True)):
+    for overlap, recomputed, by_autograd in WAYS.values():
         engine = build(
             folder,
             {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30, "overlap_grad_reduce": overlap},
             router_aux_loss_coef=0.0,
             gradient_checkpointing=recomputed,
         )
-        metrics = [engine.train_batch(make_batch(7, seed=seed), sft_loss) for seed in (1, 2)]
+        mixtures = [module for module in engine.chunks[0].modules() if isinstance(module, GroupedExperts)]
+        for experts in mixtures if by_autograd else ():
+            experts.adds_gradients = False
+        metrics = [engine.train_batch(shard(engine, make_batch(8, seed=seed)), sft_loss) for seed in (1, 2)]
         lie_as_one = []
-        for experts in (module for module in engine.chunks[0].modules() if isinstance(module, GroupedExperts)):
+        for experts in mixtures:
             for name in ("linear_fc1", "linear_fc2"):
                 weights = [getattr(expert, name).weight for expert in experts.local_experts]
                 lie_as_one += [as_one(weights), as_one([weight.main_grad for weight in weights])]
@@ -99,14 +111,15 @@ def train_in_bfloat16(folder: str) -> list[Any]:
     return seen
 
 
-def test_experts_lie_as_one_in_megatrons_buffers(tmp_path):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_experts_lie_as_one_in_megatrons_buffers_and_train_in_any_way(tmp_path, world_size):
     from engine_cases import VOCAB
 
     folder = tiny_model(tmp_path, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=2)
-    [(at_once, one_by_one, recomputed)] = run_ranks(train_in_bfloat16, 1, str(folder), timeout_s=120)
-    for lie_as_one, metrics, weights in (at_once, one_by_one, recomputed):
-        assert lie_as_one == 8
-        for step, expected in zip(metrics, one_by_one[1], strict=True):
-            assert step == pytest.approx(expected, rel=1e-3)
-        for name, weight in one_by_one[2].items():
-            torch.testing.assert_close(weights[name], weight, msg=name)
+    for by_autograd, *others in run_ranks(train_in_bfloat16, world_size, str(folder), timeout_s=120):
+        for way, (lie_as_one, metrics, weights) in zip(list(WAYS)[1:], others, strict=True):
+            assert lie_as_one == by_autograd[0] == 8
+            for step, expected in zip(metrics, by_autograd[1], strict=True):
+                assert step == pytest.approx(expected, rel=1e-3), way
+            for name, weight in by_autograd[2].items():
+                torch.testing.assert_close(weights[name], weight, msg=f"{way} {name}")

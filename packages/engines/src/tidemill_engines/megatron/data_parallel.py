@@ -39,8 +39,9 @@ def wrap_chunks(
     for chunk in chunks:
         for experts in (module for module in chunk.modules() if isinstance(module, GroupedExperts)):
             experts.register_forward_pre_hook(partial(_wait_for_all, chunk))
-            # Where gradients are reduced meanwhile, Megatron wants to see each of them as autograd makes it.
-            experts.adds_gradients = is_trained and not settings.overlap_grad_reduce
+            experts.adds_gradients = is_trained
+            if settings.overlap_grad_reduce:
+                experts.tell_ready = partial(_tell_ready, chunk)
     if settings.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -68,6 +69,11 @@ def wait_for(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None
 def _wait_for_all(chunk: DistributedDataParallel, module: torch.nn.Module, *_: Any) -> None:
     for weight in module.parameters() if chunk.use_forward_hook else ():
         wait_for(chunk, weight)
+
+
+def _tell_ready(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
+    """Lets a gradient be reduced with the others of its bucket, which Megatron's hooks do for those of autograd."""
+    chunk.param_to_bucket_group[weight].register_grad_ready(weight, chunk.force_all_reduce)
 
 
 def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:

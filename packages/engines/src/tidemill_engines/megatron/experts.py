@@ -19,9 +19,11 @@ class GroupedExperts(SequentialMLP):
     Attributes:
         adds_gradients: whether the backward adds the gradients of all experts to Megatron's buffers itself, instead of
             leaving them to autograd, one by one.
+        tell_ready: called with each parameter when its gradient has been added; set it before the first forward.
     """
 
     adds_gradients = False
+    tell_ready: "Callable[[torch.Tensor], None] | None" = None
     _matrices: "tuple[Matrices, Matrices] | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +51,7 @@ class GroupedExperts(SequentialMLP):
         if self._matrices is None:
             experts = list[Any](self.local_experts)
             first, second = ([getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2"))
-            self._matrices = Matrices(first), Matrices(second)
+            self._matrices = Matrices(first, self.tell_ready), Matrices(second, self.tell_ready)
         first, second = self._matrices
         counts, is_fused = tokens_per_expert.tolist(), self.config.bias_activation_fusion
         add = None
@@ -90,12 +92,19 @@ class Matrices:
 
     They are asked for in each layer of each micro-batch, so what was found out about them is kept.
 
+    Args:
+        each: the parameters.
+        tell_ready: see `GroupedExperts`.
+
     Attributes:
         each: the parameters.
+        anchor: in their place in autograd's graph: it would call Megatron's hook for each of them.
     """
 
-    def __init__(self, each: Sequence[torch.Tensor]) -> None:
+    def __init__(self, each: Sequence[torch.Tensor], tell_ready: Callable[[torch.Tensor], None] | None = None) -> None:
         self.each = tuple(each)
+        self.anchor = self.each[0].new_empty(0).requires_grad_()
+        self._tell_ready = tell_ready
         self._values, self._gradients = _Space(), _Space()
 
     def stacked(self) -> torch.Tensor:
@@ -103,12 +112,15 @@ class Matrices:
         one = self._values.of(self.each)
         return torch.stack(self.each) if one is None else one
 
-    def add_gradients(self, add: "Add", values: torch.Tensor) -> None:
-        """Adds `values` [E, N, K] to their `main_grad`, all at once where these lie at equal distances."""
-        buffers = [parameter.main_grad for parameter in self.each]  # type: ignore[attr-defined] - Megatron's
-        one = self._gradients.of(buffers)
-        for target, value in zip(buffers, values, strict=True) if one is None else [(one, values)]:
-            add(target, value)
+    def add_gradients(self, add: "Add", values: torch.Tensor | None) -> None:
+        """Adds `values` [E, N, K], if any, to their `main_grad`, all at once where these lie at equal distances."""
+        if values is not None:
+            buffers = [parameter.main_grad for parameter in self.each]  # type: ignore[attr-defined] - Megatron's
+            one = self._gradients.of(buffers)
+            for target, value in zip(buffers, values, strict=True) if one is None else [(one, values)]:
+                add(target, value)
+        for parameter in self.each if self._tell_ready is not None else ():
+            self._tell_ready(parameter)
 
 
 class _Space:
@@ -135,13 +147,13 @@ def grouped_linear(x: torch.Tensor, counts: Sequence[int], matrices: Matrices, a
     Args:
         x: [n, K].
         matrices: [N, K] each; copied together, forward and backward, unless they lie at equal distances.
-        add: adds their gradients in place to their `main_grad`, and autograd is given none, nor told of the matrices
-            but the first: it would ask Megatron's hook for each. None leaves the gradients to autograd.
+        add: adds their gradients in place to their `main_grad`, and autograd is not told of them. None leaves the
+            gradients to autograd.
 
     Returns:
         [n, N].
     """
-    told = matrices.each if add is None else matrices.each[:1]
+    told = matrices.each if add is None else (matrices.anchor,)
     out = _GroupedLinear.apply(x, tuple(counts), matrices, add, *told)
     assert isinstance(out, torch.Tensor)
     return out
@@ -176,29 +188,26 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, counts: tuple[int, ...], matrices: Matrices, add: Add | None, *told: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.counts, ctx.matrices, ctx.add, ctx.num_told = counts, matrices, add, len(told)
+        ctx.counts, ctx.matrices, ctx.add = counts, matrices, add
         if not len(x):
-            return x.new_empty(0, len(told[0]))
+            return x.new_empty(0, len(matrices.each[0]))
         return F.grouped_mm(x, matrices.stacked().mT, offs=_ends(counts, x))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,), matrices = ctx.saved_tensors, ctx.matrices
-        told: Sequence[torch.Tensor | None] = [None] * ctx.num_told
-        if not len(x):
-            if ctx.add is None:
-                told = [torch.zeros_like(matrix) for matrix in matrices.each]
-            return torch.empty_like(x), None, None, None, *told
-        ends, grad = _ends(ctx.counts, x), grad.contiguous()
-        grad_x = F.grouped_mm(grad, matrices.stacked(), offs=ends)
-        grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
-        for number, count in enumerate(ctx.counts):
-            if count == 0:  # what no token reaches, a kernel may leave as it was
-                grad_weights[number].zero_()
-        if ctx.add is None:
-            told = grad_weights.unbind()
-        else:
+        grad_x, grad_weights = torch.empty_like(x), None
+        if len(x):
+            ends, grad = _ends(ctx.counts, x), grad.contiguous()
+            grad_x = F.grouped_mm(grad, matrices.stacked(), offs=ends)
+            grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
+            for number, count in enumerate(ctx.counts):
+                if count == 0:  # what no token reaches, a kernel may leave as it was
+                    grad_weights[number].zero_()
+        if ctx.add is not None:
             matrices.add_gradients(ctx.add, grad_weights)
+            return grad_x, None, None, None, None
+        told = [torch.zeros_like(each) for each in matrices.each] if grad_weights is None else grad_weights.unbind()
         return grad_x, None, None, None, *told
 
 
