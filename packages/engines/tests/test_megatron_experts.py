@@ -72,12 +72,14 @@ def test_what_lies_at_equal_distances_is_seen_as_one():
         assert as_one(others) is None
 
 
-WAYS = {  # overlapped reduction, recomputation, and whether gradients are left to autograd
-    "by autograd": (False, False, True),
-    "at once": (False, False, False),
-    "overlapped": (True, False, False),
-    "recomputed": (False, True, False),
-    "overlapped and recomputed": (True, True, False),
+OVERLAPPED = {"overlap_grad_reduce": True}
+WAYS: dict[str, tuple[dict[str, bool], bool]] = {  # settings, and whether layers are recomputed
+    "by autograd": ({}, False),
+    "at once": ({}, False),
+    "overlapped": (OVERLAPPED, False),
+    "recomputed": ({}, True),
+    "overlapped and recomputed": (OVERLAPPED, True),
+    "offloaded": ({"param_offload": True, "grad_offload": True, "optimizer_offload": True}, False),
 }
 
 
@@ -89,23 +91,24 @@ def train_in_bfloat16(folder: str) -> list[Any]:
     from tidemill_engines.megatron.experts import GroupedExperts
 
     seen = []
-    for overlap, recomputed, by_autograd in WAYS.values():
+    for way, (settings, recomputed) in WAYS.items():
         engine = build(
             folder,
-            {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30, "overlap_grad_reduce": overlap},
+            {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30, **settings},
             router_aux_loss_coef=0.0,
             gradient_checkpointing=recomputed,
         )
         mixtures = [module for module in engine.chunks[0].modules() if isinstance(module, GroupedExperts)]
-        for experts in mixtures if by_autograd else ():
+        for experts in mixtures if way == "by autograd" else ():
             experts.adds_gradients = False
         metrics = [engine.train_batch(shard(engine, make_batch(8, seed=seed)), sft_loss) for seed in (1, 2)]
         lie_as_one = []
-        for experts in mixtures:
-            for name in ("linear_fc1", "linear_fc2"):
-                weights = [getattr(expert, name).weight for expert in experts.local_experts]
-                lie_as_one += [as_one(weights), as_one([weight.main_grad for weight in weights])]
-        weights = dict(engine.get_per_tensor_param())
+        with engine.train_mode():
+            for experts in mixtures:
+                for name in ("linear_fc1", "linear_fc2"):
+                    weights = [getattr(expert, name).weight for expert in experts.local_experts]
+                    lie_as_one += [as_one(weights), as_one([weight.main_grad for weight in weights])]
+            weights = dict(engine.get_per_tensor_param())
         seen.append((all(one is not None for one in lie_as_one) and len(lie_as_one), metrics, weights))
         engine.close()
     return seen
