@@ -189,6 +189,7 @@ def test_an_engine_is_made_of_configurations():
     settings["engine"] = EngineConfig(device="cpu")
     for wrong, message in (
         ({"model": "x"}, "model must be a ModelConfig; got 'x'"),
+        ({"engine": {}}, r"engine must be the configuration of a backend, such as EngineConfig\(\); got {}"),
         ({"optimizer": {"lr": 1}}, "optimizer must be a OptimizerConfig; got {'lr': 1}"),
     ):
         with pytest.raises(TypeError, match=message):

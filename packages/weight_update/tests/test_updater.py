@@ -158,6 +158,8 @@ def test_bad_arguments_are_refused():
             WeightUpdater([MemoryEngine()], **kwargs)
     with pytest.raises(TypeError, match="engines must be a list of engine clients, got MemoryEngine"):
         WeightUpdater(MemoryEngine())
+    with pytest.raises(TypeError, match=r"engine 1 of 2 is no engine client but .*pass LocalEngine\(engine\)"):
+        WeightUpdater([MemoryEngine(), object()])
     twice = MemoryEngine()
     told = r"each engine may be given once, engine 2 of 3 \(MemoryEngine\) came before"
     with pytest.raises(ValueError, match=told):

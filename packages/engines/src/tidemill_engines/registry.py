@@ -89,6 +89,8 @@ class EngineRegistry:
         ):
             if not isinstance(config, kind) and (config is not None or name == "model"):
                 raise TypeError(f"{name} must be a {kind.__name__}; got {config!r}")
+        if not hasattr(engine, "device"):
+            raise TypeError(f"engine must be the configuration of a backend, such as EngineConfig(); got {engine!r}")
         device = engine.device
         if device == "auto":
             import torch

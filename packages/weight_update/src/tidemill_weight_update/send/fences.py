@@ -78,10 +78,15 @@ class Fences:
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """The engines; raises ValueError if one comes twice, TypeError if they are no list or tuple."""
+    """The engines; raises ValueError if one comes twice, TypeError if they are no list or tuple of clients."""
     if not isinstance(engines, Sequence):
         raise TypeError(f"engines must be a list of engine clients, got {engines!r}")
     for index, engine in enumerate(engines):
+        if not hasattr(engine, "load_bucket"):
+            raise TypeError(
+                f"engine {index} of {len(engines)} is no engine client but {engine!r}; pass LocalEngine(engine), "
+                f"HttpEngine(url), or an object with the members of EngineClient"
+            )
         if any(engine is other for other in engines[:index]):
             raise ValueError(
                 f"each engine may be given once, engine {index} of {len(engines)} ({engine!r}) came before"
