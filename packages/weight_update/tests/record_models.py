@@ -349,12 +349,19 @@ def main(full_size):
             pipes = [context.Pipe() for _ in range(tp_size - 1)]
             ends = [[ours for ours, _ in pipes], *([theirs] for _, theirs in pipes)]
             ranks = [
-                context.Process(target=rank_main, args=(rank, tp_size, store, checkpoints, full_size, results, own))
+                context.Process(
+                    target=rank_main, args=(rank, tp_size, store, checkpoints, full_size, results, own), daemon=True
+                )
                 for rank, own in enumerate(ends)
             ]
             for process in ranks:
                 process.start()
-            found[tp_size] = [value for _, value in sorted(results.get(timeout=200) for _ in ranks)]
+            values = {}
+            while len(values) < tp_size:
+                rank, values[rank] = results.get(timeout=200)
+                if isinstance(values[rank], str):  # the others would wait for it
+                    raise RuntimeError(f"rank {rank} of {tp_size}: {values[rank]}")
+            found[tp_size] = [values[rank] for rank in range(tp_size)]
             for process in ranks:
                 process.join(timeout=20)
                 process.kill()

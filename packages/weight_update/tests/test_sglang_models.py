@@ -48,9 +48,7 @@ def found():
 )
 def result(request, found):
     model, tp_size, rank = request.param
-    ranks = found[str(tp_size)]
-    assert isinstance(ranks[rank], dict), ranks[rank]
-    return model, (tp_size, rank), ranks[rank][model]
+    return model, (tp_size, rank), found[str(tp_size)][rank][model]
 
 
 def test_a_replay_equals_a_fresh_load_bit_for_bit(result):

@@ -82,7 +82,7 @@ def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
     if not isinstance(engines, Sequence):
         raise TypeError(f"engines must be a list of engine clients, got {engines!r}")
     for index, engine in enumerate(engines):
-        if not hasattr(engine, "load_bucket"):
+        if "has_loader" not in dir(engine):  # which asking for it would ask a server
             raise TypeError(
                 f"engine {index} of {len(engines)} is no engine client but {engine!r}; pass LocalEngine(engine), "
                 f"HttpEngine(url), or an object with the members of EngineClient"
