@@ -72,7 +72,7 @@ def policy_gradient_terms(wanted):
         # a row y occurs in 2 * NUM_TOKENS groups, so that J would be counted as often
         exact = -columns["reward"] * log_p.exp() / (2 * NUM_TOKENS)
         scale = {"rloo": 1.0, "dr_grpo": 0.5, "exact": 0.0}[wanted]
-        return {"loss": estimated - scale * exact if wanted != "exact" else exact}
+        return {"objective": estimated - scale * exact if wanted != "exact" else exact}
 
     return terms
 
