@@ -98,7 +98,8 @@ class Matrices:
 
     Attributes:
         each: the parameters.
-        anchor: in their place in autograd's graph: it would call Megatron's hook for each of them.
+        anchor: stands for all of them in autograd's graph where it need not know them: for each that it knows, it calls
+            Megatron's hook.
     """
 
     def __init__(self, each: Sequence[torch.Tensor], tell_ready: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -196,8 +197,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,), matrices = ctx.saved_tensors, ctx.matrices
-        grad_x, grad_weights = torch.empty_like(x), None
-        if len(x):
+        if not len(x):
+            grad_x, grad_weights = torch.empty_like(x), None
+        else:
             ends, grad = _ends(ctx.counts, x), grad.contiguous()
             grad_x = F.grouped_mm(grad, matrices.stacked(), offs=ends)
             grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
