@@ -1,6 +1,7 @@
-"""What the tests of all packages share: one SGLang engine for the session."""
+"""What the tests of all packages share: one SGLang engine for the session, and Ctrl-C."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,14 @@ import pytest
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 _LOADERS = Path(__file__).parent / "testing" / "loaders"
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Lets SIGINT interrupt, here and in processes started meanwhile, also where pytest runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,7 @@ def _run_dir(recipe) -> Path:
 @pytest.mark.parametrize(
     ("number", "backend"), [(signal.SIGINT, "fsdp2"), (signal.SIGTERM, "fsdp2"), (signal.SIGINT, "megatron")]
 )
-def test_a_signal_ends_everything_and_resume_continues(start, recipe, number, backend):
+def test_a_signal_ends_everything_and_resume_continues(start, recipe, ctrl_c, number, backend):
     name = f"stopped-{number}-{backend}"
     args = [*recipe, *_BACKENDS[backend], f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500"]
     command = start(*args)

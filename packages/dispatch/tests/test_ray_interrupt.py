@@ -46,7 +46,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path: Path):
+def test_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path: Path, ctrl_c: None):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -80,6 +80,11 @@ BAD = {
     ),
     "float tokens": (lambda b: with_column(b, "input_ids", b["input_ids"].float()), TypeError, "integer token ids"),
     "temperature": (lambda b: with_temperature(b, 0), ValueError, "temperature.*positive number; got 0"),
+    "experts": (
+        lambda b: with_column(b, "routed_experts", b["input_ids"]),
+        ValueError,
+        r"has routed_experts, but routers choose without MegatronConfig.router_replay \(FSDP2 has none\); set it to",
+    ),
     "row above the cap": (lambda b: make_batch(3, longest=60), ValueError, "above max_token_len_per_gpu=20"),
 }
 

@@ -5,7 +5,7 @@ import torch
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.attention import varlen_attention_forward
-from tidemill_engines.losses import ModelOutput, Normalizer, sft_loss
+from tidemill_engines.losses import ModelOutput, Normalizer, ValueOutput, sft_loss
 from tidemill_engines.micro_batches import count_trained, prepare_micro_batches, restore_order
 from tidemill_engines.packing import PackedLayout, pack_rows
 
@@ -116,3 +116,5 @@ def test_count_trained_and_sft_loss():
         loss, metrics = sft_loss(output, batch, Normalizer(num_tokens=4.0, num_sequences=2.0))
         assert loss.item() == 2.5
         assert metrics == {}
+        with pytest.raises(TypeError, match="takes the ModelOutput of a language model; got a ValueOutput"):
+            sft_loss(ValueOutput(values=output.log_probs), batch, Normalizer(num_tokens=4.0, num_sequences=2.0))

@@ -188,9 +188,9 @@ def test_an_engine_is_made_of_configurations():
     settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
     settings["engine"] = EngineConfig(device="cpu")
     for wrong, message in (
-        ({"model": "x"}, "model must be a ModelConfig; got 'x'"),
+        ({"model": "x"}, "model must be of ModelConfig; got 'x'"),
         ({"engine": {}}, r"engine must be the configuration of a backend, such as EngineConfig\(\); got {}"),
-        ({"optimizer": {"lr": 1}}, "optimizer must be a OptimizerConfig; got {'lr': 1}"),
+        ({"optimizer": {"lr": 1}}, "optimizer must be of OptimizerConfig; got {'lr': 1}"),
     ):
         with pytest.raises(TypeError, match=message):
             EngineRegistry.new(**settings | wrong)

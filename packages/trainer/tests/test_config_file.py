@@ -59,6 +59,10 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("warmup.test_freq=-1", r"warmup: test_freq must be 0 or more; got -1"),
         ("weight_update.bucket_bytes=0", r"bucket_bytes must be at least 1; got 0"),
         ("weight_update.timeout_s=0", r"weight_update: timeout_s must be above 0 seconds; got 0"),
+        (
+            "weight_update.timeout_s=600",
+            r"weight_update\.timeout_s=600 must be below engine\.timeout_s=600: rank 0 has",
+        ),
         ("trainer.test_freq=-1", r"trainer: test_freq must be 0 or more; got -1"),
         ("trainer.save_freq=-1", r"save_freq must be 0 or more; got -1"),
         ("trainer.save_samples=-4", r"save_samples must be 0 or more; got -4"),

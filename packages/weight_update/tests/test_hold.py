@@ -156,13 +156,6 @@ class Interrupted(HeldEngine):
         super().hold()
 
 
-@pytest.fixture
-def ctrl_c():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupt_while_an_engine_is_held_leaves_no_thread_that_holds_it_later(ctrl_c):
     engine = Interrupted(1)
     updater = WeightUpdater([engine], bucket_bytes=100)

@@ -3,7 +3,6 @@
 import _thread
 import contextlib
 import json
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -228,13 +227,6 @@ class Interrupted(HttpEngine):
         super().hold()
         time.sleep(1)
         _thread.interrupt_main()
-
-
-@pytest.fixture
-def ctrl_c():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater, ctrl_c):

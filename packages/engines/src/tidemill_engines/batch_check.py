@@ -7,6 +7,7 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.multi_modal import COLUMN, VisionRule, rows_with_images
 from tidemill_engines.packing import response_positions
+from tidemill_engines.routing import ROUTED_EXPERTS
 
 _INTEGERS = (torch.int64, torch.int32)
 # The columns by these names, of any loss, belong to the response tokens. With other lengths they would be aligned with
@@ -24,6 +25,7 @@ def check_batch(
     max_token_len: int,
     limit: str,
     training: bool,
+    replays: bool = False,
     vision: VisionRule | None = None,
 ) -> None:
     """Checks what every engine relies on; cheap beside a forward pass.
@@ -33,13 +35,14 @@ def check_batch(
         max_token_len: the longest row that fits into a micro-batch.
         limit: where that comes from, for the message.
         training: whether `response_mask` is needed too.
+        replays: whether experts may be given.
         vision: of a model that takes images; None refuses them.
 
     Raises:
         ValueError: a column is missing or has other lengths (also those that losses commonly use), `input_ids` does
             not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a row is
             longer than `max_token_len`, or the temperature is not a positive number; images do not go with their row,
-            or with the model.
+            or with the model; experts are given that nobody would heed.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
     _check_present(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
@@ -66,6 +69,11 @@ def check_batch(
     temperature = batch.meta_info.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")
+    if not replays and batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys():  # noqa: SIM118 - a TensorDict
+        raise ValueError(
+            f"the batch has {ROUTED_EXPERTS}, but routers choose without MegatronConfig.router_replay (FSDP2 has "
+            "none); set it to True, or drop the column"
+        )
     if vision is not None:
         vision.check(batch)
     elif rows_with_images(batch):

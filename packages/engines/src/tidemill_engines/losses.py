@@ -113,6 +113,11 @@ def sft_loss(
 
     Returns:
         The 0-d loss and no further metrics.
+
+    Raises:
+        TypeError: of a value model, which says nothing of probabilities.
     """
+    if not isinstance(model_output, ModelOutput):
+        raise TypeError(f"sft_loss takes the ModelOutput of a language model; got a {type(model_output).__name__}")
     mask = micro_batch["response_mask"].values().to(model_output.log_probs.dtype)
     return -(model_output.log_probs * mask).sum() / normalizer.num_tokens, {}

@@ -117,6 +117,7 @@ def plan_batch(
     micro_batch_size: int | None,
     with_loss: bool,
     multiple_of: int = 1,
+    replays: bool = False,
     vision: VisionRule | None = None,
 ) -> BatchPlan:
     """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
@@ -128,6 +129,7 @@ def plan_batch(
         group: of gloo, over all ranks.
         data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
         multiple_of: what the number of micro-batches has to be a multiple of.
+        replays: whether the model sends tokens to experts that the batch names.
         vision: of a model that takes images.
 
     Raises:
@@ -144,6 +146,7 @@ def plan_batch(
             max_token_len=limit.total,
             limit=str(limit),
             training=with_loss,
+            replays=replays,
             vision=vision,
         )
         if micro_batch_size is not None:

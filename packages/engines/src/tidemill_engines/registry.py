@@ -88,7 +88,7 @@ class EngineRegistry:
             ("checkpoint", checkpoint, CheckpointConfig),
         ):
             if not isinstance(config, kind) and (config is not None or name == "model"):
-                raise TypeError(f"{name} must be a {kind.__name__}; got {config!r}")
+                raise TypeError(f"{name} must be of {kind.__name__}; got {config!r}")
         if not hasattr(engine, "device"):
             raise TypeError(f"engine must be the configuration of a backend, such as EngineConfig(); got {engine!r}")
         device = engine.device

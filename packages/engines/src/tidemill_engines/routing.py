@@ -14,6 +14,9 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.losses import LossFn, Normalizer, Outputs, checked_loss
 from tidemill_engines.packing import ModelInputs
 
+ROUTED_EXPERTS = "routed_experts"
+"""The column of the experts that tokens were sent to and shall be sent to again."""
+
 
 def row_balance_losses(
     router_logits: Sequence[torch.Tensor],

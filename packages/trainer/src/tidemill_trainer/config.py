@@ -309,6 +309,11 @@ class Config:
             mode != "disabled" or not isinstance(self.engine, MegatronConfig) or not self.engine.router_replay,
             'engine.router_replay alone replays nothing here; set actor.router_replay.mode="R2" or "R3" instead',
         )
+        _require(
+            self.weight_update.timeout_s < self.engine.timeout_s,
+            f"weight_update.timeout_s={self.weight_update.timeout_s:g} must be below engine.timeout_s="
+            f"{self.engine.timeout_s:g}: rank 0 has to give up an engine before the other ranks give up rank 0",
+        )
         wants_val = self.trainer.stop_at_accuracy is not None
         _require(
             not wants_val or len(self.data.val_files) > 0,

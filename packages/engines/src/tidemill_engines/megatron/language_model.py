@@ -16,12 +16,12 @@ from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.log_probs import Head, head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.megatron.engine import MegatronEngine
-from tidemill_engines.megatron.mixture import COLUMN, MixtureBatch
+from tidemill_engines.megatron.mixture import MixtureBatch
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
-from tidemill_engines.routing import with_router_loss
+from tidemill_engines.routing import ROUTED_EXPERTS, with_router_loss
 
 
 class MegatronLanguageModel(MegatronEngine):
@@ -49,6 +49,7 @@ class MegatronLanguageModel(MegatronEngine):
             if parallel.virtual_pipeline_model_parallel_size is None
             else parallel.pipeline_model_parallel_size,
             with_loss=loss_fn is not None,
+            replays=self.config.router_replay,
         )
         self.check_at_hand("params", *([] if forward_only else ["grads"]))
         self.meter.count(plan.micro_batches)
@@ -73,7 +74,7 @@ class MegatronLanguageModel(MegatronEngine):
             return output
         mixture.finish()
         if mixture.keeps:
-            return replace(output, columns={**output.columns, COLUMN: mixture.chosen(batch, plan.indices)})
+            return replace(output, columns={**output.columns, ROUTED_EXPERTS: mixture.chosen(batch, plan.indices)})
         return output if loss_fn is None else replace(output, metrics={**output.metrics, **mixture.load()})
 
     def _mixture(self, plan: BatchPlan, *, forward_only: bool) -> MixtureBatch | None:

@@ -17,8 +17,7 @@ from tidemill_engines.megatron.router import Routing
 from tidemill_engines.megatron.stage_sums import StageSums
 from tidemill_engines.micro_batches import restore_order
 from tidemill_engines.padded import is_padded, to_padded
-
-COLUMN = "routed_experts"
+from tidemill_engines.routing import ROUTED_EXPERTS
 
 
 def check_mixture(model: ModelConfig, config: MegatronConfig, architecture: Architecture, device: torch.device) -> None:
@@ -54,8 +53,7 @@ class MixtureBatch:
         num_chunks: model chunks of each pipeline stage.
 
     Raises:
-        ValueError: `routed_experts` does not fit the tokens or the model, or is there though nothing is replayed; on
-            every rank.
+        ValueError: `routed_experts` does not fit the tokens or the model; on every rank.
     """
 
     def __init__(
@@ -72,11 +70,6 @@ class MixtureBatch:
         num_chunks: int,
         forward_only: bool,
     ) -> None:
-        if not replays and any(_has_experts(batch) for batch in micro_batches):  # all ranks have the same columns
-            raise ValueError(
-                f"the batch has {COLUMN}, but routers choose without MegatronConfig.router_replay; set it to True, or "
-                "drop the column"
-            )
         self._architecture = architecture
         self._groups = groups
         self._division = division
@@ -106,19 +99,24 @@ class MixtureBatch:
         """The given experts, int32 [N, L, K]; None where the routers choose."""
         if not _has_experts(micro_batch):
             return None
-        a, column = self._architecture, micro_batch[COLUMN]
+        a, column = self._architecture, micro_batch[ROUTED_EXPERTS]
         wanted = (a.num_hidden_layers, a.num_experts_per_tok)
         if not ragged.is_ragged(column) or tuple(column.shape[2:]) != wanted:
             got = f"{tuple(column.shape[2:])} a token" if ragged.is_ragged(column) else f"{tuple(column.shape)}"
-            raise ValueError(f"{COLUMN} must be ragged [B, j, {wanted[0]}, {wanted[1]}]; got {got}")
+            raise ValueError(f"{ROUTED_EXPERTS} must be ragged [B, j, {wanted[0]}, {wanted[1]}]; got {got}")
         if not torch.equal(ragged.lengths(column), ragged.lengths(micro_batch["input_ids"])):
-            raise ValueError(f"{COLUMN} must have the experts of each token of input_ids; its rows have other lengths")
+            raise ValueError(
+                f"{ROUTED_EXPERTS} must have the experts of each token of input_ids; its rows have other lengths"
+            )
         given = ragged.values(column).int()
         if len(given) and (int(given.min()) < -1 or int(given.max()) >= a.num_experts):
-            raise ValueError(f"{COLUMN} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses")
+            raise ValueError(
+                f"{ROUTED_EXPERTS} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses"
+            )
         if not _are_different(given[:, a.num_dense_layers :]):
             raise ValueError(
-                f"{COLUMN} must be {a.num_experts_per_tok} different experts of a token in each layer, or all -1"
+                f"{ROUTED_EXPERTS} must be {a.num_experts_per_tok} different experts of a token in each layer, or all "
+                "-1"
             )
         return given
 
@@ -213,7 +211,7 @@ class MixtureBatch:
 
 
 def _has_experts(batch: DataProto) -> bool:
-    return batch.batch is not None and COLUMN in batch.batch.keys()  # noqa: SIM118 - a TensorDict
+    return batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys()  # noqa: SIM118 - a TensorDict
 
 
 def _are_different(given: torch.Tensor) -> bool:
