@@ -8,7 +8,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.experts import Matrices, as_one, grouped_linear
+from tidemill_engines.megatron.experts import Matrices, Rows, as_one, grouped_linear
 
 
 def _devices() -> list[str]:
@@ -25,6 +25,7 @@ def test_products_at_once_equal_those_one_after_another(device, counts):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(sum(counts), 16, device=device, dtype=dtype, requires_grad=True)
     weights = [torch.randn(24, 16, device=device, dtype=dtype, requires_grad=True) for _ in counts]
+    rows = Rows.of(counts, x.device)
     direction = torch.randn(sum(counts), 24, device=device, dtype=dtype)
 
     def grads(out: torch.Tensor) -> list[torch.Tensor]:
@@ -32,7 +33,7 @@ def test_products_at_once_equal_those_one_after_another(device, counts):
 
     one_by_one = torch.cat([rows @ weight.T for rows, weight in zip(x.split(counts), weights, strict=True)])
     tolerance = 1e-5 if device == "cpu" else 2e-2
-    for actual, expected in zip(grads(grouped_linear(x, counts, Matrices(weights))), grads(one_by_one), strict=True):
+    for actual, expected in zip(grads(grouped_linear(x, rows, Matrices(weights))), grads(one_by_one), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -48,10 +49,11 @@ def test_gradients_are_added_where_megatron_keeps_them(device, counts):
     for weight, row in zip(weights, kept, strict=True):
         weight.main_grad = row[: 24 * 16].view(24, 16)
     x = torch.randn(sum(counts), 16, device=device, dtype=dtype, requires_grad=True)
+    rows = Rows.of(counts, x.device)
     direction = torch.randn(sum(counts), 24, device=device, dtype=dtype)
     apart = [weight.detach().clone().requires_grad_() for weight in weights]
-    expected = torch.autograd.grad((grouped_linear(x, counts, Matrices(apart)) * direction).sum(), [x, *apart])
-    out = grouped_linear(x, counts, Matrices(weights), lambda target, value: target.add_(value))
+    expected = torch.autograd.grad((grouped_linear(x, rows, Matrices(apart)) * direction).sum(), [x, *apart])
+    out = grouped_linear(x, rows, Matrices(weights), lambda target, value: target.add_(value))
     grads = torch.autograd.grad((out * direction).sum(), [x, *weights], allow_unused=True)
     assert grads[1:] == (None,) * len(counts)
     torch.testing.assert_close(grads[0], expected[0])

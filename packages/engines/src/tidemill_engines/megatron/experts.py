@@ -1,9 +1,10 @@
 """The experts of a rank, with one kernel for each product that all of them make."""
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,11 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **kwargs)
         self.local_experts = _FromLast(self.local_experts)
 
+    def train(self, mode: bool = True) -> Self:
+        """Tells no module below: experts do the same in training and evaluation, and they are thousands."""
+        self.training = mode
+        return self
+
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,
@@ -53,17 +59,17 @@ class GroupedExperts(SequentialMLP):
             first, second = ([getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2"))
             self._matrices = Matrices(first, self.tell_ready), Matrices(second, self.tell_ready)
         first, second = self._matrices
-        counts, is_fused = tokens_per_expert.tolist(), self.config.bias_activation_fusion
+        rows, is_fused = Rows.of(tokens_per_expert.tolist(), hidden_states.device), self.config.bias_activation_fusion
         add = None
         if self.adds_gradients and torch.is_grad_enabled():
             add = _compiled_add() if is_fused else _add
-        inner = grouped_linear(hidden_states, counts, first, add)
+        inner = grouped_linear(hidden_states, rows, first, add)
         if is_fused:
             inner = weighted_bias_swiglu_impl(inner, None, probs)
         else:
             gate, up = inner.chunk(2, dim=-1)
             inner = (F.silu(gate) * up * probs).to(inner.dtype)
-        return grouped_linear(inner, counts, second, add), None
+        return grouped_linear(inner, rows, second, add), None
 
 
 class _FromLast(torch.nn.ModuleList):
@@ -142,8 +148,27 @@ Add = Callable[[torch.Tensor, torch.Tensor], object]
 """Adds the second tensor to the first, in place."""
 
 
-def grouped_linear(x: torch.Tensor, counts: Sequence[int], matrices: Matrices, add: Add | None = None) -> torch.Tensor:
-    """Multiplies the first `counts[0]` rows of x by the transpose of the first matrix, the next by that of the second.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Which rows belong to which of E experts, those of one after those of another.
+
+    Attributes:
+        ends: [E] int32, on the device.
+        idle: int64, on the device: experts that have none; None where each has some.
+    """
+
+    ends: torch.Tensor
+    idle: torch.Tensor | None
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> "Rows":
+        idle = [expert for expert, count in enumerate(counts) if count == 0]
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
+        return cls(ends=ends, idle=torch.tensor(idle).to(device, non_blocking=True) if idle else None)
+
+
+def grouped_linear(x: torch.Tensor, rows: Rows, matrices: Matrices, add: Add | None = None) -> torch.Tensor:
+    """Multiplies the rows of each expert by the transpose of its matrix.
 
     Args:
         x: [n, K].
@@ -155,7 +180,7 @@ def grouped_linear(x: torch.Tensor, counts: Sequence[int], matrices: Matrices, a
         [n, N].
     """
     told = matrices.each if add is None else (matrices.anchor,)
-    out = _GroupedLinear.apply(x, tuple(counts), matrices, add, *told)
+    out = _GroupedLinear.apply(x, rows, matrices, add, *told)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -186,32 +211,27 @@ def _compiled_add() -> Callable[[torch.Tensor, torch.Tensor], None]:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], matrices: Matrices, add: Add | None, *told: torch.Tensor
+        ctx: Any, x: torch.Tensor, rows: Rows, matrices: Matrices, add: Add | None, *told: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.counts, ctx.matrices, ctx.add = counts, matrices, add
+        ctx.rows, ctx.matrices, ctx.add = rows, matrices, add
         if not len(x):
             return x.new_empty(0, len(matrices.each[0]))
-        return F.grouped_mm(x, matrices.stacked().mT, offs=_ends(counts, x))
+        return F.grouped_mm(x, matrices.stacked().mT, offs=rows.ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), matrices = ctx.saved_tensors, ctx.matrices
+        (x,), matrices, rows = ctx.saved_tensors, ctx.matrices, ctx.rows
         if not len(x):
             grad_x, grad_weights = torch.empty_like(x), None
         else:
-            ends, grad = _ends(ctx.counts, x), grad.contiguous()
-            grad_x = F.grouped_mm(grad, matrices.stacked(), offs=ends)
-            grad_weights = F.grouped_mm(grad.mT, x, offs=ends)
-            for number, count in enumerate(ctx.counts):
-                if count == 0:  # what no token reaches, a kernel may leave as it was
-                    grad_weights[number].zero_()
+            grad = grad.contiguous()
+            grad_x = F.grouped_mm(grad, matrices.stacked(), offs=rows.ends)
+            grad_weights = F.grouped_mm(grad.mT, x, offs=rows.ends)
+            if rows.idle is not None:  # what no token reaches, a kernel may leave as it was
+                grad_weights.index_fill_(0, rows.idle, 0.0)
         if ctx.add is not None:
             matrices.add_gradients(ctx.add, grad_weights)
             return grad_x, None, None, None, None
         told = [torch.zeros_like(each) for each in matrices.each] if grad_weights is None else grad_weights.unbind()
         return grad_x, None, None, None, *told
-
-
-def _ends(counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(x.device, non_blocking=True)
