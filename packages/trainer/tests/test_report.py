@@ -39,6 +39,7 @@ def test_the_report_is_one_file_and_shows_text_of_the_model_as_text(tmp_path):
     run.config.write_text('[model]\npath = "<b>"\n')
     run.append_metrics({"step": 0, "phase": "rl", "val/accuracy": 0.25})
     run.append_metrics({"step": 1, "phase": "rl", "critic/score/mean": 0.5, "val/accuracy": 0.75})
+    run.append_metrics({"step": 2, "phase": "rl", "critic/score/mean": 0.5, "actor/grad_norm": math.inf})
     row = {
         "step": 1,
         "prompt": "<script>alert(1)</script>",

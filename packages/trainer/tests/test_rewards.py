@@ -1,6 +1,7 @@
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ def by_length(data_source, solution_str, ground_truth, extra_info):
 def fails_on_7(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "7":
         raise KeyError("seven")
-    return float("nan") if solution_str == "8" else 1
+    return {"8": float("nan"), "9": 1e39}.get(solution_str, 1)
+
+def exits(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        raise SystemExit(0)
+    return 1.0
+
+def interrupts(data_source, solution_str, ground_truth, extra_info):
+    raise KeyboardInterrupt
 """
 
 
@@ -61,11 +70,30 @@ def test_a_dict_gives_accuracy_apart_from_score(file, tokenizer):
 
 def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer)
-    scores = scorer(_batch(tokenizer, ["6", "7", "8"], ["0", "0", "0"]))
-    assert scores.score.tolist() == [1.0, 0.0, 0.0]
-    assert len(scores.errors) == 2
+    scores = scorer(_batch(tokenizer, ["6", "7", "8", "9"], ["0"] * 4))
+    assert scores.score.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert len(scores.errors) == 3
     assert "failed for response '7' (ground truth '0') at my_rewards.py:7: KeyError: 'seven'" in scores.errors[0]
-    assert "expected finite numbers, got nan" in scores.errors[1]
+    assert "expected finite numbers within float32, got nan" in scores.errors[1]
+    assert "expected finite numbers within float32, got 1e+39" in scores.errors[2]
+
+
+def test_code_that_exits_costs_its_own_sample_and_ctrl_c_ends_the_run(file, tokenizer):
+    scores = _scorer(f"{file}:exits", tokenizer)(_batch(tokenizer, ["6", "7", "8"], ["0"] * 3))
+    assert scores.score.tolist() == [1.0, 0.0, 1.0]
+    assert "at my_rewards.py:12: SystemExit: 0" in scores.errors[0]
+    with pytest.raises(KeyboardInterrupt):
+        _scorer(f"{file}:interrupts", tokenizer)(_batch(tokenizer, ["6"], ["0"]))
+
+
+def test_a_deadline_that_cannot_be_is_no_failure_of_each_response(tokenizer):
+    batch = _batch(tokenizer, ["6", "7"], ["6", "7"])
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match=r"a deadline of 60 s needs the main thread"):
+            pool.submit(_scorer("exact_match", tokenizer), batch).result()
+        config = RewardConfig(function="exact_match", timeout_s=float("inf"))
+        unlimited = RewardScorer(config, load_reward("exact_match"), tokenizer)
+        assert pool.submit(unlimited, batch).result().score.tolist() == [1.0, 1.0]
 
 
 def test_an_error_stops_if_so_configured(file, tokenizer):
@@ -125,10 +153,21 @@ def backtracks(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "7":
         re.match(r"(a+)+$", "a" * 60 + "b")
     return 1.0
+
+def swallows(data_source, solution_str, ground_truth, extra_info):
+    for _ in range(3 if solution_str == "7" else 0):
+        try:
+            time.sleep(60)
+        except:
+            pass
+    return 1.0
 """
 
 
-@pytest.mark.parametrize("function", ["sleeps", "loops", "backtracks"])
+_PLACE = {"sleeps": "slow", "loops": "slow", "backtracks": r"\w+", "swallows": "rewards"}
+
+
+@pytest.mark.parametrize("function", ["sleeps", "loops", "backtracks", "swallows"])
 def test_a_function_that_takes_too_long_counts_as_failed(function, tmp_path, tokenizer):
     (tmp_path / "slow.py").write_text(_SLOW)
     config = RewardConfig(function=f"{tmp_path / 'slow.py'}:{function}", timeout_s=0.2)
@@ -139,6 +178,7 @@ def test_a_function_that_takes_too_long_counts_as_failed(function, tmp_path, tok
     assert time.monotonic() - started < 10
     assert scores.score.tolist() == [1.0, 0.0, 1.0]
     assert re.search(
-        r"failed for response '7' .* at \w+\.py:\d+: DeadlineError: no result within 0\.2 s", scores.errors[0]
+        rf"failed for response '7' .* at {_PLACE[function]}\.py:\d+: DeadlineError: no result within 0\.2 s",
+        scores.errors[0],
     )
     assert threading.active_count() == threads

@@ -1,6 +1,10 @@
+import json
+import math
 import os
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
 
 import pytest
 from tidemill_trainer.cli import DEMO_CONFIG
@@ -98,6 +102,22 @@ def test_a_killed_process_holds_no_run(tmp_path):
     process.kill()
     process.communicate()
     assert _open(load_config(run.config), "x", resume=True).path == run.path
+
+
+def test_lines_are_json_whatever_was_measured_or_is_in_a_parquet_file(tmp_path):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    run = RunDir(tmp_path)
+    run.append_metrics({"step": 1, "norm": math.inf, "loss": math.nan, "lr": 0.5})
+    run.append_rollouts([{"step": 1, "ground_truth": [Decimal("1.5"), date(2026, 1, 2), b"x"]}])
+    assert json.loads(run.metrics.read_text(), parse_constant=refuse) == {
+        "step": 1,
+        "norm": None,
+        "loss": None,
+        "lr": 0.5,
+    }
+    assert run.read_rollouts() == [{"step": 1, "ground_truth": ["1.5", "2026-01-02", "b'x'"]}]
 
 
 def test_forget_after_drops_later_steps_and_half_a_line(tmp_path):

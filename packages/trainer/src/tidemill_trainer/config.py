@@ -21,7 +21,8 @@ class DataConfig:
     Attributes:
         train_files, val_files: `.jsonl` or `.parquet`; each row has `prompt` (a string, or chat messages), and may have
             `ground_truth`, `data_source`, `extra_info` and, for the warm-up, `response`. verl's nested
-            `reward_model.ground_truth` is read too.
+            `reward_model.ground_truth` is read too. A string is encoded without special tokens: what a model wants
+            before it, such as a BOS, must stand in it; chat messages get what the chat template says.
         train_batch_size: prompts per step.
         max_prompt_length: in tokens.
         overlong_prompts: "error" refuses a file with a longer prompt, "skip" leaves such rows out and says how many.
@@ -241,7 +242,8 @@ class TrainerConfig:
         max_ckpt_to_keep: older checkpoints are removed.
         save_samples: rollouts written to `rollouts.jsonl` at each step.
         seed: of the order of the problems, of mini-batches and of sampling.
-        ray_address: of a running cluster; None starts one on this machine and ends it with the run.
+        ray_address: of a running cluster, of which the run takes one node; None starts one on this machine and ends it
+            with the run.
     """
 
     name: str | None = None

@@ -52,8 +52,7 @@ def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, confi
     if not prompts:
         left_out = f" ({num_skipped} had a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
         raise DataError(f"no problems in {', '.join(files) or 'an empty list of files'}{left_out}")
-    objects = {name: _object_array(values) for name, values in columns.items()}
-    return DataProto.from_dict({"prompts": ragged.ragged_from_list(prompts)}, objects), num_skipped
+    return DataProto.from_dict({"prompts": ragged.ragged_from_list(prompts)}, columns), num_skipped
 
 
 class PromptLoader:
@@ -80,7 +79,7 @@ class PromptLoader:
             here = positions // size == epoch
             rows[here] = order[positions[here] % size]
         batch = self._dataset[torch.from_numpy(rows)]
-        uid = _object_array([f"{step}-{number}" for number in range(self._batch_size)])
+        uid = [f"{step}-{number}" for number in range(self._batch_size)]
         return batch.union(DataProto.from_dict({}, {"uid": uid}))
 
 
@@ -145,10 +144,3 @@ def _ground_truth(row: dict[str, Any]) -> Any:
         return row["ground_truth"]
     nested = row.get("reward_model")  # where verl's files have it
     return nested.get("ground_truth") if isinstance(nested, dict) else None
-
-
-def _object_array(values: Sequence[Any]) -> np.ndarray:
-    out = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):  # `out[:] = values` would unfold lists of equal length
-        out[number] = value
-    return out

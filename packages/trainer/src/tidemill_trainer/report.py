@@ -114,7 +114,7 @@ def _charts(metrics: Sequence[dict[str, Any]]) -> list[str]:
 def _line(
     rows: Sequence[dict[str, Any]], name: str, x: Callable[[dict[str, Any]], float] = lambda row: row["step"]
 ) -> Points:
-    return [(x(row), row[name]) for row in rows if name in row]
+    return [(x(row), row[name]) for row in rows if row.get(name) is not None]
 
 
 def _validations(metrics: Sequence[dict[str, Any]]) -> Points:

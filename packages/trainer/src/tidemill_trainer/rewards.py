@@ -1,8 +1,9 @@
 """Reward functions: found by name, called once per response, their errors counted and reported."""
 
+import contextlib
 import importlib
 import importlib.util
-import math
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,7 @@ RewardFn = Callable[[str, str, Any, Any], float | dict[str, Any]]
 """`f(data_source, solution_str, ground_truth, extra_info)`: the score, or a dict with "score", optionally "acc"."""
 
 _functions: dict[str, RewardFn] = {}
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class RewardError(RuntimeError):
@@ -113,9 +115,12 @@ class RewardScorer:
         """Scores each row of `batch` (ragged `responses`; `data_source`, `ground_truth`, `extra_info`).
 
         Raises:
-            RewardError: the function raised, took too long or returned no finite number, and the configuration says to
+            RewardError: the function raised, took too long or returned no finite float32, and the configuration says to
                 stop.
+            RuntimeError: there is a deadline, and this is not the main thread.
         """
+        with deadline(self._config.timeout_s):
+            pass  # where there can be none, it is no failure of a response
         texts = self._tokenizer.batch_decode(
             [row.tolist() for row in batch["responses"].unbind()], skip_special_tokens=True
         )
@@ -127,7 +132,9 @@ class RewardScorer:
                 with deadline(self._config.timeout_s):
                     result = self._fn(args[0], text, args[1], args[2])
                 score[row], acc[row] = _parse(result)
-            except (Exception, DeadlineError) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # code that it runs may call exit(), too
                 line = (
                     f"reward function {self._config.function} failed for response {text[:80]!r} (ground truth "
                     f"{args[1]!r}) at {_place(error)}: {type(error).__name__}: {error}"
@@ -139,9 +146,9 @@ class RewardScorer:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the reward function's code that raised, or that the deadline interrupted."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-2] if isinstance(error, DeadlineError) else frames[-1]  # the last is the signal's handler
+    """File and line of the code that raised, or that the deadline interrupted."""
+    of_deadline = {inspect.getfile(DeadlineError), contextlib.__file__}
+    last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in of_deadline][-1]
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
@@ -152,6 +159,6 @@ def _parse(result: Any) -> tuple[float, float]:
         raise ValueError(f'expected a number or a dict with "score", got {result!r}')
     score = float(values["score"])
     acc = float(values.get("acc", score))
-    if not (math.isfinite(score) and math.isfinite(acc)):
-        raise ValueError(f"expected finite numbers, got {result!r}")
+    if not (abs(score) <= _LARGEST and abs(acc) <= _LARGEST):  # not of NaN, either
+        raise ValueError(f"expected finite numbers within float32, got {result!r}")
     return score, acc

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -30,9 +31,12 @@ class RunDir:
         self.lock = path / "lock"
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        _append(self.metrics, [metrics])
+        """A number that is not finite is written as null, since JSON has none."""
+        infinite = {name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
+        _append(self.metrics, [{**metrics, **dict.fromkeys(infinite)}])
 
     def append_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """What JSON has no kind for, such as the dates of a parquet file, is written as text."""
         _append(self.rollouts, rollouts)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -135,7 +139,7 @@ def _check_same(new: Config, old: Config, run: RunDir) -> None:
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with file.open("a") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        lines.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:

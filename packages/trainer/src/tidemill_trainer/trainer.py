@@ -219,10 +219,9 @@ class Trainer:
         answers = self._rollout.generate_sequences(self._val.select(["prompts"], []), greedy=True)
         scores = self._scorer(self._val.union(answers))
         self._report_errors(scores)
-        self._accuracy = scores.acc.mean().item()
-        return {"val/accuracy": self._accuracy} | validation_metrics(
-            self._val.non_tensor_batch["data_source"], scores.acc
-        )
+        metrics = validation_metrics(self._val.non_tensor_batch["data_source"], scores.acc)
+        self._accuracy = metrics["val/accuracy"]
+        return metrics | {"val/num_errors": float(len(scores.errors))}
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._actor.save_checkpoint(str(folder.resolve() / "engine"))
