@@ -21,7 +21,8 @@ class Request:
     """One update, for the ranks of one engine.
 
     Attributes:
-        sequence: of the update; the mailboxes carry it too, so a request that arrives late finds another one there.
+        sequence: of the update; the mailboxes carry it too. A request that arrives late finds another one there, or
+            that the trainer has given up its ranks.
         mailboxes: of the trainer's ranks, in their order; rank 0's holds what the engine ranks report.
         first_receiver: row of the engine's rank 0 in the mailboxes; rank r has row `first_receiver + r`.
         num_receivers: ranks of the engine.

@@ -36,10 +36,21 @@ class Peers:
         self.row = request.first_receiver + rank
 
     def report(self, state: int, **reply: Any) -> None:
-        """Makes this rank's state known, unless the trainer has gone on."""
+        """Makes this rank's state known, unless the trainer has gone on.
+
+        Raises:
+            RuntimeError: the trainer has given this rank up. It does so before it reads the state, which is written
+                before this looks: a rank that the trainer takes for one that has not begun will never begin.
+        """
         self.reached = state
         if self._control.is_at(self._sequence):
             self._control.report(self._sequence, self.row, state, reply)
+        self._check_own_row()
+
+    def check(self) -> None:
+        """Raises RuntimeError: the trainer is gone, or has given this rank up, which waits for nothing then."""
+        self._check_trainer()
+        self._check_own_row()
 
     def wait(self, state: int) -> None:
         """Returns when all ranks have come to `state`, even if one of them failed since: what it knew, this one knows.
@@ -76,8 +87,15 @@ class Peers:
             counts += count
         return digests, counts
 
+    def _check_own_row(self) -> None:
+        if self._control.is_excluded(self._sequence, self.row):
+            raise RuntimeError(
+                "the trainer has given this rank up: it made no progress within timeout_s of WeightUpdater (requests "
+                "that are waited for count), or its client got no answer in time"
+            )
+
     def _check(self, pending: set[int]) -> None:
-        self._check_trainer()
+        self.check()
         for row in pending:
             rank = row - self._rows[0]
             if self._control.receiver_has_ended(self._sequence, row):

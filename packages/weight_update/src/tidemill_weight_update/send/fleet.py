@@ -151,20 +151,25 @@ class Fleet:
         return self.threads[-1]
 
     def _load(self, member: Member, request: Request, control: Channel) -> None:
-        unchanged = False
         try:
             member.client.load(request, flush_cache=self.flushes and member.holding is None)
             self._judge(member, request.sequence, control)
             if member.holding is not None:
                 member.attempt(member.client.flush_cache, unchanged=False)
+        except BaseException as error:  # noqa: BLE001 - it would end this thread, and pass for a success
+            self._drop(member, str(error) or type(error).__name__, request.sequence, control)
+        if member.error is not None and not member.unchanged and not member.paused:  # now, as others may take long
+            self._stop(member)
+
+    def _drop(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+        """Gives up an engine whose client has, and finds out what it holds."""
+        unchanged = False
+        try:
+            self._exclude(member, sequence, control)  # first: a rank that has not begun by now never does
+            unchanged = all(control.state(sequence, row) in (IDLE, UNCHANGED) for row in member.rows)
         except Exception as error:  # noqa: BLE001
-            states = [control.state(request.sequence, row) for row in member.rows]
-            unchanged = all(state in (IDLE, UNCHANGED) for state in states)
-            member.fail(str(error) or type(error).__name__, unchanged=unchanged)
-        if member.error is not None:
-            self._exclude(member, request.sequence, control)
-            if not member.unchanged and not member.paused:  # now, as the others may take long
-                self._stop(member)
+            why = f"{why}; nor can its ranks be asked what they hold: {error}"
+        member.fail(why, unchanged=unchanged)
 
     def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
         for row in member.rows:

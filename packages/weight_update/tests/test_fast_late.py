@@ -1,0 +1,123 @@
+"""Engines that the trainer has given up: what becomes of requests that they still have, and what is known of them."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.control.mailbox import UNCHANGED, Mailbox
+from tidemill_weight_update.link.signed_store import LinkError
+from tidemill_weight_update.receive.receiver import Receiver
+from toy_engines import ToyEngine, holds, same, state, tensors
+
+GIVEN_UP = "the trainer has given this rank up"
+
+
+class Silent(ToyEngine):
+    """Keeps requests, and does not answer."""
+
+    error: BaseException = TimeoutError("no answer within 300 s")
+
+    def load(self, request, *, flush_cache):
+        self.requests.append(request)
+        raise self.error
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_request_that_was_given_up_is_not_carried_out_when_the_engine_comes_to_it(others):
+    """As training goes on: SGLang waits for a request that runs for longer than the client waits, say."""
+    late = Silent(1, "late")
+    updater = WeightUpdater([late, ToyEngine(1, "good")] if others else [late])
+    before = state(late)
+    if others:
+        assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    else:
+        with pytest.raises(RuntimeError, match="no answer within 300 s"):
+            updater.update(tensors(1).items(), 1)
+    late.receivers[0].handle(late.requests[0])
+    assert same(state(late), before)
+    assert (late.paused, late.version) == (None, "first")
+    box = updater._fast.mailbox
+    assert (box.state(1, 0), box.reply(0)["error"].split(":")[:2]) == (UNCHANGED, ["RuntimeError", f" {GIVEN_UP}"])
+    updater.close()
+
+
+def test_an_engine_that_begins_before_it_is_given_up_is_paused(monkeypatch):
+    late, good = Silent(1, "late"), ToyEngine(1, "good")
+    updater = WeightUpdater([late, good])
+
+    def exclude(self, sequence, row, original=Mailbox.exclude):
+        late.receivers[0].handle(late.requests[0])
+        original(self, sequence, row)
+
+    monkeypatch.setattr(Mailbox, "exclude", exclude)
+    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    assert holds(late, tensors(1))
+    assert (late.paused, late.version) == ("abort", "first")
+    updater.close()
+
+
+class Stalling(Receiver):
+    """Stands still for a while, before it begins or as it reads its first bucket."""
+
+    stalls = ""
+
+    def stall(self, where):
+        if self.stalls == where:
+            self.stalls = ""
+            time.sleep(2.0)
+
+    def handle(self, request):
+        self.stall("begins")
+        super().handle(request)
+
+    def arena(self, box, place):
+        self.stall("reads")
+        return super().arena(box, place)
+
+
+@pytest.mark.parametrize("where", ["begins"])
+def test_a_rank_that_was_given_up_does_not_wait_for_buckets_that_are_gone(where):
+    late, good = ToyEngine(1, "late", receiver=Stalling), ToyEngine(1, "good")
+    first = WeightUpdater([late, good])  # which teaches the engines their models
+    first.update(tensors(0).items(), 0)
+    first.close()
+    updater = WeightUpdater([late, good], bucket_bytes=100, timeout_s=1.0)
+    late.receivers[0].stalls = where  # type: ignore[attr-defined]
+    fenced = updater.update(tensors(1).items(), 1).fenced
+    assert list(fenced) == ["engine 0 of 2 (late)"]
+    assert fenced["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {GIVEN_UP}")
+    assert late.paused == (None if where == "begins" else "abort")
+    assert holds(good, tensors(1))
+    updater.close()
+
+
+def test_an_engine_whose_state_cannot_be_read_is_paused(monkeypatch):
+    """As over a link that breaks, or if somebody writes to its store."""
+    silent, good = Silent(1, "silent"), ToyEngine(1, "good")
+    updater = WeightUpdater([silent, good], timeout_s=1.0)
+
+    def read(self, sequence, row, original=Mailbox.state):
+        if row == 0 and threading.current_thread() is not threading.main_thread():
+            raise LinkError("the value of 'state/0' was not signed")
+        return original(self, sequence, row)
+
+    monkeypatch.setattr(Mailbox, "state", read)
+    (why,) = updater.update(tensors(1).items(), 1).fenced.values()
+    assert why == (
+        "no answer within 300 s; nor can its ranks be asked what they hold: the value of 'state/0' was not signed"
+    )
+    assert (silent.paused, silent.version) == ("abort", "first")
+    assert holds(good, tensors(1))
+    updater.close()
+
+
+def test_whatever_ends_a_call_is_a_failure():
+    """Asyncio's is no `Exception`."""
+    cancelled, good = Silent(1, "cancelled"), ToyEngine(1, "good")
+    cancelled.error = asyncio.CancelledError()
+    updater = WeightUpdater([cancelled, good])
+    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (cancelled)": "CancelledError"}
+    assert (cancelled.version, good.version) == ("first", "1")
+    updater.close()
