@@ -75,3 +75,14 @@ def test_what_is_excluded_is_never_drawn(top_k, top_p, min_p, expected):
     n = 4000
     drawn = ids[0][gumbel_argmax(kept.expand(n, 4), torch.arange(n), torch.zeros(n, dtype=torch.int64))]
     assert set(drawn.tolist()) == expected
+
+
+def test_the_largest_hash_draws_no_column_without_probability():
+    seeds, positions = torch.tensor([2]), torch.tensor([1595])
+    largest = murmur_hash32(seeds, positions, torch.arange(151936))[0].max()
+    assert largest == 2**32 - 1  # of column 51182
+    probs = torch.zeros(1, 151936)
+    probs[0, 7] = 1.0
+    assert gumbel_argmax(probs, seeds, positions).item() == 7
+    probs[0, 7], probs[0, 51182] = 1 - 1e-12, 1e-12
+    assert gumbel_argmax(probs, seeds, positions).item() == 7

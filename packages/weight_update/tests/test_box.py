@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.plan.box import Box, are_disjoint, contiguous_strides
 
 
 def indices(box: Box | None) -> set[tuple[int, ...]]:
@@ -26,6 +26,33 @@ def test_the_intersection_holds_the_indices_in_both(num_dims):
         assert indices(common) == indices(a) & indices(b)
         assert common == b.intersect(a)
         assert (common.numel if common else 0) == len(indices(a) & indices(b))
+
+
+@pytest.mark.parametrize("num_dims", [0, 1, 2, 3])
+def test_boxes_are_disjoint_when_no_index_is_in_two_of_them(num_dims):
+    rng = random.Random(num_dims)
+    seen = set()
+    for _ in range(500):
+        boxes = [
+            Box(tuple(rng.randrange(9) for _ in range(num_dims)), tuple(rng.randrange(4) for _ in range(num_dims)))
+            for _ in range(rng.randrange(5))
+        ]
+        held = [indices(box) for box in boxes]
+        seen.add(are_disjoint(boxes))
+        assert are_disjoint(boxes) == (sum(map(len, held)) == len(set().union(*held)))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_many_shards_along_one_dim_are_compared_with_their_neighbours_only(dim, monkeypatch):
+    compared = []
+    intersect = Box.intersect
+    monkeypatch.setattr(Box, "intersect", lambda a, b: (compared.append(1), intersect(a, b))[1])
+    boxes = [Box((3 * i, 0) if dim == 0 else (0, 3 * i), (3, 5) if dim == 0 else (5, 3)) for i in range(256)]
+    random.Random(0).shuffle(boxes)
+    assert are_disjoint(boxes)
+    assert len(compared) <= 256
+    assert not are_disjoint([*boxes, Box((4, 4), (1, 1))])
 
 
 def test_the_whole_contains_every_box():

@@ -18,6 +18,7 @@ from tidemill_weight_update.memory.arena import HostArena
 from tidemill_weight_update.memory.handle import CudaMemory
 from tidemill_weight_update.send.bucket import plan_buckets
 from tidemill_weight_update.sglang import HttpEngine, LocalEngine
+from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import stock_payload
 
 
@@ -30,6 +31,7 @@ class FakeServer(ThreadingHTTPServer):
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
         self.loaders: list[str] = []
+        self.arguments: dict[str, object] = {}
         self.failing: dict[str, tuple[int, str]] = {}
         self.delay_s = 0.0
 
@@ -63,7 +65,9 @@ class FakeHandler(BaseHTTPRequestHandler):
             status, content = 401, "Unauthorized"
         if status == 200:
             if self.path == "/server_info":
-                content = json.dumps({"tp_size": 2, "custom_weight_loader": self.server.loaders})
+                content = json.dumps(
+                    {"tp_size": 2, "custom_weight_loader": self.server.loaders} | self.server.arguments
+                )
             elif self.path == "/model_info":
                 content = json.dumps({"weight_version": self.server.version})
             elif self.path == "/update_weights_from_tensor":
@@ -171,6 +175,27 @@ def local() -> Iterator[SimpleNamespace]:
     args = SimpleNamespace(model_path="tiny", tp_size=2)
     yield SimpleNamespace(tokenizer_manager=FakeManager(), server_args=args, loop=loop)
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dp_size": 2}, r"dp_size=2; launch as many engines and pass all of them"),
+        ({"pp_size": 2}, r"pp_size=2; engines are updated without pipeline stages"),
+        ({"dp_size": 2, "enable_dp_attention": True}, None),
+    ],
+)
+def test_ranks_that_would_be_taken_for_one_are_refused(local, server, arguments, message):
+    vars(local.server_args).update(arguments, custom_weight_loader=[LOADER])
+    server.arguments = {**arguments, "custom_weight_loader": [LOADER]}
+    for engine in (LocalEngine(local), HttpEngine(server.url, api_key="secret")):
+        if message is None:
+            assert engine.has_loader
+            continue
+        with pytest.raises(ValueError, match=message):
+            _ = engine.has_loader
+        with pytest.raises(RuntimeError, match=message):
+            WeightUpdater([engine]).update(ITEMS, 1)
 
 
 def test_a_local_engine_tells_why_it_cannot(local):

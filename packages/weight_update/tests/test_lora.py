@@ -34,6 +34,9 @@ def test_the_scale_of_rank_stabilised_lora_reaches_sglang():
     [
         ({"peft_type": "IA3"}, "expected peft_type 'LORA', got 'IA3'"),
         ({"use_dora": True}, "use_dora=True are not supported"),
+        ({"use_qalora": True}, "use_qalora=True are not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens="),
+        ({"trainable_token_indices": [7]}, "trainable_token_indices="),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "bias='all' are not supported"),

@@ -1,4 +1,4 @@
-"""Stock SGLang on any CPU: an SGLang platform plugin."""
+"""Stock SGLang on any x86-64 CPU: an SGLang platform plugin."""
 
 from tidemill_sglang_cpu.activation import activate
 

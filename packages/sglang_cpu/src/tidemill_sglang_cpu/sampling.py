@@ -45,9 +45,13 @@ def keep_top(probs: torch.Tensor, sampling_info: SamplingBatchInfo) -> tuple[tor
 
 
 def gumbel_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws a column per row of `probs` [B, V] (need not sum to 1) from the row's seed and position [B] -> [B]."""
+    """Draws a column per row of `probs` [B, V] (need not sum to 1) from the row's seed and position [B] -> [B].
+
+    A column without probability is never drawn. On a GPU SGLang draws the one whose hash is the largest word, whatever
+    its probability, about once in 2**32 / V tokens.
+    """
     columns = torch.arange(probs.shape[-1])
-    uniform = murmur_hash32(seeds, positions, columns).to(torch.float64) / _WORD
+    uniform = (murmur_hash32(seeds, positions, columns).to(torch.float64) / _WORD).clamp(max=1 - 0.5 / _WORD)
     noise = -(-uniform.log().clamp(min=torch.finfo(torch.float64).min)).log()
     return (probs.to(torch.float64).log() + noise).argmax(dim=-1)
 

@@ -7,6 +7,13 @@ from typing import Any
 
 _UNSUPPORTED = {
     "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "trainable_token_indices": None,
     "rank_pattern": {},
     "alpha_pattern": {},
     "modules_to_save": [],

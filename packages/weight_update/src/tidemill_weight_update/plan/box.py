@@ -1,6 +1,7 @@
 """Boxes: rectangular parts of an index space. Pure arithmetic."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,6 +43,25 @@ class Box:
             start.append(low)
             shape.append(size)
         return Box(tuple(start), tuple(shape))
+
+
+def are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no index is in two of them. Quick where they divide a space along one dim, however many they are.
+
+    Raises:
+        ValueError: boxes that have to be compared have different numbers of dims.
+    """
+    num_dims = min((len(box.shape) for box in boxes), default=0)
+    # Along the dim in which most of them differ, a box is compared with those that begin before its end.
+    dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+    ordered = list(boxes) if dim is None else sorted(boxes, key=lambda box: box.start[dim])
+    for number, box in enumerate(ordered):
+        for other in range(number + 1, len(ordered)):
+            if dim is not None and ordered[other].start[dim] >= box.start[dim] + box.shape[dim]:
+                break
+            if box.intersect(ordered[other]) is not None:
+                return False
+    return True
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.journal import Line
-from tidemill_weight_update.plan.box import Box
+from tidemill_weight_update.plan.box import Box, are_disjoint
 from tidemill_weight_update.plan.plan import SourceSpec
 
 LineKey = tuple[Channel, tuple[int, int]]
@@ -64,10 +64,10 @@ def _checked_sources(lines: Sequence[Line]) -> list[SourceSpec]:
             boxes.setdefault(source.name, []).extend(shard.box for shard in shards)
     for name, held in boxes.items():
         numel, count = Box.whole(sources[name].shape).numel, sum(box.numel for box in held)
-        overlap = len(held) > 1 and any(a.intersect(b) for i, a in enumerate(held) for b in held[:i])
-        if count != numel or overlap:
+        if count != numel or not are_disjoint(held):
             raise ValueError(
-                f"{name!r} has {numel} elements, the trainer ranks send {count}{', some twice' if overlap else ''}; "
+                f"{name!r} has {numel} elements, the trainer ranks send {count}"
+                f"{'' if are_disjoint(held) else ', some twice'}; "
                 f"each must be sent once (see LocalShard for replicas)"
             )
     return list(sources.values())

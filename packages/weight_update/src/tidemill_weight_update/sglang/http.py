@@ -14,7 +14,7 @@ from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
-from tidemill_weight_update.sglang.launch import LOADER
+from tidemill_weight_update.sglang.launch import LOADER, has_loader
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 _AT_ONCE_S = 0.25
@@ -56,9 +56,9 @@ class HttpEngine:
     @property
     def has_loader(self) -> bool:
         """As the server reports it now: it may have been started anew, in another way, and ends if it is sent what does
-        not fit it."""
+        not fit it. ValueError for a server with replicas or pipeline stages of its own."""
         self._info = None
-        return LOADER in (self._server_info["custom_weight_loader"] or [])
+        return has_loader(self._server_info)
 
     @property
     def _server_info(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What an engine must be launched with for the fast path."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 
@@ -22,3 +23,19 @@ def sglang_launch_args(custom_weight_loader: Sequence[str] = ()) -> dict[str, li
     """
     os.environ.setdefault(TOKEN_VARIABLE, new_token())
     return {"custom_weight_loader": [*custom_weight_loader, LOADER]}
+
+
+def has_loader(arguments: Mapping[str, Any]) -> bool:
+    """Whether an engine with these of SGLang's arguments was launched with our loader.
+
+    Raises:
+        ValueError: it has replicas or pipeline stages of its own, so that several of its processes would be taken for
+            one tensor-parallel rank.
+    """
+    if arguments.get("dp_size", 1) > 1 and not arguments.get("enable_dp_attention", False):
+        raise ValueError(
+            f"the engine has dp_size={arguments['dp_size']}; launch as many engines and pass all of them instead"
+        )
+    if arguments.get("pp_size", 1) > 1:
+        raise ValueError(f"the engine has pp_size={arguments['pp_size']}; engines are updated without pipeline stages")
+    return LOADER in (arguments.get("custom_weight_loader") or [])

@@ -10,7 +10,7 @@ from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
-from tidemill_weight_update.sglang.launch import LOADER
+from tidemill_weight_update.sglang.launch import LOADER, has_loader
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class LocalEngine:
 
     @property
     def has_loader(self) -> bool:
-        return LOADER in self._engine.server_args.custom_weight_loader
+        """ValueError for an engine with replicas or pipeline stages of its own."""
+        return has_loader(vars(self._engine.server_args))
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
         """Hands `request` to all ranks, in one call of the engine's `update_weights_from_tensor`.
