@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tidemill_dataproto import DataProto, disk, pad_dataproto_to_divisor, ragged
 from tidemill_dataproto.equality import same
+from tidemill_dataproto.objects import Decoder, Encoder
 
 NAN = float("nan")
 JSON = st.recursive(
@@ -117,6 +118,22 @@ def test_other_readers_can_read_the_tensors(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "tidemill-dataproto", "version": "1"}
         assert file.get_tensor("batch/ids").tolist() == [0, 1, 2, 3, 4]
         assert file.get_tensor("bounds/0").tolist() == [0, 2, 2, 5]
+
+
+def test_ragged_columns_whose_offsets_are_strided(tmp_path: Path) -> None:
+    folded = DataProto.from_dict({"ids": ragged.ragged(torch.arange(9), [2, 0, 3, 4])}, {"uid": list("abcd")}).fold(2)
+    assert ragged.offsets(folded["ids"]).is_contiguous()
+    given = DataProto.from_dict({"ids": ragged.ragged(torch.arange(5), offsets=torch.tensor([0, 9, 2, 9, 5])[::2])})
+    for batch in (folded, given):
+        batch.save(tmp_path / "batch")
+        assert DataProto.load(tmp_path / "batch") == batch
+
+
+def test_objects_are_decoded_with_the_tensors_of_their_encoder() -> None:
+    encoder = Encoder(allow_pickle=False)
+    value = {"a": torch.arange(3), "b": [b"bytes", np.float32(1.5)]}
+    encoded = encoder.encode(value, "a value")
+    assert same(Decoder(False, encoder.tensors.__getitem__).decode(encoded), value)
 
 
 class Runs:

@@ -109,6 +109,30 @@ def test_arrow_tables_whole_and_cut(table: "pyarrow.Table") -> None:
     assert empty["tokens"].is_nested
 
 
+def test_unsigned_integers_become_columns_with_row_operations() -> None:
+    small, large = [0, 2**16 - 1, 3], [0, 2**64 - 1, 3]
+    table = pyarrow.table(
+        {
+            "u8": pyarrow.array([1, 255, 3], pyarrow.uint8()),
+            "u16": pyarrow.array(small, pyarrow.uint16()),
+            "u32": pyarrow.array([0, 2**32 - 1, 3], pyarrow.uint32()),
+            "u64": pyarrow.array([0, 2**63 - 1, 3], pyarrow.uint64()),
+            "tokens": pyarrow.array([[1, 2**16 - 1], [], [3]], pyarrow.list_(pyarrow.uint16())),
+            "large": pyarrow.array(large, pyarrow.uint64()),
+            "many_large": pyarrow.array([large, [], large], pyarrow.list_(pyarrow.uint64())),
+        }
+    )
+    batch = DataProto.from_arrow(table)
+    dtypes = {"u8": torch.uint8, "u16": torch.int32, "u32": torch.int64, "u64": torch.int64, "tokens": torch.int32}
+    assert {name: column.dtype for name, column in batch.batch.items()} == dtypes
+    rows = [batch[[2, 1, 0]], batch.reorder([2, 1, 0]), next(batch[::-1].make_iterator(3, shuffle=False))]
+    for reversed_rows in [*rows, batch.repeat(2, interleave=False)[[5, 1, 0]]]:
+        for name in ("u8", "u16", "u32", "u64", "large", "many_large"):
+            assert reversed_rows[name].tolist() == table[name].to_pylist()[::-1]
+        assert ragged.values(reversed_rows["tokens"]).tolist() == [3, 1, 2**16 - 1]
+    assert len(DataProto.from_arrow(table.slice(3))["u64"]) == 0
+
+
 def test_parquet_files(table: "pyarrow.Table", tmp_path: Path) -> None:
     import pyarrow.parquet
 

@@ -45,7 +45,7 @@ def write(
     for name, column in columns.items():
         if isinstance(column, JaggedColumn):
             number = layouts.setdefault(column.layout.key, len(layouts))
-            tensors[f"bounds/{number}"] = torch.from_numpy(column.layout.bounds)
+            tensors[f"bounds/{number}"] = storable(torch.from_numpy(column.layout.bounds))
         tensors[f"batch/{name}"] = storable(column.values if isinstance(column, JaggedColumn) else column)
     manifest = {
         "num_rows": num_rows,

@@ -30,7 +30,7 @@ def fold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_ro
             raise ValueError(f"column {name + _SUFFIX!r} is in the way of the row lengths of {name!r}; rename it")
         layout = column.layout
         if layout.key not in layouts:
-            layouts[layout.key] = Layout(layout.bounds[::size], layout.device)
+            layouts[layout.key] = Layout(layout.bounds[::size].copy(), layout.device)
         folded[name] = JaggedColumn(column.values, layouts[layout.key])
         others[name + _SUFFIX] = layout.lengths.reshape(count, size)
     return count, folded, others

@@ -1,7 +1,7 @@
 """Python objects as JSON beside tensors, and back: nothing that could run code, unless pickling is allowed."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,11 +101,11 @@ class Decoder:
 
     Attributes:
         allow_pickle: pickled objects are loaded, which runs code of whoever wrote them.
-        tensors: the encoder's, or any function of a name, e.g. one that reads them from a file.
+        tensors: gives the tensor of a name: one that reads it from a file, or `encoder.tensors.__getitem__`.
     """
 
     allow_pickle: bool
-    tensors: Any
+    tensors: Callable[[str], Tensor]
 
     def decode(self, value: Any) -> Any:
         """ValueError for pickled objects without `allow_pickle`, or what no encoder writes."""

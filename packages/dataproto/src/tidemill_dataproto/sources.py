@@ -16,6 +16,8 @@ from tidemill_dataproto.items import DataProtoItem
 
 __all__ = ["of_arrow", "of_items", "of_tensordict", "read_parquet"]
 
+# torch can hold these unsigned integers, and neither choose nor repeat rows of them on the CPU.
+_SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 _Tensors = dict[str, Tensor]
 _Others = dict[str, Any]
 
@@ -119,14 +121,17 @@ def of_arrow(table: Any) -> tuple[_Tensors, _Others]:
 
 
 def _tensor_of(array: Any) -> Tensor | None:
-    """The numbers of an Arrow array, or of lists of numbers, if there are no nulls."""
+    """The numbers of an Arrow array, or of lists of numbers, if there are no nulls and int64 holds them."""
     import pyarrow.types as types
 
     kind = array.type
     if array.null_count > 0:
         return None
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-        return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+        numbers = array.to_numpy(zero_copy_only=False)
+        if numbers.dtype == np.uint64 and numbers.max(initial=0) > np.iinfo(np.int64).max:
+            return None
+        return torch.from_numpy(numbers.astype(_SIGNED.get(numbers.dtype.name, numbers.dtype)))
     if types.is_fixed_size_list(kind):
         inner = _tensor_of(array.flatten())
         return None if inner is None or inner.is_nested else inner.unflatten(0, (len(array), kind.list_size))
