@@ -123,6 +123,22 @@ def test_quadratic_workload_counts_matrices_and_attention() -> None:
     assert balance.quadratic_workload(torch.tensor([8192]), 8192).dtype == torch.int64
 
 
+def test_rows_without_a_name_are_of_no_group() -> None:
+    lengths, names = [9, 9, 8, 8, 5, 4, 1, 1, 1, 1, 1, 1], [*"aabbcc", None, None, None, None, None, None]
+    order = balance.balance_rows(lengths, 3, groups=names)  # padding of the size of three groups, not of one
+    parts = [{names[row] for row in part} for part in order.reshape(3, 4).tolist()]
+    assert sorted("".join(name or "-" for name in sorted(part, key=str)) for part in parts) == ["-a", "-b", "-c"]
+    assert sorted(order.tolist()) == list(range(12))
+    assert balance.balance_rows([3, 1, 2, 2], 2, groups=[None] * 4).reshape(2, 2).sort().values.tolist() == [
+        [0, 1],
+        [2, 3],
+    ]
+    with pytest.raises(ValueError, match=r"3 groups of \[1, 2\] rows"):
+        balance.balance_rows([1] * 5, 1, ["a", "a", None, None, None])
+    assert len(balance.get_group_balanced_partitions([1, 1, 1], [None, None, None], 3)[2]) == 1
+    assert balance.count_micro_batches([5] * 4, 10, groups=[None] * 4) == 2
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

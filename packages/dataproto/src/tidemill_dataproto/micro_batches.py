@@ -75,7 +75,8 @@ def rearrange_micro_batches(
         min_num_micro_batch: at least as many.
         num_batches_divided_by: a multiple of it, with more micro-batches where needed (interleaved pipelines).
         length_key: a ragged column, whose row lengths count, or an integer column `[B]` of lengths.
-        group_key: a column of names; rows of one name come into one micro-batch.
+        group_key: a column of names; rows of one name come into one micro-batch. Rows that are padding, or of the name
+            None, are of no group.
         workload: what is levelled, of the row lengths; the lengths themselves where None.
 
     Returns:
@@ -186,7 +187,10 @@ def _units_of(
                 f"expected length_key={length_key!r} to name a ragged column or an integer column [B] of lengths, got "
                 f"{column.dtype} {list(column.shape)}; ragged.from_padded makes a padded column ragged"
             )
-    groups = None if group_key is None else batch[group_key].tolist()
+    groups = None
+    if group_key is not None:
+        names = zip(batch[group_key].tolist(), batch.is_padding, strict=True)
+        groups = [None if is_padding else name for name, is_padding in names]
     return _units(checked_lengths(lengths), max_token_len, groups, workload)
 
 
@@ -199,7 +203,9 @@ def _units(
     tokens = [sum(lengths[row] for row in unit) for unit in rows]
     longest = max(range(len(tokens)), key=tokens.__getitem__, default=None)
     if longest is not None and tokens[longest] > max_token_len:
-        what = f"row {longest}" if groups is None else f"the group {groups[rows[longest][0]]!r}"
+        first = rows[longest][0]
+        name = None if groups is None else groups[first]
+        what = f"row {first}" if name is None else f"the group {name!r}"
         raise ValueError(
             f"{what} has {tokens[longest]} tokens, more than max_token_len={max_token_len}; raise the cap or drop it"
         )

@@ -86,7 +86,7 @@ def get_seqlen_balanced_partitions(
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int] | Tensor, uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
-    """As `karmarkar_karp`, with rows of one uid in one part."""
+    """As `karmarkar_karp`, with rows of one uid in one part; rows of the uid None, such as padding, in any."""
     rows = checked_lengths(seqlen_list)
     groups = rows_of_groups(uid_list, len(rows))
     parts = karmarkar_karp([sum(rows[row] for row in group) for group in groups], k_partitions)
@@ -102,7 +102,8 @@ def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hasha
     Args:
         lengths: one integer >= 0 per row.
         n: number of parts.
-        groups: one name per row: rows of one name come into one part, next to each other.
+        groups: one name per row: rows of one name come into one part, next to each other. Rows of the name None, such
+            as padding, are of no group, and as many of them as a group has rows take the place of one.
 
     Raises:
         ValueError: n < 1, or groups of different sizes, or of a number that n does not divide: no equal chunks would
@@ -115,7 +116,10 @@ def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hasha
         parts = difference(rows, n, equal_size=True)
         parts.sort(key=len, reverse=True)
         return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
-    units = rows_of_groups(groups, len(rows))
+    units = [unit for unit in rows_of_groups(groups, len(rows)) if groups[unit[0]] is not None]
+    size = max(map(len, units), default=1)
+    alone = [row for row, name in enumerate(groups) if name is None]
+    units += [alone[start : start + size] for start in range(0, len(alone), size)]
     sizes = sorted({len(unit) for unit in units})
     if len(sizes) > 1 or len(units) % n != 0:
         raise ValueError(
@@ -127,14 +131,14 @@ def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hasha
 
 
 def rows_of_groups(groups: Sequence[Hashable], num_rows: int) -> list[list[int]]:
-    """The rows of each group, in the order in which the groups appear."""
+    """The rows of each group, in the order in which the groups appear; a row of the name None is alone."""
     if len(groups) != num_rows:
         raise ValueError(f"expected one group name per row, {num_rows}, got {len(groups)}")
-    rows: dict[Hashable, list[int]] = {}
+    rows: dict[tuple[Hashable, int], list[int]] = {}
     for row, name in enumerate(groups):
         if not isinstance(name, Hashable):
             raise TypeError(f"expected group names such as strings or numbers, got {type(name).__name__} for row {row}")
-        rows.setdefault(name, []).append(row)
+        rows.setdefault((name, row if name is None else -1), []).append(row)
     return list(rows.values())
 
 
