@@ -41,6 +41,77 @@ def test_concat_fills_columns_as_asked() -> None:
         DataProto.concat([second, first], fill={"ids": None, "mask": None})
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (torch.zeros(2, dtype=torch.int64), 0.7),
+        (torch.zeros(2, dtype=torch.int64), float("nan")),
+        (torch.zeros(2, dtype=torch.uint8), -1),
+        (torch.zeros(2, dtype=torch.int64), 2**63),
+        (torch.zeros(2, dtype=torch.bool), 7),
+        (torch.zeros(2, dtype=torch.float16), 1e6),
+        pytest.param(torch.zeros(2), 10**400, id="10**400"),
+        (torch.zeros(2), None),
+        (torch.zeros(2), "1"),
+        (torch.zeros(2, 2), [1, 2]),
+        (np.zeros(2, dtype=np.int64), 0.7),
+        (np.zeros(2, dtype=np.uint8), 256),
+        (np.zeros(2, dtype=bool), 7),
+        (np.zeros(2, dtype=np.float32), 1e300),
+        (np.zeros(2), None),
+        (np.zeros(2), "1"),
+        (np.zeros(2, dtype="datetime64[s]"), 5),
+    ],
+)
+def test_a_fill_that_the_column_cannot_hold_is_an_error(column: Any, value: Any) -> None:
+    full = DataProto.from_single_dict({"x": torch.zeros(2), "c": column})
+    for parts in ([full, full.select(["x"], [])], [full.select(["x"], [])[:0], full]):  # also without rows to fill
+        with pytest.raises(ValueError, match=r"column 'c' is .*, which cannot hold"):
+            DataProto.concat(parts, fill={"c": value})
+    assert DataProto.concat([full, full], fill={"c": value}) == full.repeat(2)  # no part needs it
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (torch.zeros(2, dtype=torch.int64), 7.0),
+        (torch.zeros(2, dtype=torch.int64), np.int8(-3)),
+        (torch.zeros(2, dtype=torch.bool), 1),
+        (torch.zeros(2, dtype=torch.bool), np.True_),
+        (torch.zeros(2, dtype=torch.bfloat16), 0.1),
+        (torch.zeros(2, dtype=torch.float16), -float("inf")),
+        (torch.zeros(2, dtype=torch.complex64), 1j),
+        (np.zeros(2, dtype=np.float32), 0.1),
+        (np.zeros(2, dtype=np.float32), float("nan")),
+        (np.zeros(2, dtype=np.uint64), 2**64 - 1),
+        (np.zeros(2, dtype="datetime64[s]"), np.datetime64("2026-01-01")),
+    ],
+)
+def test_a_fill_that_the_column_can_hold_is_kept(column: Any, value: Any) -> None:
+    full = DataProto.from_single_dict({"x": torch.zeros(2), "c": column})
+    joined = DataProto.concat([full, full.select(["x"], [])], fill={"c": value})["c"]
+    assert joined.dtype == column.dtype
+    assert joined[2:].tolist() == pytest.approx([value] * 2, rel=0.01, nan_ok=True) or joined[2] == value
+
+
+def test_rows_are_filled_with_a_row_of_numbers() -> None:
+    full = DataProto.from_dict({"x": torch.zeros(1)}, {"c": np.zeros((1, 2), dtype=np.int64)})
+    joined = DataProto.concat([full, full.select(["x"], [])], fill={"c": np.array([1, 2])})
+    assert joined["c"].tolist() == [[0, 0], [1, 2]]
+    with pytest.raises(ValueError, match=r"cannot hold 2\.5"):
+        DataProto.concat([full, full.select(["x"], [])], fill={"c": [1, 2.5]})
+
+
+def test_concat_names_a_column_that_is_in_different_halves() -> None:
+    x = torch.zeros(2)
+    tensor, array = (DataProto.from_single_dict({"x": x, "y": y}) for y in (torch.zeros(2), np.zeros(2)))
+    without = DataProto.from_dict({"x": x})
+    with pytest.raises(ValueError, match=r"column 'y' is a numpy array in part 2, but a tensor in part 1; convert one"):
+        DataProto.concat([tensor, tensor, array])
+    with pytest.raises(ValueError, match=r"column 'y' is a tensor in part 2, but a numpy array in part 1"):
+        DataProto.concat([without, array, tensor], fill={"y": 0})
+
+
 def test_a_batch_without_columns_and_rows_goes_with_any() -> None:
     batch = make()
     assert DataProto.concat([DataProto(), batch, DataProto(meta_info={"other": 1})])["x"].tolist() == [0, 1, 2, 3]

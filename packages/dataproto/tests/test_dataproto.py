@@ -1,5 +1,6 @@
 """What DataProto promises beyond rows: isolation and atomicity."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batch_cases import make
-from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged
 
 # Construction
 
@@ -124,6 +125,46 @@ def test_chunks_do_not_share_meta_info() -> None:
     first, second = make().chunk(2)
     first.meta_info["list"].append(2)
     assert second.meta_info["list"] == [1]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda b: DataProto.from_dict({"y": torch.zeros(4)}, meta_info={"inner": b}).select().meta_info["inner"],
+    ],
+)
+def test_copies_keep_devices_and_gradients(copied) -> None:
+    weight = torch.ones(10, requires_grad=True)
+    ids = ragged.ragged(weight * 3, [1, 2, 3, 4])
+    batch = DataProto.from_dict({"w": weight[:4] * 2, "ids": ids, "again": ragged.like(weight * 2, ids)})
+    new = copied(batch)
+    assert type(new) is DataProto
+    assert new == batch
+    assert ragged.offsets(new["ids"]) is ragged.offsets(new["again"])
+    (new["w"].sum() + ragged.values(new["ids"]).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [5.0] * 4 + [3.0] * 6
+    assert {column.device.type for column in copied(make().to("meta")).batch.values()} == {"meta"}
+
+
+def test_deep_copies_share_nothing_but_what_was_shared_within() -> None:
+    fact = {"list": [1]}
+    batch = DataProto.from_dict({"x": torch.zeros(1)}, {"o": [[fact]], "n": np.zeros(1)})
+    batch.meta_info["fact"] = fact
+    padded, _ = pad_dataproto_to_divisor(batch, 2)
+    for source in (batch, padded):
+        new = copy.deepcopy(source)
+        assert new == source
+        new["x"].add_(1)
+        new["n"][:] = 1
+        new["o"][0][0]["list"].append(2)
+        assert source["x"].sum() == source["n"].sum() == 0
+        assert fact == {"list": [1]}
+    assert copy.deepcopy(padded).is_padding.tolist() == [False, True]
+    new = copy.deepcopy(batch)
+    assert new.meta_info["fact"] is new["o"][0][0]
 
 
 def test_slices_are_views_and_indexing_copies() -> None:

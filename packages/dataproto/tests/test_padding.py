@@ -49,7 +49,46 @@ def test_other_columns_are_blanked_as_asked() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 2, blank_keys=["score", "ground_truth", "none"])
     assert padded["score"].tolist()[4:] == [14.0, 0.0]
     assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
+    assert padded["uid"].tolist()[4:] == ["u4", None]
+
+
+@pytest.mark.parametrize(
+    "uid",
+    [
+        torch.tensor([0, 0, 1, 1, 2]),
+        torch.tensor([-9, -9, -1, -1, -1], dtype=torch.int8),
+        torch.tensor([0.0, 0.0, float("inf"), 3e38, 0.5]),
+        ragged.ragged(torch.tensor([0, 0, 1, 2, 4]), [1] * 5),
+        np.array([0, 0, 1, 1, 2]),
+        np.array([7, 7, 0, 0, 253], dtype=np.uint8),
+        np.array([0.0, 0.0, 1.5, 1.5, np.inf], dtype=np.float32),
+        np.array(["a", "a", "b", "b", "c"]),
+        ["a", "a", "b", "b", "c"],
+    ],
+)
+def test_padding_rows_join_no_group_whatever_names_the_groups(uid) -> None:
+    batch = make().select(None, []).union(DataProto.from_single_dict({"uid": uid}))
+    padded, size = pad_dataproto_to_divisor(batch, 8)
+    names = padded["uid"]
+    names = (ragged.values(names) if isinstance(names, torch.Tensor) and names.is_nested else names).tolist()
+    assert not set(names[:5]) & set(names[5:])
+    assert padded["uid"].dtype == batch["uid"].dtype
+    again, _ = pad_dataproto_to_divisor(padded, 9)
+    assert again.is_padding.sum() == 4
+    assert unpad_dataproto(padded, size) == batch
+
+
+def test_columns_that_name_groups_are_those_asked_for() -> None:
+    padded, _ = pad_dataproto_to_divisor(make(), 2, group_keys=["ground_truth", "score", "none"])
     assert padded["uid"].tolist()[4:] == ["u4", "u4"]
+    assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
+    assert padded["score"][-1].isnan()
+
+
+@pytest.mark.parametrize("uid", [torch.tensor([255, 0, 0], dtype=torch.uint8), np.array([True, False, False])])
+def test_a_dtype_without_another_number_cannot_name_groups(uid) -> None:
+    with pytest.raises(ValueError, match=r"column 'uid' is (torch.uint8|bool), which cannot hold (256|2)"):
+        pad_dataproto_to_divisor(DataProto.from_single_dict({"uid": uid}), 2)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +146,20 @@ def test_micro_batches_keep_padding_until_they_are_collected() -> None:
     assert restored == padded
     assert unpad_dataproto(restored, size) == make()
     assert len(DataProto.concat(parts)) == 5
+
+
+@pytest.mark.parametrize("uid", [["a", "b", "c"], np.array(["a", "b", "c"]), torch.tensor([0, 0, 1])])
+def test_padding_rows_are_no_group_of_micro_batches(uid) -> None:
+    ids = ragged.ragged(torch.arange(15), [5] * 3)
+    padded, size = pad_dataproto_to_divisor(DataProto.from_single_dict({"input_ids": ids, "uid": uid}), 8)
+    assert size == 5
+    parts, indices = rearrange_micro_batches(padded, 10, group_key="uid")
+    assert [len(part) for part in parts] == [2] * 4
+    assert restore_dynamic_batch(parts, indices) == padded
+    with pytest.raises(ValueError, match=r"the group ('a'|0) has"):
+        rearrange_micro_batches(padded, 4, group_key="uid")
+    with pytest.raises(ValueError, match="row 0 has 5 tokens"):
+        rearrange_micro_batches(padded[padded.is_padding], 4, group_key="uid")
 
 
 def test_metrics_do_not_see_padding() -> None:

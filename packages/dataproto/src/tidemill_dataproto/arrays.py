@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tidemill_dataproto import checks
+
 __all__ = ["as_array", "check_array", "cut", "fill", "join", "kind_of", "object_column", "take"]
 
 
@@ -62,9 +64,30 @@ def join(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def fill(like: np.ndarray, num_rows: int, value: Any) -> np.ndarray:
-    """A column of the kind of `like`, all of whose rows are `value`, copied for each row if they are objects."""
+def fill(name: str, like: np.ndarray, num_rows: int, value: Any) -> np.ndarray:
+    """A column of the kind of `like`, all of whose rows are `value`, copied for each row if they are objects.
+
+    Raises:
+        ValueError: `value` is nothing that a column of numbers or times can hold.
+    """
     if like.dtype == object:
         return object_column([copy.deepcopy(value) for _ in range(num_rows)])
-    dtype = np.asarray(value).dtype if like.dtype.kind in "US" else like.dtype  # strings have room for the value
-    return np.full((num_rows, *like.shape[1:]), value, dtype=dtype)
+    given = np.asarray(value)
+    _check_fill(name, like.dtype, given)
+    dtype = given.dtype if like.dtype.kind in "US" else like.dtype  # strings have room for the value
+    return np.full((num_rows, *like.shape[1:]), given, dtype=dtype)
+
+
+def _check_fill(name: str, dtype: np.dtype, given: np.ndarray) -> None:
+    """Raises ValueError unless a column of numbers or times can hold the values `given`."""
+    if dtype.kind == "f":
+        low, high = float(np.finfo(dtype).min), float(np.finfo(dtype).max)
+    elif dtype.kind in "iu":
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    else:
+        low, high = 0, 1
+    if dtype.kind in "biuf":
+        for number in given.ravel().tolist():
+            checks.check_fits(name, number, dtype, low, high, is_float=dtype.kind == "f")
+    elif dtype.kind in "Mm" and given.dtype.kind != dtype.kind:
+        raise ValueError(f"column {name!r} is {dtype}, which cannot hold {given}; make it a numpy {dtype.name}")

@@ -1,9 +1,10 @@
 """Errors about the names and rows of columns."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["check_counts", "check_disjoint", "check_known", "check_type", "pick"]
+__all__ = ["check_counts", "check_disjoint", "check_fits", "check_known", "check_type", "pick"]
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -29,6 +30,18 @@ def check_type(value: Any, kind: type, what: str) -> None:
     """Raises TypeError unless `value` is of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {what}, got {type(value).__name__}; see DataProto.from_dict and from_items")
+
+
+def check_fits(name: str, value: Any, dtype: Any, low: float, high: float, is_float: bool = False) -> None:
+    """Raises ValueError unless a column of numbers from `low` to `high` holds `value`; floats may round it."""
+    if isinstance(value, int | float):
+        if low <= value <= high and (is_float or value == int(value)):
+            return
+        if is_float and (value != value or abs(value) == math.inf):
+            return
+    raise ValueError(
+        f"column {name!r} is {dtype}, which cannot hold {value!r}; pass another value, or convert it first"
+    )
 
 
 def check_counts(counts: Mapping[str, int]) -> None:

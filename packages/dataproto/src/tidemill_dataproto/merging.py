@@ -24,13 +24,15 @@ def join_columns(
     """Concatenates the rows of the parts, column by column; part i has num_rows[i] rows.
 
     Raises:
-        ValueError: a column that only some parts have and that is not filled, a fill that no part needs or that does
-            not go with the column, or a column of different kinds; the error names it.
+        ValueError: a column that only some parts have and that is not filled, a fill of a column that no part has, or
+            that the column cannot hold, or a column of different kinds; the error names it. A fill that no part needs
+            is none, as who joins results need not know which of them are complete.
     """
     both: list[dict[str, Any]] = [{**a, **b} for a, b in zip(tensors, arrays, strict=True)]
     _check_names(both, fill)
+    _check_halves(tensors, arrays)
     tensors = _filled(tensors, num_rows, fill, _fill_column)
-    arrays = _filled(arrays, num_rows, fill, lambda _name, like, count, value: numpy_half.fill(like, count, value))
+    arrays = _filled(arrays, num_rows, fill, numpy_half.fill)
     _check_kinds(tensors, tensor_half.kind_of)
     _check_kinds(arrays, numpy_half.kind_of)
     return tensor_half.join(tensors), numpy_half.join(arrays)
@@ -48,6 +50,17 @@ def _check_names(parts: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) ->
             f"expected the same columns in all {len(parts)} parts, but {text}; say what to fill in with "
             f"fill={{name: value}}, or select() the columns that all have"
         )
+
+
+def _check_halves(tensors: Sequence[Mapping[str, Column]], arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
+    in_tensors = {name: number for number, part in enumerate(tensors) for name in part}
+    in_arrays = {name: number for number, part in enumerate(arrays) for name in part}
+    for name, number in in_tensors.items():
+        if name in in_arrays:
+            (first, kind), (second, other) = sorted([(number, "a tensor"), (in_arrays[name], "a numpy array")])
+            raise ValueError(
+                f"column {name!r} is {other} in part {second}, but {kind} in part {first}; convert one first"
+            )
 
 
 def _names(parts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -71,7 +84,7 @@ def _filled(
 def _fill_column(name: str, like: Column, num_rows: int, value: Any) -> Column:
     if isinstance(like, JaggedColumn) and value is not None:
         raise ValueError(f"column {name!r} is ragged and is filled with empty rows; pass fill={{{name!r}: None}}")
-    return tensor_half.fill(like, num_rows, value)
+    return tensor_half.fill(name, like, num_rows, value)
 
 
 def _check_kinds(parts: Sequence[Mapping[str, _T]], kind_of: Callable[[_T], str]) -> None:

@@ -1,10 +1,14 @@
 """Rows that are added so that a number of rows divides, and taken out again."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from tidemill_dataproto.arrays import fill
+from tidemill_dataproto import arrays as numpy_half
+from tidemill_dataproto import tensors as tensor_half
 from tidemill_dataproto.layout import JaggedColumn
 from tidemill_dataproto.proto import DataProto
 from tidemill_dataproto.tensors import Column
@@ -13,20 +17,24 @@ __all__ = ["pad_dataproto_to_divisor", "unpad_dataproto"]
 
 
 def pad_dataproto_to_divisor(
-    data: DataProto, size_divisor: int, blank_keys: Sequence[str] = ("response_mask", "loss_mask", "uid")
+    data: DataProto,
+    size_divisor: int,
+    blank_keys: Sequence[str] = ("response_mask", "loss_mask"),
+    group_keys: Sequence[str] = ("uid",),
 ) -> tuple[DataProto, int]:
     """Adds as few rows at the end as make the number of rows a multiple of `size_divisor`.
 
     A padding row is a copy of the row with the fewest ragged elements, so that every worker can compute it, and
-    cheaply. But in the columns of `blank_keys`, as far as the batch has them, it is zero, or None for objects: it is
-    not trained, and belongs to no group. It stays marked (`DataProto.is_padding`): iterating skips it, and `concat`
-    drops it.
+    cheaply. But it is not trained: in the columns of `blank_keys`, as far as the batch has them, it is zero, or None
+    for objects. And it belongs to no group of other rows: in those of `group_keys` it is None for objects, "" for
+    strings, NaN for floats, and one more than all others for integers, which are read if they are on a device. It stays
+    marked (`DataProto.is_padding`): iterating skips it, and `concat` drops it.
 
     Returns:
         The padded batch and the number of rows added.
 
     Raises:
-        ValueError: size_divisor < 1.
+        ValueError: size_divisor < 1, or integers of group_keys that leave no larger one to their dtype.
     """
     if size_divisor < 1:
         raise ValueError(f"expected a size_divisor of at least 1, got {size_divisor}")
@@ -37,7 +45,10 @@ def pad_dataproto_to_divisor(
     row = _cheapest_row(columns, ~data.is_padding)
     rows = np.concatenate([np.arange(len(data)), np.full(pad_size, row)])
     padded = data._take(rows)
-    _blank(padded, blank_keys, pad_size)
+    for key in blank_keys:
+        _blank(padded, key, pad_size, is_group=False)
+    for key in group_keys:
+        _blank(padded, key, pad_size, is_group=True)
     padded._padding = np.concatenate([data.is_padding, np.ones(pad_size, dtype=bool)])
     return padded, pad_size
 
@@ -76,18 +87,28 @@ def _cheapest_row(columns: dict[str, Column], is_real: np.ndarray) -> int:
     return int(rows[cost[rows].argmin()])
 
 
-def _blank(padded: DataProto, keys: Sequence[str], pad_size: int) -> None:
-    """Blanks the last `pad_size` rows of columns that this batch has for itself."""
-    columns = padded._read()
+def _blank(padded: DataProto, key: str, pad_size: int, is_group: bool) -> None:
+    """Blanks the last `pad_size` rows of a column that this batch has for itself, if it has it."""
+    columns, arrays = padded._read(), padded.non_tensor_batch
     start = len(padded) - pad_size
-    for key in keys:
-        if key in columns:
-            column = columns[key]
-            if isinstance(column, JaggedColumn):
-                column.values[column.layout.bounds[start] :] = 0
-            else:
-                column[start:] = 0
-        elif key in padded.non_tensor_batch:
-            array = padded.non_tensor_batch[key]
-            blank = fill(array, pad_size, None if array.dtype == object else array.dtype.type())
-            padded.non_tensor_batch[key] = np.concatenate([array[:start], blank])
+    if key in columns:
+        column = columns[key]
+        if isinstance(column, JaggedColumn):
+            flat, start = column.values, int(column.layout.bounds[start])
+        else:
+            flat = column
+        number = _unused(flat) if is_group else 0
+        tensor_half.check_fill(key, flat, number)
+        flat[start:] = number
+    elif key in arrays:
+        array = arrays[key]
+        value: Any = None if array.dtype == object else array.dtype.type()
+        if is_group and array.dtype.kind in "biuf":
+            value = _unused(array)
+        arrays[key] = np.concatenate([array[:start], numpy_half.fill(key, array, pad_size, value)])
+
+
+def _unused(column: Tensor | np.ndarray) -> float:
+    """A number that is none of the column's: NaN, which equals none, or one more than all integers."""
+    numbers = column.flatten().tolist()
+    return math.nan if any(isinstance(number, float) for number in numbers) else max(numbers, default=0) + 1

@@ -40,7 +40,8 @@ class DataProto(BatchState):
     them, everything else treats them as rows.
 
     A batch pickles with its tensors as buffers, on the CPU. What is unpickled from buffers that the reader shares with
-    others, as in Ray, is a view of them: write to a `clone()`, not in place.
+    others, as in Ray, is a view of them: write to a `clone()`, not in place. `copy.deepcopy` copies objects too, but
+    tensors as `clone` does: on their device, and with gradients that flow back to the original.
     """
 
     __slots__ = ()
@@ -100,7 +101,8 @@ class DataProto(BatchState):
         """Makes a batch of an Arrow table (needs pyarrow).
 
         Columns of numbers or bools become tensors `[B]`, those of fixed-size lists of them `[B, n]`, those of lists of
-        either ragged columns, and all others, as those with nulls, object columns.
+        either ragged columns, and all others, as those with nulls, object columns. Unsigned integers of 16 bits and
+        more, for which torch lacks row operations, become signed ones that hold them, or objects if none does.
 
         Raises:
             TypeError: it is no `pyarrow.Table`.
@@ -341,7 +343,7 @@ class DataProto(BatchState):
         Args:
             data: the parts; one without columns and rows goes with any other.
             fill: for columns that only some parts have, the value of their rows in the others; None for a ragged
-                column, whose rows are then empty.
+                column, whose rows are then empty. Columns that all parts have stay as they are.
             merge: for facts that differ between parts, what becomes of them: "first", "list" (of all parts', in order),
                 "sum", "mean" (each part counts with its rows without padding), "max" or "min" of numbers or of each
                 number in a dict, or a function of the list of values. Without a rule, "metrics" and "timing" become a
@@ -349,7 +351,8 @@ class DataProto(BatchState):
 
         Raises:
             ValueError: no parts, a column that not all parts have and that is not filled, or that differs in kind,
-                dtype, device or row shape, or a fact that differs; the error names it.
+                dtype, device or row shape, a fill that its column cannot hold, or whose column no part has, or a fact
+                that differs; the error names it.
         """
         if len(data) == 0:
             raise ValueError("expected at least one part to concatenate")

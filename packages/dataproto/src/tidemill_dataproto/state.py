@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 
 from tidemill_dataproto import arrays as numpy_half
@@ -118,10 +119,20 @@ class BatchState:
         size += sum(array.nbytes for array in self.non_tensor_batch.values())
         padding = f", {self._num_padding()} of them padding" if self._num_padding() > 0 else ""
         lines = [f"{type(self).__name__}({len(self)} rows{padding}, {_size_text(size)}"]
-        lines += [f"  {name}: {tensor_half.describe(column)}" for name, column in columns.items()]
+        lines += [f"  {name}: {tensor_half.describe_column(column)}" for name, column in columns.items()]
         lines += [f"  {name}: {numpy_half.kind_of(array)}, numpy" for name, array in self.non_tensor_batch.items()]
         lines += [f"  meta_info: {', '.join(map(str, self.meta_info))}"] if self.meta_info else []
         return "\n".join(lines) + ")"
+
+    def __copy__(self) -> Self:
+        return self._of(len(self), *self._pick(None, None, None), self._padding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # By way of __reduce_ex__, which takes tensors to the CPU and out of the graph, they would not be the same.
+        columns = tensor_half.map_tensors(self._read(), torch.clone)
+        new = self._of(len(self), columns, copy.deepcopy(self.non_tensor_batch, memo), {}, self._padding)
+        new.meta_info = copy.deepcopy(self.meta_info, memo)
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         packed = wire.pack(self._read(), protocol)

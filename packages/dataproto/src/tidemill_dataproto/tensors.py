@@ -24,8 +24,9 @@ __all__ = [
     "TensorColumns",
     "as_columns",
     "as_tensor",
+    "check_fill",
     "cut",
-    "describe",
+    "describe_column",
     "fill",
     "join",
     "kind_of",
@@ -153,7 +154,7 @@ def kind_of(column: Column) -> str:
     return f"{str(flat.dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}] on {flat.device}"
 
 
-def describe(column: Column) -> str:
+def describe_column(column: Column) -> str:
     """`kind_of` and how long the rows are, for a reader."""
     if not isinstance(column, JaggedColumn) or column.layout.num_rows == 0:
         return kind_of(column)
@@ -215,11 +216,27 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     return joined
 
 
-def fill(like: Column, num_rows: int, value: Any) -> Column:
-    """A column of the kind of `like`, all of whose elements are `value`; a ragged one has empty rows."""
+def fill(name: str, like: Column, num_rows: int, value: Any) -> Column:
+    """A column of the kind of `like`, all of whose elements are the number `value`; a ragged one has empty rows.
+
+    Raises:
+        ValueError: `value` is no number, or one that the column cannot hold.
+    """
     if isinstance(like, JaggedColumn):
         return JaggedColumn(like.values[:0], Layout(np.zeros(num_rows + 1, dtype=np.int64), like.layout.device))
+    check_fill(name, like, value)
     return like.new_full((num_rows, *like.shape[1:]), value)
+
+
+def check_fill(name: str, like: Tensor, value: Any) -> None:
+    """Raises ValueError unless `value` is a number that a tensor like this can hold."""
+    dtype, number = like.dtype, np.asarray(value).tolist()
+    if dtype == torch.bool:
+        checks.check_fits(name, number, dtype, 0, 1)
+    elif dtype.is_floating_point:
+        checks.check_fits(name, number, dtype, torch.finfo(dtype).min, torch.finfo(dtype).max, is_float=True)
+    elif not dtype.is_complex:
+        checks.check_fits(name, number, dtype, torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def map_tensors(columns: Mapping[str, Column], move: Callable[[Tensor], Tensor]) -> dict[str, Column]:
