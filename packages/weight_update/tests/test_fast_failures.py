@@ -79,6 +79,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is
     if is_mixed:
         assert bad.paused == "abort"
     else:
+        assert bad.paused is None  # also if only the answer to its pause did not come
         assert holds(bad, tensors(1 if is_mixed is False else 2))
     requests = len(bad.requests)
     assert updater.update(tensors(3).items(), 3).fenced == {}  # it is left out
@@ -153,6 +154,18 @@ class Raising(Receiver):
         if self.fails == "copy" and self.model.rank == 1 and self.count % 20 == 3:
             raise RuntimeError("out of memory")
         return memory
+
+
+def test_an_engine_that_neither_answers_to_a_pause_nor_goes_on_is_named_with_both():
+    class Broken(Breaking):
+        broken = "pause"
+
+        def resume(self):
+            raise RuntimeError("cannot go on")
+
+    message = r"^engine 0 of 1 \(toy\): cannot pause; it did not go on after its pause: cannot go on$"
+    with pytest.raises(RuntimeError, match=message):
+        WeightUpdater([Broken(1)], in_flight="retract").update(tensors(1).items(), 1)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -217,6 +217,40 @@ def test_an_engine_that_fails_is_fenced_and_brought_up_to_date_alone():
     assert (good.version, bad.version) == ("4", "4")
 
 
+class Nameless(AdapterEngine):
+    """Fails when its version is set, or read."""
+
+    fails = ""
+
+    def set_weight_version(self, version: str) -> None:
+        if self.fails == "set":
+            raise RuntimeError("no answer")
+        super().set_weight_version(version)
+
+    def get_weight_version(self) -> str:
+        if self.fails == "read":
+            raise RuntimeError("no answer")
+        return super().get_weight_version()
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+@pytest.mark.parametrize("fails", ["set", "read"])
+def test_an_engine_that_does_not_take_the_adapters_version_goes_on(fails, in_flight):
+    """With its own weights, which are those of before."""
+    good, bad = AdapterEngine("good"), Nameless("bad")
+    updater = WeightUpdater([good, bad], in_flight=in_flight)
+    bad.fails = fails
+    assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).fenced == {"engine 1 of 2 (bad)": "no answer"}
+    assert (bad.paused, good.version) == (None, "1")
+    bad.fails = ""
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).fenced == {}
+    assert (bad.paused, bad.version, bad.served()) == (None, "2", {"policy": dict(adapter(2))})
+    bad.fails = fails
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\): no answer"):
+        updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad])
+    assert bad.paused is None
+
+
 def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])

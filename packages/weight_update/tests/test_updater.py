@@ -7,6 +7,7 @@ import pytest
 import torch
 from memory_engine import MemoryEngine, assert_same
 from tidemill_weight_update import BucketHandle, WeightUpdater
+from tidemill_weight_update.send.gather import Piece
 from tidemill_weight_update.sglang.payload import stock_payload
 
 
@@ -114,6 +115,44 @@ def test_an_iterator_that_raises_half_way_fences_engines_that_hold_a_mix(error):
     assert engine.calls == ["load 0 None", "pause abort"]
     updater.update([("t0", torch.ones(8))], 2)
     assert (engine.version, engine.calls[-1]) == ("2", "resume")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_that_cannot_be_paused_gets_nothing(others):
+    class Busy(MemoryEngine):
+        def pause(self, mode: str) -> None:
+            super().pause(mode)
+            raise RuntimeError("requests do not end")
+
+    engines = [Busy(), *(MemoryEngine() for _ in range(others))]
+    updater = WeightUpdater(engines, in_flight="abort")
+    if others:
+        assert updater.update([("a", torch.zeros(1))], 1).fenced == {
+            "engine 0 of 2 (MemoryEngine)": "requests do not end"
+        }
+    else:
+        with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(MemoryEngine\): requests do not end$"):
+            updater.update([("a", torch.zeros(1))], 1)
+    assert engines[0].calls == ["pause abort", "resume"]  # it may be paused although it does not say so
+
+
+@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
+def test_a_bucket_that_could_not_be_filled_is_not_loaded(monkeypatch, fails_at, calls):
+    """The last one would come with the version."""
+    copied = []
+
+    def copy_to(self, arena, original=Piece.copy_to):
+        copied.append(self)
+        if len(copied) > fails_at:
+            raise RuntimeError("out of memory")
+        original(self, arena)
+
+    monkeypatch.setattr(Piece, "copy_to", copy_to)
+    engine = MemoryEngine()
+    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at + 1)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        WeightUpdater([engine], bucket_bytes=32).update(items, 1)
+    assert (engine.calls, engine.version) == (calls, "default")
 
 
 def test_a_prefix_cache_that_is_not_flushed_is_an_error():

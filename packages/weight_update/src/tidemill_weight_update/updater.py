@@ -205,7 +205,7 @@ class WeightUpdater:
                 it; an engine of `engines` failed in `update` and has to be brought up to date by that first.
             TypeError: an item that is not `(name, dense tensor)`, or a LocalShard.
             RuntimeError: as in `update`. An engine that fails serves its own weights as before; requests for the
-                adapter reach the old one, or are refused.
+                adapter reach the old one or the new one, or are refused.
         """
         started = time.perf_counter()
         version = str(weight_version)

@@ -65,6 +65,7 @@ class Fleet:
         in_flight: what becomes of running requests: "wait" lets them end, the others are SGLang's modes of pausing.
 
     Attributes:
+        stock: those of the members that are without our loader, as far as they could tell.
         threads: that wait for answers of engines.
     """
 
@@ -77,6 +78,7 @@ class Fleet:
         self.threads: list[threading.Thread] = []
         for member in self.members:
             member.attempt(lambda member=member: self._number(member), unchanged=True)
+        self.stock = [member for member in self.members if not member.rows and member.error is None]
 
     def _number(self, member: Member) -> None:
         if member.client.has_loader:
@@ -91,20 +93,17 @@ class Fleet:
         """Whether prefix caches are emptied. SGLang cannot while requests are paused, and ends if it is asked to."""
         return self._in_flight in ("wait", "abort")
 
-    @property
-    def stock(self) -> list[Member]:
-        """Those without our loader."""
-        return [member for member in self.members if not member.rows and member.error is None]
-
     def pause(self) -> None:
         """Pauses the engines, unless running requests are to be waited for."""
         mode = self._in_flight
         if mode == "wait":
             return
         for member in self.members:
+            if member.error is not None:
+                continue
+            member.paused = True  # before it is: SGLang pauses first, and may answer too late or not at all
             if not member.stopped:  # SGLang would let requests begin before it pauses again
                 member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
-            member.paused = member.error is None
 
     def load(self, request: Callable[[Member], Request], control: Channel) -> None:
         """Asks all engines with our loader to load."""
@@ -208,12 +207,13 @@ class Fleet:
         """Makes the version visible on all engines that have loaded everything.
 
         Args:
-            everywhere: also on those of the stock path, which else have it from their last bucket.
+            everywhere: also on those of the stock path, which else have it from their last bucket; they have all got an
+                adapter, and hold the weights that they held before.
         """
         for member in self.members:
             if member.rows or everywhere:
-                member.attempt(lambda member=member: member.client.set_weight_version(version), unchanged=False)
-            member.attempt(lambda member=member: _check_version(member.client, version), unchanged=False)
+                member.attempt(lambda member=member: member.client.set_weight_version(version), unchanged=everywhere)
+            member.attempt(lambda member=member: _check_version(member.client, version), unchanged=everywhere)
 
     def resume(self) -> None:
         """Lets paused engines go on, and stops those that may hold a mix of versions."""
@@ -224,7 +224,8 @@ class Fleet:
                 try:
                     member.client.resume()
                 except Exception as error:  # noqa: BLE001
-                    member.fail(f"it did not go on after its pause: {error}", unchanged=member.unchanged)
+                    told = f"it did not go on after its pause: {error}"
+                    member.error = told if member.error is None else f"{member.error}; {told}"
 
     def _stop(self, member: Member) -> None:
         if member.stopped:

@@ -62,18 +62,19 @@ class StockPath:
             with stages("gather"):
                 pieces = gather(bucket, self._ranks.owner)
             if arena is not None:
-                with failure, stages("fill"):
-                    for piece in pieces:
-                        piece.copy_to(arena.data)
-                with failure, stages("load"):
-                    self._load(bucket, arena, version, members, alone)
+                with failure:
+                    with stages("fill"):
+                        for piece in pieces:
+                            piece.copy_to(arena.data)
+                    with stages("load"):
+                        self._load(bucket, arena, version, members, alone)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
             is_last = bucket.is_last
         with stages("finish"):
             for member in members:
-                if flush and member.error is None:
+                if flush and member.error is None and failure.error is None:
                     _flush(member, version)
         self._agree(failure, None, version)
         return num_buckets, num_tensors, num_bytes
