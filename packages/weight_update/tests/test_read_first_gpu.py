@@ -1,5 +1,8 @@
 """Updates whose tensors the GPU reads before it is known that they are those of the last update."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
@@ -93,6 +96,35 @@ def test_tensors_that_moved_are_found_where_they_are_now(engine, updater, read, 
         updater.update(trainer.held.items(), version)
         assert holds(engine, tensors(version))
     assert read[-1]
+
+
+def test_tensors_that_are_made_by_each_iteration_live_while_they_are_read(engine, updater, read):
+    """At the same addresses each time, so that they are recognised: the third time first, the second time after."""
+    trainer = Trainer()
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    class Views:
+        def __iter__(self):
+            made.clear()
+            for name, tensor in trainer.held.items():
+                view = tensor.detach().view(tensor.shape)
+                made.append(weakref.ref(view))
+                yield name, view
+
+    def load(request, *, flush_cache, original=engine.load):
+        original(request, flush_cache=flush_cache)
+        alive.append(bool(made) and all(ref() is not None for ref in made))
+
+    engine.load = load
+    for version in range(4):
+        trainer.change(version)
+        assert updater.update(Views(), version).verified
+        assert holds(engine, tensors(version))
+        gc.collect()
+        assert all(ref() is None for ref in made)
+    assert alive == [True] * 4
+    assert read == [True, True]
 
 
 def test_what_was_read_first_is_refused_as_ever(engine, updater, read):

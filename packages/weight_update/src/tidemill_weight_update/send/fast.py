@@ -66,10 +66,13 @@ class FastPath:
         self._known = Known([])
         self._prepared: list[Prepared] = []
         self.plain = self._known_plain = PlainNames()
-        self._pieces: list[Held] = []  # alive while an update reads them by their addresses
+        # Alive while an update reads them by their addresses: what came, for it may be made anew each time, and what was
+        # made of it.
+        self._items: list[tuple[str, Tensor | LocalShard]] = []
+        self._pieces: list[Held] = []
         self._came_again = False
         self._num_freed: int | None = None
-        self._assumed: list[tuple[str, Tensor | LocalShard]] | None = None
+        self._is_assumed = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
@@ -124,13 +127,13 @@ class FastPath:
         `send` finds it out while the GPU reads them, which is safe as long as no allocation was freed since.
         """
         items = list(named_tensors)
-        self._assumed = None
-        if self.expects_same and self._num_freed is not None and self._num_freed == self._count_freed():
-            self._assumed = items
-            return self._prepared
-        prepared = self._prepared_for(items)
-        self._num_freed = self._count_freed()
-        return prepared
+        self._is_assumed = self.expects_same and self._num_freed is not None and self._num_freed == self._count_freed()
+        lines = self._prepared
+        if not self._is_assumed:
+            lines = self._prepared_for(items)
+            self._num_freed = self._count_freed()
+        self._items = items
+        return lines
 
     def _prepared_for(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
         self._came_again = self._known.are(items)
@@ -201,18 +204,16 @@ class FastPath:
         sender = self._require_sender()
         first: Filling | None = None
         try:
-            if self._assumed is not None:
-                lines, first = self._read_first(self._assumed, stages, started)
+            if self._is_assumed:
+                lines, first = self._read_first(stages, started)
             sender.open(self._sequence, lines if isinstance(lines, list) else None)
             audience = self._audience(sender.mailbox, control, num_receivers)
             return sender.send(self._sequence, lines, audience, stages, started, finishing, first)
         finally:
-            self._assumed = None
-            self._pieces = []
+            self._is_assumed = False
+            self._items, self._pieces = [], []
 
-    def _read_first(
-        self, items: list[tuple[str, Tensor | LocalShard]], stages: Stages, started: Callable[[], None]
-    ) -> tuple[list[Prepared], Filling | None]:
+    def _read_first(self, stages: Stages, started: Callable[[], None]) -> tuple[list[Prepared], Filling | None]:
         """Lets the GPU read what came last, and finds out meanwhile whether it is what comes now.
 
         Returns:
@@ -222,7 +223,7 @@ class FastPath:
             filling = self._require_sender().fill(self._prepared[0], 0)
         started()
         with stages("prepare"):
-            lines = self._prepared_for(items)
+            lines = self._prepared_for(self._items)
         if self._came_again:
             return lines, filling
         self._num_freed = self._count_freed()
