@@ -5,10 +5,12 @@ import time
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.copy import host
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, tensors
 
 MODES = ["complete", "streaming"]
 K = f"{ATTN}.k_proj.weight"
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def given(items, mode: str):
@@ -117,6 +119,47 @@ def test_numbers_that_are_not_finite_may_be_allowed(mode):
     updater = WeightUpdater([engine], bucket_bytes=300, allow_non_finite=True)
     assert updater.update(given(checkpoint.items(), mode), 1).verified
     assert holds(engine, checkpoint)
+    updater.close()
+
+
+def test_numbers_that_may_be_anything_are_not_looked_at(monkeypatch):
+    """On a GPU there are dtypes for which they could not be."""
+
+    def count(elements):
+        raise AssertionError("nobody asked")
+
+    monkeypatch.setattr(host, "count_non_finite", count)
+    with pytest.raises(AssertionError):
+        WeightUpdater([ToyEngine()]).update(tensors().items(), 1)
+    assert WeightUpdater([ToyEngine()], allow_non_finite=True).update(tensors().items(), 1).verified
+
+
+class Odd(ToyModel):
+    """Has parameters in whose dtypes a GPU does not count numbers that are not finite."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.waves = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.complex64), requires_grad=False)
+        self.small = torch.nn.Parameter(torch.zeros(4, 6).to(torch.float8_e4m3fnuz), requires_grad=False)
+
+    def load_one(self, name, tensor):
+        if name in ("waves", "small"):
+            getattr(self, name).data.copy_(tensor)
+        else:
+            super().load_one(name, tensor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_any_dtype_may_be_sent_if_its_numbers_may_be_anything(device, mode):
+    engine = ToyEngine(1, model=lambda rank, size: Odd(rank, size).to(device))
+    odd = {"waves": torch.randn(4, 6, dtype=torch.complex64), "small": torch.randn(4, 6).to(torch.float8_e4m3fnuz)}
+    items = [(name, tensor.to(device)) for name, tensor in (tensors() | odd).items()]
+    updater = WeightUpdater([engine], allow_non_finite=True, bucket_bytes=300)
+    assert updater.update(given(items, mode), 1).verified
+    for name, tensor in odd.items():
+        held = engine.models[0].get_parameter(name).cpu()
+        assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8))
     updater.close()
 
 

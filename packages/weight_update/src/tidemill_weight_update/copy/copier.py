@@ -17,9 +17,9 @@ class SendCopier(Protocol):
     """Copies pieces into an arena, casts them on the way, and digests what is sent."""
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
     ) -> None:
-        """Adds to `digests` (int64) and `non_finite` (int32), by source; without an arena it only reads.
+        """Adds to `digests` (int64) and `non_finite` (int32, if given), by source; without an arena it only reads.
 
         Args:
             pieces: what the tables number as memories: tensors, or addresses of GPU memory.
@@ -37,7 +37,7 @@ class _HostSend:
         self._tables = tables
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
     ) -> None:
         assert arena is not None, "host memory of this process cannot be read by others"
         # Not kept: its views would hold the trainer's tensors.
@@ -56,7 +56,7 @@ class _CudaSend:
         self._device = device
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor
+        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
     ) -> None:
         # Memory of what was brought here is given out again in stream order, so it lives until it was read.
         here = [_brought(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]

@@ -236,7 +236,10 @@ def _non_finite_bits(dtype: torch.dtype) -> int:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0
     if dtype not in _NON_FINITE:
-        raise ValueError(f"non-finite elements of {dtype} cannot be counted on a GPU; pass non_finite=None")
+        raise ValueError(
+            f"non-finite elements of {dtype} cannot be counted on a GPU; pass non_finite=None (WeightUpdater: "
+            f"allow_non_finite=True)"
+        )
     return _NON_FINITE[dtype]
 
 

@@ -66,7 +66,7 @@ class FastPath:
         self._known = Known([])
         self._prepared: list[Prepared] = []
         self.plain = self._known_plain = PlainNames()
-        # Alive while an update reads them by their addresses: what came, for it may be made anew each time, and what was
+        # Alive while an update reads them by their addresses: what came, which may be made anew each time, and what was
         # made of it.
         self._items: list[tuple[str, Tensor | LocalShard]] = []
         self._pieces: list[Held] = []

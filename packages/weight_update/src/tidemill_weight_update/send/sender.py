@@ -40,8 +40,9 @@ class Prepared:
 WORN_BYTES = 1 << 20
 """Of descriptions that are not used any more; fewer are kept without asking."""
 
-Filling = tuple[Arena[Memory] | None, Tensor, Tensor]
-"""The arena that is being filled, digests int64 and numbers of non-finite elements int32 of a line, on the device."""
+Filling = tuple[Arena[Memory] | None, Tensor, Tensor | None]
+"""The arena that is being filled, digests int64 and numbers of non-finite elements int32 of a line, on the device; the
+last are not counted where they may be sent."""
 
 
 class Sender:
@@ -177,14 +178,18 @@ class Sender:
         """Begins to fill the arena, or only to read what stays where it is."""
         arena = self._arena(bucket % 2, line.num_bytes) if line.num_bytes else None
         digests = torch.zeros(len(line.names), dtype=torch.int64, device=self._device)
-        non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
+        non_finite = None
+        if not self._allow_non_finite:
+            non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
         line.copier.run(line.pieces, None if arena is None else arena.data, digests, non_finite)
         return arena, digests, non_finite
 
-    def _filled(self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor) -> Place | None:
+    def _filled(
+        self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor | None
+    ) -> Place | None:
         """Waits for `fill` and looks at what it found; returns the journal's line about the arena."""
-        found = non_finite.cpu().nonzero().flatten().tolist()
-        if found and not self._allow_non_finite:
+        found = [] if non_finite is None else non_finite.cpu().nonzero().flatten().tolist()
+        if found:
             names = ", ".join(repr(line.names[i]) for i in found[:5])
             raise ValueError(
                 f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; engines "
