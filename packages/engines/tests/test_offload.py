@@ -9,6 +9,7 @@ from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shar
 from tidemill_engines import EngineConfig, LoraConfig
 from tidemill_engines.offload import Parked
 from tidemill_testing import run_ranks, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def test_parked_tensors_keep_their_identity_and_give_up_their_memory():
@@ -100,6 +101,26 @@ def run_offload(path, batches, offload, folder):
     history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
     engine.close()
     return seen, history, log_probs, weights
+
+
+def run_outputs(path, batch):
+    """For each call of the loss, how many micro-batches before it still have their outputs in memory."""
+    engine = build_engine(path, micro_batch_size_per_gpu=1, model={"output_router_logits": True})
+    outputs, kept = [], []
+
+    def loss(output, micro_batch, normalizer):
+        kept.append([name for names in outputs for name, memory in names.items() if not memory.expired()])
+        outputs.append({name: StorageWeakRef(column.untyped_storage()) for name, column in output.columns().items()})
+        return policy_like_loss(output, micro_batch, normalizer)
+
+    engine.train_batch(batch, loss, calculate_entropy=True)
+    engine.close()
+    return kept
+
+
+def test_a_training_step_keeps_no_outputs(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    assert run_ranks(run_outputs, 1, path, make_batch(4, seed=1)) == [[[], [], [], []]]
 
 
 OFFLOADS = [

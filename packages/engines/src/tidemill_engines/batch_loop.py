@@ -1,24 +1,11 @@
-"""A batch through any engine: its micro-batches one after another, then what they brought, put together."""
-
-from collections.abc import Callable
+"""What any engine does with the micro-batches of a batch: their loss, and what they brought, put together."""
 
 import torch.distributed as dist
-from tidemill_dataproto import DataProto
 
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.losses import LossFn, checked_loss
 from tidemill_engines.metrics import Metric, reduce_metrics
 from tidemill_engines.micro_batches import BatchPlan
-
-RunStep = Callable[[DataProto, MicroBatchLoss | None, bool], StepOutput]
-"""`(micro_batch, loss_fn, is_last) -> StepOutput`: an engine's forward and, unless it only evaluates, backward."""
-
-
-def run_micro_batches(plan: BatchPlan, loss_fn: LossFn | None, run_step: RunStep) -> list[StepOutput]:
-    """Runs the micro-batches of a plan in order; `loss_fn` is given the normalizer of the global batch."""
-    bound = with_normalizer(loss_fn, plan)
-    last = len(plan.micro_batches) - 1
-    return [run_step(micro_batch, bound, number == last) for number, micro_batch in enumerate(plan.micro_batches)]
 
 
 def collect(

@@ -13,7 +13,7 @@ from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.fsdp2 import checkpoint, lora
-from tidemill_engines.fsdp2.model import build_model, drop_unreduced_grads, freeze, shard_model
+from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
 from tidemill_engines.fsdp2.random_weights import draw_weights
 from tidemill_engines.fsdp2.weights import (
     checkpoint_shards,
@@ -221,7 +221,6 @@ class FSDP2Engine(BaseEngine):
     def optimizer_zero_grad(self) -> None:
         for param in self.model.parameters():
             param.grad = None
-        drop_unreduced_grads(self.model)
         if (parked := self._parking.get("grads")) is not None:
             parked.forget()
 

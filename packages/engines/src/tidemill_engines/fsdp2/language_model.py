@@ -10,14 +10,15 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.attention import check_attention
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
-from tidemill_engines.batch_loop import collect, run_micro_batches
+from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone, share_tokens
 from tidemill_engines.fsdp2.engine import FSDP2Engine
+from tidemill_engines.fsdp2.interrupted import settle
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import TokenLimit, plan_batch
+from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
 from tidemill_engines.multi_modal import MODEL_TYPES, VisionRule
 from tidemill_engines.packing import ModelInputs, pack_rows
 from tidemill_engines.routing import behind, router_logits_of_outputs, router_losses, with_router_loss
@@ -72,12 +73,11 @@ class FSDP2LanguageModel(FSDP2Engine):
         )
         self.meter.count(plan.micro_batches)
 
-        def run_step(micro_batch: DataProto, loss: MicroBatchLoss | None, is_last: bool) -> StepOutput:
-            self._set_gradient_sync(is_last=is_last)
-            return self.forward_step(micro_batch, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
-
         try:
-            steps = run_micro_batches(plan, loss_fn, run_step)
+            steps = self._run(plan, loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
+        except BaseException:
+            settle(self.model)
+            raise
         finally:
             for module in fsdp_modules(self.model):
                 module.reshard()
@@ -88,6 +88,20 @@ class FSDP2LanguageModel(FSDP2Engine):
             data_parallel_rank=self.get_data_parallel_rank(),
             with_outputs=forward_only,
         )
+
+    def _run(
+        self, plan: BatchPlan, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool
+    ) -> list[StepOutput]:
+        """Each micro-batch in order; what the model said is kept only where it is asked for."""
+        loss, steps = with_normalizer(loss_fn, plan), []
+        for number, micro_batch in enumerate(plan.micro_batches, start=1):
+            self._set_gradient_sync(is_last=number == len(plan.micro_batches))
+            steps.append(
+                self.forward_step(micro_batch, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
+            )
+            if not forward_only:
+                steps[-1] = replace(steps[-1], model_output=Outputs())
+        return steps
 
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool

@@ -184,16 +184,3 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def drop_unreduced_grads(model: torch.nn.Module) -> None:
-    """Forgets gradients that a broken-off backward has left behind before they were reduced over the ranks."""
-    for module in fsdp_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            continue
-        group._partial_reduce_output = None
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):  # from the first time that it is gathered
-                param._unsharded_param.grad = None
