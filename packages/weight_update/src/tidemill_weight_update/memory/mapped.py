@@ -79,10 +79,10 @@ class MappedMemories:
             return False
         self._used_before = used
         keys = used.union(*(self._lists[item][2] for item in used if isinstance(item, int)))
+        self._lists = {number: known for number, known in self._lists.items() if number in used}
         num_open = len(self._host) + len(self._gpu)
         for key in [key for key in self._host if key not in keys]:
             del self._host[key]
         for key in [key for key in self._gpu if key not in keys]:
             self._gpu.pop(key).close()
-            self._lists = {number: known for number, known in self._lists.items() if key not in known[2]}
         return len(self._host) + len(self._gpu) < num_open
