@@ -1,7 +1,6 @@
 """What SGLang calls in each rank of an engine that was launched with `sglang_launch_args()`."""
 
 import logging
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +11,9 @@ from tidemill_weight_update.receive.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
-# SGLang calls a function by its name, so what is kept from one update to the next is kept here.
-_receivers: weakref.WeakKeyDictionary[nn.Module, Receiver] = weakref.WeakKeyDictionary()
+# SGLang calls a function by its name, so what is kept from one update to the next is kept here, as long as the process
+# lives, with the model that it belongs to.
+_receivers: dict[nn.Module, Receiver] = {}
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
