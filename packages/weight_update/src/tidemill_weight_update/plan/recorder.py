@@ -13,37 +13,41 @@ class Recorder:
 
     Args:
         model: with SGLang's `load_weights`.
+
+    Attributes:
+        sources: by name, what `plan` is of.
+        plan: another object whenever it changes, so that what was built on one is told apart from what was not.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._fills: list[Fill] = []
-        self._proven = False
         self._came: dict[str, SourceSpec] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts from nothing, as if no source had ever come."""
         self.sources: dict[str, SourceSpec] = {}
         self.plan = CopyPlan(copies=())
+        self._fills: list[Fill] = []
+        self._proven = False
 
-    def cover(self, sources: Sequence[SourceSpec]) -> bool:
-        """Makes `plan` that of exactly these sources; returns whether what was built on the old plan is void.
+    def cover(self, sources: Sequence[SourceSpec]) -> None:
+        """Makes `plan` that of exactly these sources, recorded as a whole, so that it tells what is covered.
 
         Raises:
             RuntimeError: the model refuses a source.
         """
-        wanted = {source.name: source for source in sources}
-        if wanted == self.sources:
-            return False
-        self.plan = record(self._model, list(wanted.values()))
-        self.sources = wanted
-        self._fills = list(self.plan.fills)
-        self._proven = True
-        return True
+        before = self.plan
+        self.settle(sources)
+        if self.plan is not before:
+            self._fills = list(self.plan.fills)
 
     def begin(self) -> None:
         """Starts an update whose sources are not known before, for `extend`."""
         self._came = {}
 
-    def extend(self, sources: Sequence[SourceSpec]) -> bool:
-        """Adds sources to `plan`, which proves nothing about coverage then; returns as `cover` does.
+    def extend(self, sources: Sequence[SourceSpec]) -> None:
+        """Adds sources to `plan`, which proves nothing about coverage then.
 
         If one has another shape or dtype than at the last update, all others may have, too: then `plan` is that of the
         sources that came since `begin`.
@@ -51,14 +55,12 @@ class Recorder:
         Raises:
             RuntimeError: the model refuses a source.
         """
-        void = any(source != self.sources.get(source.name, source) for source in sources)
-        if void:
-            self.sources, self.plan, self._fills = {}, CopyPlan(copies=()), []
+        if any(source != self.sources.get(source.name, source) for source in sources):
+            self.forget()
             self._add(list(self._came.values()))
             self._fills = []  # they are written, and copies that came since may lie there
         self._came |= {source.name: source for source in sources}
         self._add([source for source in sources if source.name not in self.sources])
-        return void
 
     def _add(self, new: Sequence[SourceSpec]) -> None:
         if not new:
@@ -75,10 +77,7 @@ class Recorder:
         )
 
     def settle(self, sources: Sequence[SourceSpec]) -> None:
-        """Makes `plan` that of exactly these sources, recorded as a whole, so that it tells what is covered.
-
-        All of them have been loaded since `begin`, their constants too.
-        """
+        """What `cover` does, after all of these sources were loaded in parts, with the constants of each."""
         wanted = {source.name: source for source in sources}
         if not self._proven or wanted != self.sources:
             self.plan = record(self._model, list(wanted.values()))

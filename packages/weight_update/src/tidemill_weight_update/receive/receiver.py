@@ -13,6 +13,7 @@ from tidemill_weight_update.link.engine_link import EngineLinks
 from tidemill_weight_update.link.group_link import LinkAddress
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
+from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.recorder import Recorder
 from tidemill_weight_update.receive.incoming import Incoming
 from tidemill_weight_update.receive.manifest import LineKey, Manifest
@@ -33,7 +34,7 @@ class Receiver:
         finish: called after the copies of each update, to compute what the model derives from its parameters.
 
     Attributes:
-        checked: what was sent when all was last found to be as it should be.
+        checked: what was sent, and the plan, when all was last found to be as it should be.
         last_names: of the tensors of the last update that loaded all parameters.
     """
 
@@ -51,7 +52,7 @@ class Receiver:
         self.device = next(model.parameters()).device
         self.memories = MappedMemories(self.device)
         self.recorder = Recorder(model)
-        self.checked: Manifest | None = None
+        self.checked: tuple[Manifest | None, CopyPlan] = None, self.recorder.plan
         self.last_names: Sequence[str] = ()
         self._rank = rank
         self._num_ranks = num_ranks
@@ -60,6 +61,7 @@ class Receiver:
         self._parsed: dict[LineKey, Line] = {}
         self._incoming: dict[LineKey, Incoming] = {}
         self._joined: dict[tuple[LineKey, ...], Incoming] = {}
+        self._plan = self.recorder.plan  # of `_incoming` and `_joined`
         self._manifest: Manifest | None = None
         self._modules = list(model.modules())
         self._layout = self._find_parameters()
@@ -121,13 +123,13 @@ class Receiver:
 
     def incoming(self, box: Channel, place: Place) -> Incoming:
         """The copies of a line, for the present plan."""
+        self._follow_plan()
         key = (box, place)
         if key not in self._incoming:
-            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-            line, plan = self.line(box, place), self.recorder.plan
+            line = self.line(box, place)
             if box.inlet is not None:
-                line = box.inlet.pack(place, line, plan)
-            self._incoming[key] = Incoming(line, plan, parameters, self.device)
+                line = box.inlet.pack(place, line, self._plan)
+            self._incoming[key] = self._build(line)
         return self._incoming[key]
 
     def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming:
@@ -138,28 +140,30 @@ class Receiver:
         """
         if len(keys) == 1:
             return self.incoming(*keys[0])
+        self._follow_plan()
         if keys not in self._joined:
-            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-            line = joined([self.line(*key) for key in keys])
-            self._joined[keys] = Incoming(line, self.recorder.plan, parameters, self.device)
+            self._joined[keys] = self._build(joined([self.line(*key) for key in keys]))
         return self._joined[keys]
-
-    def drop_incoming(self) -> None:
-        """Forgets all copies: the plan has changed."""
-        self._incoming.clear()
-        self._joined.clear()
 
     def arena(self, box: Channel, place: Place) -> Memory:
         return memory_from_json(box.read_journal(place))
+
+    def _follow_plan(self) -> None:
+        """Forgets the copies that were built on another plan than the present one."""
+        if self._plan is not self.recorder.plan:
+            self._plan = self.recorder.plan
+            self._incoming.clear()
+            self._joined.clear()
+
+    def _build(self, line: Line) -> Incoming:
+        return Incoming(line, self._plan, dict(self.model.named_parameters()), self.device)
 
     def _follow_model(self) -> None:
         """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
         layout = self._find_parameters()
         if layout != self._layout:
             self._layout = layout
-            self.recorder = Recorder(self.model)
-            self.checked = None
-            self.drop_incoming()
+            self.recorder.forget()
 
     def _find_parameters(self) -> list[tuple[object, ...]]:
         """Where the parameters are."""

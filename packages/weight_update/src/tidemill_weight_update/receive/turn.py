@@ -100,7 +100,7 @@ class Turn:
 
     def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
         """Compiles all lines and checks them, or finds that they are those of the last update."""
-        receiver = self._receiver
+        receiver, recorder = self._receiver, self._receiver.recorder
         keys = [
             (box, place)
             for box, where in zip(self._boxes, listed, strict=True)
@@ -108,11 +108,11 @@ class Turn:
             for place in receiver.lines(box, where)
         ]
         manifest = receiver.manifest(keys)
-        if receiver.checked is not manifest:
-            if receiver.recorder.cover(manifest.sources):
-                receiver.drop_incoming()
+        checked, plan = receiver.checked
+        if checked is not manifest or plan is not recorder.plan:
+            recorder.cover(manifest.sources)
             self._check_dtypes()
-            receiver.checked = manifest
+            receiver.checked = manifest, recorder.plan
         self._check_coverage(manifest)
         self._num_in_place = manifest.num_in_place
         incoming = [receiver.incoming(*key) for key in keys]
@@ -197,8 +197,8 @@ class Turn:
 
     def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place) -> None:
         receiver = self._receiver
-        if not self._request.complete and receiver.recorder.extend(receiver.line(box, place).sources):
-            receiver.drop_incoming()
+        if not self._request.complete:
+            receiver.recorder.extend(receiver.line(box, place).sources)
         incoming = receiver.incoming(box, place)
         memory: Memory | Tensor = receiver.arena(box, arena)
         if box.inlet is not None:
@@ -228,7 +228,7 @@ class Turn:
         return manifest
 
     def _check_parts(self, manifest: Manifest) -> None:
-        """Raises ValueError: a model combines tensors that came apart, so that nothing was copied of them."""
+        """Raises ValueError: a model combines tensors that came apart, so that they were not loaded as it would."""
         lines = [incoming.line for _, incoming in self._came]
         copied = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
         plan = self._receiver.recorder.plan
@@ -238,7 +238,9 @@ class Turn:
         apart = [
             repr(name)
             for name, count in zip(manifest.names, copied.tolist(), strict=True)
-            if name not in plan.through_loader and count != wanted[name]
+            if (name in self._staging) != (name in plan.through_loader)
+            or (name not in self._staging and count != wanted[name])
+            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
         ]
         if apart:
             raise ValueError(

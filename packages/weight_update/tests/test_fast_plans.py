@@ -1,0 +1,150 @@
+"""What an engine rank keeps from one update to the next belongs to one plan, whatever became of the update."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.receive.receiver import Receiver
+from torch import Tensor, nn
+from toy_engines import ToyEngine, holds, tensors
+
+
+def failing(items: Mapping[str, Tensor], after: int) -> Iterator[tuple[str, Tensor]]:
+    """A trainer that fails when it has given `after` tensors."""
+    for count, item in enumerate(items.items()):
+        if count == after:
+            raise RuntimeError("the trainer failed")
+        yield item
+
+
+def model(load: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None], **shapes: tuple[int, ...]):
+    """A model without ranks that loads what it is given at once by a function of its parameters' data."""
+
+    class Model(nn.Module):
+        def __init__(self, *_: int) -> None:
+            super().__init__()
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.full(shape, 7.0), requires_grad=False))
+
+        def load_weights(self, weights) -> None:
+            load({name: parameter.data for name, parameter in self.named_parameters()}, dict(weights))
+
+    return Model
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_was_built_for_a_plan_stays_as_long_as_the_plan_does(streamed):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    kept = []
+    for version in range(4):
+        items = tensors(version).items()
+        updater.update(iter(items) if streamed else items, version)
+        assert holds(engine, tensors(version))
+        kept.append([incoming for receiver in engine.receivers for incoming in receiver._incoming.values()])
+    assert len(kept[1]) > 20
+    assert kept[1] == kept[2] == kept[3]  # the same objects; a stream's first plan is that of its parts
+    updater.close()
+
+
+def load_scaled(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    for name, tensor in given.items():
+        parameters[name].copy_(tensor * 2 if name == "scaled" else tensor)
+
+
+def test_what_goes_through_the_loader_still_does_after_an_update_that_was_refused():
+    engine = ToyEngine(1, model=model(load_scaled, plain=(4, 4), scaled=(4, 4)))
+    updater = WeightUpdater([engine])
+
+    def checkpoint(value: int) -> dict[str, Tensor]:
+        return {name: torch.full((4, 4), float(value)) for name in ("plain", "scaled")}
+
+    first = updater.update(checkpoint(1).items(), 1)
+    assert list(first.through_loader) == ["scaled"]
+    with pytest.raises(RuntimeError, match=r"load_weights failed .* must match the existing size \(5\)"):
+        updater.update(iter([("plain", torch.zeros(5, 4))]), 2)
+    for version in (3, 4):
+        stats = updater.update(checkpoint(version).items(), version)
+        assert (stats.through_loader, stats.num_unverified) == (first.through_loader, 1)
+        assert holds(engine, checkpoint(version))
+    updater.close()
+
+
+def test_a_collection_is_loaded_after_a_stream_of_another_dtype_that_failed():
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    updater.update(tensors(0).items(), 0)
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        updater.update(failing(tensors(1, torch.bfloat16), after=5), 1)
+    for version in (2, 3):
+        assert updater.update(tensors(version).items(), version).verified
+        assert holds(engine, tensors(version))
+    updater.close()
+
+
+class Interrupted(Receiver):
+    """Loses a trainer rank when all tensors have come, once."""
+
+    is_lost = False
+
+    def manifest(self, keys):
+        if self.is_lost:
+            self.is_lost = False
+            raise RuntimeError("trainer rank 1 (process 1) has ended")
+        return super().manifest(keys)
+
+
+def test_a_tensor_that_is_missing_is_missed_after_a_stream_that_failed_at_its_end():
+    engine = ToyEngine(1, receiver=Interrupted)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    lacking = {name: tensor for name, tensor in tensors().items() if name != "norm.weight"}
+    engine.receivers[0].is_lost = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="trainer rank 1"):
+        updater.update(iter(lacking.items()), 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no tensor was sent for these parameters of the engine: 'norm'"):
+            updater.update(lacking.items(), 1)
+    assert updater.update(tensors().items(), 1).verified
+    assert holds(engine, tensors())
+    updater.close()
+
+
+def load_joint(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    if {"left.a", "right.b"} <= given.keys():
+        parameters["both"][:8].copy_(torch.cat([given["left.a"], given["right.b"]]))
+        parameters["both"][8:].zero_()
+
+
+def test_a_collection_is_combined_after_a_stream_that_was_not():
+    engine = ToyEngine(1, model=model(load_joint, both=(10, 4)))
+    checkpoint = {"left.a": torch.randn(4, 4), "right.b": torch.randn(4, 4)}
+    updater = WeightUpdater([engine], bucket_bytes=64)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"combines these tensors with others .* pass a collection"):
+            updater.update(iter(checkpoint.items()), 1)
+    assert updater.update(checkpoint.items(), 1).verified
+    assert holds(engine, checkpoint)  # the padding, too
+    updater.close()
+
+
+def load_over(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    for name, tensor in given.items():
+        if name == "below.whole":
+            parameters["p"].copy_(tensor * 2)
+        else:
+            parameters["p"][:2].copy_(tensor)
+
+
+def test_what_the_loader_must_load_in_its_order_is_not_copied_out_of_it():
+    """`above.part` is a copy by itself; after `below.whole`, which only the loader can load, it is none."""
+    make = model(load_over, p=(4, 4))
+    checkpoint = {"below.whole": torch.randn(4, 4), "above.part": torch.randn(2, 4)}
+    engine = ToyEngine(1, model=make)
+    updater = WeightUpdater([engine], bucket_bytes=64)
+    with pytest.raises(RuntimeError, match=r"combines these tensors with others .*'above.part'; pass a collection"):
+        updater.update(iter(checkpoint.items()), 1)
+    stats = updater.update(checkpoint.items(), 1)
+    assert (list(stats.through_loader), stats.num_unverified) == (list(checkpoint), 2)
+    assert holds(engine, checkpoint)
+    updater.close()
