@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox
+from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox, fitting
 from tidemill_weight_update.link.signed_store import LinkError, SignedStore
 from tidemill_weight_update.link.store_mailbox import StoreMailbox
 from torch.distributed import TCPStore
@@ -132,8 +132,25 @@ def test_engine_ranks_report_to_all(sides):
 
 def test_a_reply_that_is_too_long_is_cut(sides):
     sides.trainer.begin(1)
-    sides.engines[0].report(1, 0, MIXED, {"error": "x" * (1 << 20)})
-    assert sides.trainer.reply(0) == {"error": "x" * 4096}
+    sides.engines[0].report(1, 0, MIXED, {"error": "x" * (1 << 20), "reached": CHECKED})
+    assert sides.trainer.reply(0) == {"error": "x" * 4096, "reached": CHECKED}
+
+
+@pytest.mark.parametrize("num_names", [0, 1, 600, 60_000])
+def test_as_many_names_are_reported_as_there_is_room_for(sides, num_names):
+    named = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": "it is cömputed" for i in range(num_names)}
+    sides.trainer.begin(1)
+    sides.engines[0].report(1, 0, LOADED, {"through_loader": fitting(named), "num_unverified": num_names})
+    reply = sides.trainer.reply(0)
+    assert reply["num_unverified"] == num_names
+    kept = reply["through_loader"]
+    assert list(kept) == list(named)[: len(kept)]
+    if num_names <= 600:
+        assert kept == named
+    else:
+        assert len(kept) > 600
+        assert kept.popitem()[1] == f"it is cömputed; {num_names - len(kept) - 1} more tensors are not named"
+        assert set(kept.values()) == {"it is cömputed"}
 
 
 def test_acknowledgements_and_exclusions_are_by_rank(sides):

@@ -294,6 +294,43 @@ def test_what_is_no_copy_goes_through_the_models_own_loader(tp_size, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_only_what_was_sent_is_said_to_have_gone_through_the_loader(mode):
+    engine = ToyEngine(1, model=Impure)
+    updater = WeightUpdater([engine])
+    updater.update(tensors(0).items(), 0)
+    for name, want in (("embed.weight", []), ("norm.weight", ["norm.weight"])):
+        stats = updater.update(as_mode({name: tensors(1)[name]}, mode), 1, partial=True)
+        assert (list(stats.through_loader), stats.num_unverified) == (want, len(want))
+    assert holds(engine, tensors(0) | {name: tensors(1)[name] for name in ("embed.weight", "norm.weight")})
+    updater.close()
+
+
+class Packed(nn.Module):
+    """Loads thousands of tensors in a way that no copy is."""
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(1500), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.p.data[int(name.split(".")[5])].copy_(tensor * 2)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_so_many_tensors_may_go_through_the_loader_that_not_all_are_named(tp_size):
+    engine = ToyEngine(tp_size, model=Packed)
+    updater = WeightUpdater([engine])
+    checkpoint = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": torch.tensor(float(i)) for i in range(1500)}
+    stats = updater.update(checkpoint.items(), 1)
+    assert (stats.verified, stats.num_unverified, stats.fenced) == (True, 1500, {})
+    assert list(stats.through_loader) == list(checkpoint)[: len(stats.through_loader)]
+    assert f"; {1500 - len(stats.through_loader)} more tensors are not named" in list(stats.through_loader.values())[-1]
+    assert holds(engine, checkpoint)
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_the_tensors_leaves_the_others_alone(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)

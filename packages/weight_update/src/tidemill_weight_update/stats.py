@@ -16,7 +16,8 @@ class UpdateStats:
             to their parameters; these are not read again.
         num_unverified: tensors of which that tells nothing: they lie in unequal parts on the ranks of an engine, or are
             in `through_loader`, so that other code put them there.
-        through_loader: tensors that engines gave to SGLang's own loader, with the reason.
+        through_loader: tensors that engines gave to SGLang's own loader, with the reason. Of thousands it names some
+            hundreds, and the last reason tells how many it does not name.
         fenced: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and is left out of
             further updates until it is named in `update(engines=...)`, or no other is left.
         prepare_s: describing the tensors to the engines.

@@ -10,6 +10,7 @@ and are written after what they announce, by aligned stores of 8 bytes; what the
 import json
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,25 @@ _LOW = (1 << 32) - 1
 
 
 def reply_to_json(reply: dict[str, Any]) -> bytes:
-    """Cut to the room there is."""
+    """A long error is cut to the room there is. Of what else may be long, give what `fitting` leaves."""
     text = json.dumps(reply).encode()
-    if len(text) > _REPLY_BYTES:
-        text = json.dumps({"error": str(reply.get("error", "the reply is too long"))[:4096]}).encode()
+    if len(text) > _REPLY_BYTES and "error" in reply:
+        text = json.dumps(reply | {"error": reply["error"][:4096]}).encode()
+    assert len(text) <= _REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {_REPLY_BYTES}"
     return text
+
+
+def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Name -> reason, as many as a reply has room for; the last reason tells how many names were left out."""
+    kept: dict[str, str] = {}
+    room = _REPLY_BYTES - 4096  # for what else it tells
+    for name, reason in reasons.items():
+        room -= len(json.dumps({name: reason}))
+        if kept and room < 0:
+            kept[next(reversed(kept))] += f"; {len(reasons) - len(kept)} more tensors are not named"
+            break
+        kept[name] = reason
+    return kept
 
 
 def _stamp(sequence: int, value: int) -> int:
@@ -234,7 +249,7 @@ class Mailbox:
         self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
-        """Makes `state` of `receiver` visible, with `reply` (JSON, cut to the room there is)."""
+        """Makes `state` of `receiver` visible, with `reply`; see `reply_to_json`."""
         text = reply_to_json(reply)
         start = _REPLIES + receiver * _REPLY_BYTES
         self._map[start : start + len(text)] = text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED
+from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, fitting
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import Wait
 from tidemill_weight_update.memory.handle import Memory
@@ -78,12 +78,11 @@ class Turn:
             num_unverified = self._compare(manifest)
         if not self._request.partial:
             self._receiver.last_names = manifest.names
-        plan = self._receiver.recorder.plan
+        through = self._receiver.recorder.plan.through_loader
         self.peers.report(
             LOADED,
-            through_loader=plan.through_loader,
+            through_loader=fitting({name: through[name] for name in self._staging}),
             num_unverified=num_unverified,
-            num_overwritten=sum(plan.overwritten.values()),
             seconds=self._stages.seconds,
         )
 
@@ -240,8 +239,8 @@ class Turn:
             for name, count in zip(manifest.names, copied.tolist(), strict=True)
             if (name in self._staging) != (name in plan.through_loader)
             or (name not in self._staging and count != wanted[name])
-            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
         ]
+            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
         if apart:
             raise ValueError(
                 f"the model combines these tensors with others that came in another part of the stream: "
