@@ -219,7 +219,6 @@ def examine(case, tensors):
         "derived": sorted({name.split(".")[-1] for name in derived_bits(reference)}),
         "wrong_counts": wrong_counts(model, plan),
         "same_plan_on_meta": on_meta == plan,
-        "groups": plan.groups,
     }
 
 
@@ -306,7 +305,6 @@ def examine_671b(tensors):
         "names_as_in_a_checkpoint": tiny == {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         "sources": len(specs),
         "not_written": sorted(name for name, size in sizes.items() if size),
-        "groups": len(plan.groups),
         "record_seconds": round(time.monotonic() - start, 1),
     }
 

@@ -22,7 +22,7 @@ def test_a_fused_parameter_is_copied_part_by_part():
         ("k", (2, 0), (2, 3), 12, (3, 1)),
         ("v", (2, 0), (2, 3), 18, (3, 1)),
     ]
-    assert (plan.through_loader, plan.groups, plan.overwritten) == ({}, (), {})
+    assert (plan.through_loader, plan.overwritten) == ({}, {})
 
 
 def joined_load(parameters, name, tensor, kept):
@@ -42,7 +42,7 @@ def test_joined_sources_are_copies_of_a_group():
         ("a", (1, 0), (2, 3), 0),
         ("b", (0, 0), (2, 3), 6),
     ]
-    assert (plan.groups, plan.unused) == ((("a", "b"),), ("c",))
+    assert plan.unused == ("c",)
 
 
 def test_a_group_is_left_to_the_loader_as_a_whole():
@@ -98,6 +98,14 @@ def test_a_cast_is_a_copy_if_it_rounds_once(source, via, target):
 def test_a_cast_from_an_integer_is_left_to_the_loader():
     plan = check({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t), {"a": torch.arange(3)})
     assert plan.through_loader == {"a": "it is cast from torch.int64 to torch.float32"}
+    assert plan.converted == ("a",)
+
+
+def test_integers_that_loading_computes_with_are_not_said_to_be_cast():
+    """Quantised values, which a model unpacks: that they become floating-point numbers is no mistake of the sender."""
+    plan = check({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_((t & 3).float()), {"a": torch.arange(3)})
+    assert list(plan.through_loader) == ["a"]
+    assert plan.converted == ()
 
 
 # What is no copy.

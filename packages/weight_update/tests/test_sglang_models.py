@@ -93,15 +93,6 @@ def test_each_element_is_written_exactly_once_or_reported(result):
     assert got["unused"] == (["lm_head.weight"] if model == "qwen2 tied as state_dict" else [])
 
 
-def test_names_that_loading_joins_are_grouped(result):
-    model, _, got = result
-    joined = [
-        {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
-        for layer in range(3)
-    ]
-    assert [set(group) for group in got["groups"]] == (joined if model == "deepseek v3" else [])
-
-
 @pytest.mark.slow
 def test_the_published_deepseek_v3_is_nothing_but_copies():
     for ranks in run_script("--full-size").values():
@@ -110,5 +101,5 @@ def test_the_published_deepseek_v3_is_nothing_but_copies():
             got = got["deepseek v3 671b"]
             assert got["names_as_in_a_checkpoint"]
             assert (got["through_loader"], got["unused"], got["uncovered"], got["overwritten"]) == ({}, [], {}, {})
-            assert (got["not_written"], got["groups"]) == ([], 61)
+            assert got["not_written"] == []
             assert got["copies"] >= got["sources"] > 45_000

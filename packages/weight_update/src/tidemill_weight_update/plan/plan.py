@@ -56,9 +56,8 @@ class CopyPlan:
         fills: constants, to be written before the first copies.
         through_loader: names whose loading is no pure copy -> why. They have no copies; give all of them, in this
             order, to one call of the model's own `load_weights` after the copies.
+        converted: names in `through_loader` that loading would cast between integers and floating-point numbers.
         unused: names that loading does not copy anywhere: another rank's experts, `lm_head` of a tied model.
-        groups: names that loading combines (DeepSeek's q_a_proj and kv_a_proj_with_mqa): `load_weights` needs all of a
-            group in one call.
         uncovered: parameter -> number of its elements that nothing writes.
         overwritten: parameter -> number of its elements that more than one source writes. The last one counts.
     """
@@ -66,7 +65,7 @@ class CopyPlan:
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...] = ()
     through_loader: dict[str, str] = field(default_factory=dict)
+    converted: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    groups: tuple[tuple[str, ...], ...] = ()
     uncovered: dict[str, int] = field(default_factory=dict)
     overwritten: dict[str, int] = field(default_factory=dict)

@@ -112,13 +112,12 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
         elif replay.name not in left:
             copies.append(replay)
     copied = {copy.name for copy in copies}
-    rank = {name: index for index, name in enumerate(names)}
     return CopyPlan(
         copies=tuple(copies),
         fills=tuple(fills),
         through_loader={name: left[name] for name in names if name in left},
+        converted=tuple(name for name in names if name in tracer.converted),
         unused=tuple(name for name in names if name not in left and name not in copied),
-        groups=tuple(sorted(tuple(sorted(group, key=rank.__getitem__)) for group in groups)),
         uncovered=coverage.uncovered,
         overwritten=coverage.overwritten,
     )

@@ -72,8 +72,8 @@ class Recorder:
         self.plan = CopyPlan(
             copies=self.plan.copies + part.copies,
             through_loader=self.plan.through_loader | part.through_loader,
+            converted=self.plan.converted + part.converted,
             unused=self.plan.unused + part.unused,
-            groups=self.plan.groups + part.groups,
         )
 
     def settle(self, sources: Sequence[SourceSpec]) -> None:

@@ -12,6 +12,10 @@ from tidemill_weight_update.plan.operation import leaves
 from tidemill_weight_update.plan.origin import Origin, UntraceableError
 
 
+class ConversionError(UntraceableError):
+    """The values are cast between integers and floating-point numbers."""
+
+
 class Runner(Protocol):
     """Carries out operations in the place of the dispatcher."""
 
@@ -112,12 +116,13 @@ def rounding(tensor: Traced, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype to which the values of `tensor` have been rounded once they are cast to `dtype`.
 
     Raises:
-        UntraceableError: no cast between floating-point dtypes, or one that rounds a second time.
+        ConversionError: no cast between floating-point dtypes.
+        UntraceableError: one that rounds a second time.
     """
     if tensor.dtype == dtype:
         return tensor.rounded
     if not (tensor.dtype.is_floating_point and dtype.is_floating_point):
-        raise UntraceableError(f"it is cast from {tensor.dtype} to {dtype}")
+        raise ConversionError(f"it is cast from {tensor.dtype} to {dtype}")
     old, new = torch.finfo(tensor.dtype), torch.finfo(dtype)
     exact = new.eps <= old.eps and new.max >= old.max and new.smallest_normal * new.eps <= old.smallest_normal * old.eps
     if exact:

@@ -13,7 +13,7 @@ from tidemill_weight_update.plan.coverage import Place, Write
 from tidemill_weight_update.plan.operation import constant, is_view, returned, written
 from tidemill_weight_update.plan.origin import Origin, Part, UntraceableError, trace
 from tidemill_weight_update.plan.plan import Copy, Fill, SourceSpec
-from tidemill_weight_update.plan.traced import Traced, origin_of, rounding, traced_arguments, view_of
+from tidemill_weight_update.plan.traced import ConversionError, Traced, origin_of, rounding, traced_arguments, view_of
 
 _aten = torch.ops.aten
 _CLONES = (_aten.clone.default, _aten._to_copy.default)
@@ -24,7 +24,8 @@ class Tracer:
 
     Attributes:
         places, writes: what `coverage` needs; `replays[i]` is the copy or fill of `writes[i]`, None if there is none.
-        untraceable: names of sources that were used in a way that is no copy -> how.
+        untraceable: names of sources that were used in a way that is no copy -> how, the first time.
+        converted: those of them that were cast between integers and floating-point numbers.
         groups: sets of names that an operation combined.
         current: name of the source that loading took last, None before the first and after the last one.
     """
@@ -34,6 +35,7 @@ class Tracer:
         self.writes: list[Write] = []
         self.replays: list[Copy | Fill | None] = []
         self.untraceable: dict[str, str] = {}
+        self.converted: set[str] = set()
         self.groups: set[frozenset[str]] = set()
         self.current: str | None = None
         self._parameters = parameters
@@ -66,8 +68,10 @@ class Tracer:
             try:
                 return self._follow(func, args, kwargs)
             except UntraceableError as error:
-                for name in names:
-                    self.untraceable.setdefault(name, str(error))
+                new = dict.fromkeys(names - self.untraceable.keys(), str(error))
+                self.untraceable |= new
+                if isinstance(error, ConversionError):
+                    self.converted |= new.keys()
                 return self._compute(func, args, kwargs, names)
 
     def _follow(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:

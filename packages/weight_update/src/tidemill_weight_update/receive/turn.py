@@ -22,9 +22,6 @@ from tidemill_weight_update.stages import Stages
 if TYPE_CHECKING:
     from tidemill_weight_update.receive.receiver import Receiver
 
-_CONVERTED = "it is cast from "
-"""How `traced.rounding` begins to tell that no cast between floating-point dtypes leads to a parameter."""
-
 
 class Turn:
     """What one engine rank does in one update, and what it knows during it.
@@ -123,11 +120,11 @@ class Turn:
         """Loading would convert integers to floating-point numbers in silence, and the reverse, and take quantised
         values without their scale."""
         recorder = self._receiver.recorder
-        wrong = {name: why for name, why in recorder.plan.through_loader.items() if why.startswith(_CONVERTED)}
+        wrong = {name: recorder.plan.through_loader[name] for name in recorder.plan.converted}
         for copy in recorder.plan.copies:
             sent = recorder.sources[copy.name].dtype
             if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
-                wrong[copy.name] = f"{_CONVERTED}{sent} to {copy.dtype}, and its scale is not applied"
+                wrong[copy.name] = f"it is cast from {sent} to {copy.dtype}, and its scale is not applied"
         if wrong:
             told = _some([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
             raise ValueError(f"{told}; send it in the dtype of its parameter")
@@ -240,10 +237,10 @@ class Turn:
             if (name in self._staging) != (name in plan.through_loader)
             or (name not in self._staging and count != wanted[name])
         ]
-            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
         if apart:
             raise ValueError(
                 f"the model combines these tensors with others that came in another part of the stream: "
+            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
                 f"{_some(apart)}; pass a collection, or larger bucket_bytes"
             )
 
