@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig, ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement, blocks_of
 from tidemill_testing import tiny_model
 from transformers import AutoConfig
@@ -166,3 +166,27 @@ def test_parallelism_of_nothing_is_refused():
         ParallelConfig(num_layers_in_last_pipeline_stage=1)
     with pytest.raises(ValueError, match="context_parallel_size must be at least 1; got 0"):
         ParallelConfig(context_parallel_size=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"max_token_len_per_gpu": "16384"}, TypeError, "max_token_len_per_gpu must be a whole number; got '16384'"),
+        ({"max_token_len_per_gpu": 1.5}, TypeError, "max_token_len_per_gpu must be a whole number; got 1.5"),
+        ({"micro_batch_size_per_gpu": 0}, ValueError, "micro_batch_size_per_gpu must be at least 1; got 0"),
+        ({"tensor_model_parallel_size": True}, TypeError, "parallel_size must be a whole number; got True"),
+        ({"expert_tensor_parallel_size": 2.0}, TypeError, "parallel_size must be a whole number; got 2.0"),
+        ({"timeout_s": "60"}, TypeError, "timeout_s must be a number; got '60'"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be above 0; got 0"),
+        ({"peak_tflops": 0.0}, ValueError, "peak_tflops must be above 0; got 0.0"),
+        ({"seed": 1.0}, TypeError, "seed must be a whole number; got 1.0"),
+        ({"device": "tpu"}, ValueError, "device must be one of auto, cpu, cuda; got 'tpu'"),
+        ({"param_dtype": "float64"}, ValueError, "param_dtype must be one of float32, bfloat16; got 'float64'"),
+        ({"moe_token_dispatcher_type": "flex"}, ValueError, "must be one of alltoall, allgather; got 'flex'"),
+        ({"recompute_modules": "mlp"}, TypeError, r"must be a tuple of names; got 'mlp', write \('mlp',\)"),
+        ({"recompute_modules": ("mlp", "norm")}, ValueError, "must be one of core_attn, .*, moe; got 'norm'"),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_refused(settings, kind, message):
+    with pytest.raises(kind, match=f"MegatronConfig.*{message}"):
+        MegatronConfig(**settings)

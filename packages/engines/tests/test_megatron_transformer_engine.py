@@ -79,5 +79,5 @@ def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(dense, monkeypat
 def test_another_name_is_refused():
     from tidemill_engines.megatron.config import MegatronConfig
 
-    with pytest.raises(ValueError, match="transformer_impl must be auto, local or transformer_engine; got 'te'"):
+    with pytest.raises(ValueError, match="transformer_impl must be one of auto, local, transformer_engine; got 'te'"):
         MegatronConfig(transformer_impl="te")  # type: ignore[arg-type]

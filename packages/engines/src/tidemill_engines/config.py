@@ -12,23 +12,33 @@ Recompute = Literal["full", "selective"]
 NonFinite = Literal["skip", "raise"]
 
 
-def _check_choice(owner: object, field: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(owner: object, field: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{type(owner).__name__}.{field} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def _check_range(owner: object, field: str, value: float, *, low: float, high: float = math.inf) -> None:
+def check_range(owner: object, field: str, value: float, *, low: float, high: float = math.inf) -> None:
     """Of a field whose lowest value is written as an int: it counts something, and is an int."""
-    if not isinstance(value, Real):  # such as the text that YAML makes of 1e-6
-        raise TypeError(f"{type(owner).__name__}.{field} must be a number; got {value!r}")
-    if isinstance(low, int) and not isinstance(value, Integral):
-        raise TypeError(f"{type(owner).__name__}.{field} must be a whole number; got {value!r}")
+    _check_number(owner, field, value, whole=isinstance(low, int))
     if not low <= value <= high:
         bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
         raise ValueError(f"{type(owner).__name__}.{field} must be {bound}; got {value!r}")
 
 
-def _check_names(owner: object, field: str, names: object) -> None:
+def check_positive(owner: object, field: str, value: float) -> None:
+    _check_number(owner, field, value)
+    if not value > 0:
+        raise ValueError(f"{type(owner).__name__}.{field} must be above 0; got {value!r}")
+
+
+def _check_number(owner: object, field: str, value: object, *, whole: bool = False) -> None:
+    """Of the text that YAML makes of 1e-6 it is none; nor is True, though Python counts with it."""
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        kind = "whole number" if whole else "number"
+        raise TypeError(f"{type(owner).__name__}.{field} must be a {kind}; got {value!r}")
+
+
+def check_names(owner: object, field: str, names: object) -> None:
     if isinstance(names, str):  # it would be taken for as many names as it has letters
         raise TypeError(f"{type(owner).__name__}.{field} must be a tuple of names; got {names!r}, write ({names!r},)")
 
@@ -54,9 +64,9 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_range(self, "rank", self.rank, low=1)
-        _check_range(self, "dropout", self.dropout, low=0.0, high=1.0)
-        _check_names(self, "target_modules", self.target_modules)
+        check_range(self, "rank", self.rank, low=1)
+        check_range(self, "dropout", self.dropout, low=0.0, high=1.0)
+        check_names(self, "target_modules", self.target_modules)
         if not self.target_modules:
             raise ValueError("LoraConfig.target_modules must name at least one module")
 
@@ -102,10 +112,10 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice(self, "dtype", self.dtype, get_args(Dtype))
-        _check_choice(self, "recompute", self.recompute, get_args(Recompute))
-        _check_range(self, "router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
-        _check_names(self, "frozen", self.frozen)
+        check_choice(self, "dtype", self.dtype, get_args(Dtype))
+        check_choice(self, "recompute", self.recompute, get_args(Recompute))
+        check_range(self, "router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
+        check_names(self, "frozen", self.frozen)
         if self.lora is not None and self.frozen:
             raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
         if self.lora is not None and self.init_seed is not None:
@@ -127,9 +137,9 @@ class ParamGroup:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        _check_range(self, "lr_ratio", self.lr_ratio, low=0.0)
+        check_range(self, "lr_ratio", self.lr_ratio, low=0.0)
         if self.weight_decay is not None:
-            _check_range(self, "weight_decay", self.weight_decay, low=0.0)
+            check_range(self, "weight_decay", self.weight_decay, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,16 +179,16 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_choice(self, "lr_scheduler", self.lr_scheduler, get_args(Schedule))
-        _check_choice(self, "nonfinite", self.nonfinite, get_args(NonFinite))
-        _check_range(self, "lr", self.lr, low=0.0)
-        _check_range(self, "eps", self.eps, low=0.0)
-        _check_range(self, "weight_decay", self.weight_decay, low=0.0)
-        _check_range(self, "clip_grad", self.clip_grad, low=0.0)
-        _check_range(self, "lr_warmup_steps", self.lr_warmup_steps, low=0)
-        _check_range(self, "min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
+        check_choice(self, "lr_scheduler", self.lr_scheduler, get_args(Schedule))
+        check_choice(self, "nonfinite", self.nonfinite, get_args(NonFinite))
+        check_range(self, "lr", self.lr, low=0.0)
+        check_range(self, "eps", self.eps, low=0.0)
+        check_range(self, "weight_decay", self.weight_decay, low=0.0)
+        check_range(self, "clip_grad", self.clip_grad, low=0.0)
+        check_range(self, "lr_warmup_steps", self.lr_warmup_steps, low=0)
+        check_range(self, "min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
         for beta in self.betas:
-            _check_range(self, "betas", beta, low=0.0, high=1.0)
+            check_range(self, "betas", beta, low=0.0, high=1.0)
         if len(self.betas) != 2 or 1.0 in self.betas:
             raise ValueError(f"OptimizerConfig.betas must be two numbers below 1; got {self.betas!r}")
         if self.lr_scheduler == "constant":
@@ -249,25 +259,24 @@ class EngineConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_choice(self, "device", self.device, get_args(Device))
-        _check_choice(self, "param_dtype", self.param_dtype, get_args(Dtype))
-        _check_choice(self, "reduce_dtype", self.reduce_dtype, get_args(Dtype))
-        _check_names(self, "wrap_classes", self.wrap_classes)
-        _check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
-        _check_range(self, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, low=1)
+        check_choice(self, "device", self.device, get_args(Device))
+        check_choice(self, "param_dtype", self.param_dtype, get_args(Dtype))
+        check_choice(self, "reduce_dtype", self.reduce_dtype, get_args(Dtype))
+        check_names(self, "wrap_classes", self.wrap_classes)
+        check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
+        check_range(self, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, low=1)
         if self.micro_batch_size_per_gpu is not None:
-            _check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
+            check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
         if self.fsdp_size != -1:
-            _check_range(self, "fsdp_size", self.fsdp_size, low=1)
+            check_range(self, "fsdp_size", self.fsdp_size, low=1)
         if self.offload_policy and (self.param_offload or self.grad_offload or self.optimizer_offload):
             raise ValueError(
                 "EngineConfig.offload_policy keeps everything on the CPU already; leave param_offload, grad_offload "
                 "and optimizer_offload out"
             )
-        if self.peak_tflops is not None and not self.peak_tflops > 0:
-            raise ValueError(f"EngineConfig.peak_tflops must be above 0; got {self.peak_tflops!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"EngineConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
+        if self.peak_tflops is not None:
+            check_positive(self, "peak_tflops", self.peak_tflops)
+        check_positive(self, "timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,4 +298,4 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.keep_last is not None:
-            _check_range(self, "keep_last", self.keep_last, low=1)
+            check_range(self, "keep_last", self.keep_last, low=1)

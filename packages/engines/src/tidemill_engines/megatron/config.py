@@ -3,10 +3,19 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tidemill_engines.config import Device, Dtype, ModelConfig, OptimizerConfig
+from tidemill_engines.config import (
+    Device,
+    Dtype,
+    ModelConfig,
+    OptimizerConfig,
+    check_choice,
+    check_names,
+    check_positive,
+    check_range,
+)
 from tidemill_engines.megatron.architecture import Architecture
 
-_RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
+_RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +51,9 @@ class ParallelConfig:
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
             "num_layers_in_last_pipeline_stage",
         ):
-            size = getattr(self, name)
-            if size is not None and not isinstance(size, int):
-                raise TypeError(f"{type(self).__name__}.{name} must be a whole number; got {size!r}")
-            if size is not None and size < 1:
-                raise ValueError(f"{type(self).__name__}.{name} must be at least 1; got {size}")
-        if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
-            raise ValueError(
-                f"{type(self).__name__}.moe_token_dispatcher_type must be alltoall or allgather; "
-                f"got {self.moe_token_dispatcher_type!r}"
-            )
+            if getattr(self, name) is not None:
+                check_range(self, name, getattr(self, name), low=1)
+        check_choice(self, "moe_token_dispatcher_type", self.moe_token_dispatcher_type, ("alltoall", "allgather"))
         if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
             raise ValueError(
                 f"{type(self).__name__}.moe_token_dispatcher_type='allgather' needs stages that know each other's "
@@ -166,6 +168,7 @@ class MegatronConfig(ParallelConfig):
 
     Raises:
         ValueError: a value out of its range.
+        TypeError: a number that is none, or names that are one text.
     """
 
     backend: Literal["megatron"] = "megatron"
@@ -189,37 +192,23 @@ class MegatronConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         ParallelConfig.__post_init__(self)
-        if self.device not in get_args(Device):
-            raise ValueError(f"MegatronConfig.device must be one of {', '.join(get_args(Device))}; got {self.device!r}")
-        if self.param_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"MegatronConfig.param_dtype must be float32 or bfloat16; got {self.param_dtype!r}")
-        if self.transformer_impl not in ("auto", "local", "transformer_engine"):
-            raise ValueError(
-                "MegatronConfig.transformer_impl must be auto, local or transformer_engine; "
-                f"got {self.transformer_impl!r}"
-            )
-        if self.max_token_len_per_gpu < 1:
-            raise ValueError(
-                f"MegatronConfig.max_token_len_per_gpu must be at least 1; got {self.max_token_len_per_gpu}"
-            )
-        if self.micro_batch_size_per_gpu is not None and self.micro_batch_size_per_gpu < 1:
-            raise ValueError(
-                f"MegatronConfig.micro_batch_size_per_gpu must be at least 1; got {self.micro_batch_size_per_gpu}"
-            )
+        check_choice(self, "device", self.device, get_args(Device))
+        check_choice(self, "param_dtype", self.param_dtype, ("float32", "bfloat16"))
+        check_choice(self, "transformer_impl", self.transformer_impl, ("auto", "local", "transformer_engine"))
+        check_names(self, "recompute_modules", self.recompute_modules)
+        for module in self.recompute_modules:
+            check_choice(self, "recompute_modules", module, _RECOMPUTED)
+        check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
+        if self.micro_batch_size_per_gpu is not None:
+            check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
+        if self.peak_tflops is not None:
+            check_positive(self, "peak_tflops", self.peak_tflops)
+        check_range(self, "seed", self.seed, low=0)
+        check_positive(self, "timeout_s", self.timeout_s)
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
                 "MegatronConfig.overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
             )
-        unknown = set(self.recompute_modules) - _RECOMPUTED
-        if unknown:
-            raise ValueError(
-                f"MegatronConfig.recompute_modules must be of {', '.join(sorted(_RECOMPUTED))}; "
-                f"got {', '.join(sorted(unknown))}"
-            )
-        if self.peak_tflops is not None and not self.peak_tflops > 0:
-            raise ValueError(f"MegatronConfig.peak_tflops must be above 0; got {self.peak_tflops!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"MegatronConfig.timeout_s must be above 0 seconds; got {self.timeout_s!r}")
 
     def recomputed(self, model: ModelConfig) -> tuple[str, ...]:
         """What the backward computes again: modules by Megatron's names, ("full",) for whole layers, or nothing."""
