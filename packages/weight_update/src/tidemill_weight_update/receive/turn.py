@@ -238,9 +238,9 @@ class Turn:
             or (name not in self._staging and count != wanted[name])
         ]
         if apart:
+            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
             raise ValueError(
                 f"the model combines these tensors with others that came in another part of the stream: "
-            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
                 f"{_some(apart)}; pass a collection, or larger bucket_bytes"
             )
 
