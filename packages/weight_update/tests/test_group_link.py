@@ -1,5 +1,7 @@
 """Engines in other processes that can be reached over a link only: what their parameters hold afterwards."""
 
+import random
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +13,7 @@ from far_engines import FarEngine, Rank, RankApart, listening, resources, settle
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
+from tidemill_weight_update.send import sender
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 
 pytestmark = pytest.mark.timeout(60)
@@ -236,6 +239,43 @@ def test_nothing_is_left_after_close(new, far):
         live_once(version)
     assert settled(resources, before.__eq__) == before
     assert settled(lambda: engine.ask_all("resources"), on_engine.__eq__) == on_engine
+
+
+def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], list[tuple[int, int]]]:
+    """What came of updates for which rank `shuffles` describes its tensors in ever new orders, and how much each rank
+    kept then: the length of its journal, and what it made to send of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sender.WORN_BYTES = 0
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    client = FarEngine(engine) if rank == 0 else None
+    updater = WeightUpdater([client] if client else [], link=GroupLink(port=port), timeout_s=30)
+    correct, kept = [], []
+    for version in range(24):
+        full = tensors(version)
+        items = [(n, distribute_tensor(t, mesh, [Shard(0)])) if t.ndim else (n, t) for n, t in full.items()]
+        if rank == shuffles:
+            random.Random(version // 2).shuffle(items)  # each order twice
+        stats = updater.update(items, version)
+        correct.append(stats.verified and (client is None or holds(client, full)))
+        fast = updater._fast
+        kept.append((fast._sender._end, len(fast._link._outlets._messages)))
+    updater.close()
+    return correct, kept
+
+
+@pytest.mark.parametrize("shuffles", [0, 1])
+def test_what_is_described_in_ever_new_ways_is_forgotten(far, shuffles):
+    """By all trainer ranks and the engine together, also where rank 0 has a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for correct, kept in run_ranks(_shuffled, 2, far[:1], port, shuffles):
+        assert all(correct)
+        journals, messages = zip(*kept, strict=True)
+        assert max(journals) < 8 * min(journals)
+        assert max(messages) < 8
 
 
 def test_nothing_listens_on_other_addresses(new, far):

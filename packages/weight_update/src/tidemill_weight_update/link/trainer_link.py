@@ -1,7 +1,6 @@
 """One trainer rank's end of a link."""
 
 import secrets
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -16,7 +15,8 @@ from tidemill_weight_update.link.store_mailbox import StoreMailbox
 
 
 class TrainerLink:
-    """Lives as long as the `WeightUpdater`. Nothing is opened before the first update.
+    """Lives as long as the `WeightUpdater`. Nothing is opened before the first update; `close` forgets all that engines
+    were told, and it may be opened again.
 
     Args:
         link: as the caller wants it.
@@ -38,12 +38,12 @@ class TrainerLink:
         self._outlets: Outlets | None = None
 
     def open(self) -> tuple[int, int]:
-        """Opens the store on rank 0; returns its port and session there, zeros on other ranks.
+        """Opens the store, unless it is open; returns its port and session. On rank 0 only.
 
         Raises:
             RuntimeError: nothing can be opened there.
         """
-        if self._rank == 0 and self._server is None:
+        if self._server is None:
             with listen(self._link) as socket:
                 port = socket.getsockname()[1]
                 self._server = TCPStore(
@@ -54,7 +54,11 @@ class TrainerLink:
             self._identity = (port, secrets.randbits(62))
         return self._identity
 
-    def connect(self, identity: Sequence[int], num_receivers: int) -> StoreMailbox:
+    def is_at(self, identity: tuple[int, int]) -> bool:
+        """Whether this rank's end leads to the store of that port and session."""
+        return self._identity == identity
+
+    def connect(self, identity: tuple[int, int], num_receivers: int) -> StoreMailbox:
         """This rank's mailbox, ready for so many engine ranks.
 
         Args:
@@ -65,7 +69,7 @@ class TrainerLink:
             TokenError: this process has no run token.
         """
         if self._mailbox is None:
-            port, session = identity
+            self._identity = port, session = identity
             self._address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
             store = open_store(self._address, self._timeout_s, self._server)
             self._mailbox = StoreMailbox(store, self._address.mailbox_path(self._rank), self._rank)
@@ -102,6 +106,7 @@ class TrainerLink:
         self.hang_up()
         self._staging.close()
         self._mailbox = self._control = self._outlets = self._server = None
+        self._identity = (0, 0)
 
 
 def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> SignedStore:

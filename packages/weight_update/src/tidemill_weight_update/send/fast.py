@@ -73,14 +73,18 @@ class FastPath:
         self._came_again = False
         self._num_freed: int | None = None
         self._is_assumed = False
+        self._others_are_worn = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
         self._sequence = sequence
+        is_worn = self._sender is not None and self._sender.is_worn
+        if self._link is not None and self._group_rank > 0:
+            return int(is_worn), 0
+        if is_worn or self._others_are_worn:
+            self.close()  # with a new mailbox, over a new link for all, engines too forget what they know of this one
         if self._link is not None:
             return self._link.open()
-        if self._sender is not None and self._sender.is_worn:
-            self._drop_sender()  # with a new mailbox, engines too forget what they know of this one
         if self._sender is None:
             self._mailbox = Mailbox.create()
             self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
@@ -99,7 +103,10 @@ class FastPath:
         """
         if self._link is None:
             return tuple(path_of(pid, fd) for pid, fd in begun)
+        if not self._link.is_at(begun[0]):
+            self.close()
         mailbox = self._link.connect(begun[0], num_receivers)
+        self._others_are_worn = self._sender is not None and any(is_worn for is_worn, _ in begun[1:])
         if self._sender is None:
             self._sender = Sender(mailbox, self._bucket_bytes, self._allow_non_finite)
         mailbox.begin(self._sequence)
