@@ -115,6 +115,18 @@ def test_an_engine_with_a_mix_is_stopped_at_once_and_until_it_is_whole():
     updater.close()
 
 
+def test_what_is_sent_on_both_paths_is_counted_for_both():
+    both = WeightUpdater([MemoryEngine(), ToyEngine(2)], bucket_bytes=100)
+    stats = both.update(tensors(1).items(), 1)
+    alone = [WeightUpdater([engine], bucket_bytes=100) for engine in (MemoryEngine(), ToyEngine(2))]
+    parts = [updater.update(tensors(1).items(), 1) for updater in alone]
+    assert stats.num_tensors == len(tensors())
+    assert stats.num_bytes == sum(part.num_bytes for part in parts) == 2 * parts[0].num_bytes
+    assert stats.num_buckets == sum(part.num_buckets for part in parts) > parts[0].num_buckets
+    for updater in (both, *alone):
+        updater.close()
+
+
 def test_engines_of_the_stock_path_that_fail_leave_others_their_update():
     stock, good = MemoryEngine(fail_at=0), ToyEngine(2, "good")
     updater = WeightUpdater([stock, good])

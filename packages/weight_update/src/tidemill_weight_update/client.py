@@ -53,7 +53,7 @@ class EngineClient(Protocol):
         ...
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """Ends a pause, if there is one: called also after a `pause` that raised, which may have taken effect."""
         ...
 
     def set_weight_version(self, version: str) -> None:

@@ -10,6 +10,7 @@ class UpdateStats:
     Attributes:
         seconds: from the call of `update` to its return; includes waiting for other ranks.
         num_bytes: bytes of what this rank sent (after a cast), without alignment; on the stock path, of all tensors.
+            If engines of both paths were updated, what was sent on both.
         num_tensors: tensors of which this rank sent a part; on the stock path, all tensors.
         num_buckets: of which `num_bytes` consist.
         verified: whether all engines compared digests of what was sent with those of what they read as they copied it

@@ -61,10 +61,11 @@ class WeightUpdater:
             look).
         link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and
             engines need the run's token.
-        timeout_s: longest wait for an engine that makes no progress; then the update goes on without it. Less than what
-            the engines' clients wait for an answer, else these give up all engines while they wait for one. (Engines
-            wait as long for a trainer rank that lives and sends nothing if there is a link, else three times as long;
-            ranks of the fast path that have sent all wait three times as long for the others.)
+        timeout_s: longest wait for an engine that makes no progress, be it because of running requests; then the others
+            load without it. `update` still returns, and what it paused goes on, when its client has given up, too. Less
+            than what clients wait for an answer, else these give up all engines while they wait for one. (Engines wait
+            as long for a trainer rank that lives and sends nothing if there is a link, else three times as long; ranks
+            of the fast path that have sent all wait three times as long for the others.)
     """
 
     def __init__(
@@ -156,24 +157,23 @@ class WeightUpdater:
             begun = self._fast.begin(self._sequence)
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock)])
         _, _, num_receivers, num_stock = rows[0]
-        num_buckets = num_tensors = num_bytes = 0
+        fast = stock = (0, 0, 0)
         with self._settled(fleet, "update"):
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 try:
-                    num_buckets, num_tensors, num_bytes = self._send(
-                        named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages
-                    )
+                    fast = self._send(named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages)
                 except RankLostError as error:  # which one it was, engines may know
                     raise RankLostError("; ".join([str(error), *fleet.told()])) from error
             if num_stock:
                 with torch.no_grad():
-                    num_buckets, num_tensors, num_bytes = self._stock.send(
+                    stock = self._stock.send(
                         named_tensors, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
                     )
             with stages("finish"):
                 fleet.make_visible(version)
-        return self._report(fleet, version, (num_buckets, num_tensors, num_bytes), started, stages)
+        counts = fast[0] + stock[0], max(fast[1], stock[1]), fast[2] + stock[2]
+        return self._report(fleet, version, counts, started, stages)
 
     def update_adapter(
         self,
