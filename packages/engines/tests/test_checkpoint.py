@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -282,6 +283,68 @@ def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_
         for plain, of_background in zip(weights, weights_behind, strict=True):
             assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
     assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
+
+
+def run_phases(path, folder):
+    engine = build_engine(path, checkpoint={"keep_last": 2})
+    train(engine, [0, 1, 2])
+    engine.save_checkpoint(folder / "third")
+    engine.save_checkpoint(folder / "third again")
+    engine.reset_optimizer(engine.optimizer_config)
+    train(engine, [3])
+    engine.save_checkpoint(folder / "first")  # of the next phase
+    assert [checkpoint.name for checkpoint in whole_checkpoints(folder)] == ["third again", "first"]
+    with pytest.raises(FileNotFoundError, match=r"the newest whole checkpoint is .*/first"):
+        engine.load_checkpoint(folder / "nowhere")
+    manifest = folder / "first" / "engine.json"  # as of a clock that was ahead
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"saved_ns": 2**62}))
+    engine.save_checkpoint(folder / "now")
+    engine.close()
+    return sorted(checkpoint.name for checkpoint in folder.iterdir())
+
+
+def test_what_is_kept_goes_by_the_time_of_saving_and_never_without_the_last(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    assert run_ranks(run_phases, 1, path, tmp_path / "saved") == [["first", "now"]]
+
+
+def run_to_disk(path, folder, backend):
+    """What is synced, renamed and removed while a second checkpoint takes the place of the first, in order."""
+    engine = build_engine(path, backend=backend, checkpoint={"keep_last": 1})
+    engine.save_checkpoint(folder / "one")
+    happened, sync = [], os.fsync
+
+    def fsync(file):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        happened.append(("synced", os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(file)
+
+    def hear(event, args):
+        if event in ("os.rename", "os.remove"):
+            happened.append((event, str(args[0])))
+
+    os.fsync = fsync
+    sys.addaudithook(hear)
+    engine.save_checkpoint(folder / "two")
+    engine.close()
+    return happened
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_removed(tmp_path, backend):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    folder = tmp_path / "saved"
+    first, second = run_ranks(run_to_disk, 2, path, folder, backend)
+    partial = folder / ".two.partial"
+    renamed, removed = (
+        first.index((kind, str(name)))
+        for kind, name in (("os.rename", partial), ("os.remove", folder / "one" / "engine.json"))
+    )
+    synced = {name for kind, name in [*first[:renamed], *second] if kind == "synced"}
+    files = {str(partial / file.name) for file in (folder / "two").iterdir()}
+    assert len(files) >= 4
+    assert files | {str(partial)} <= synced
+    assert ("synced", str(folder)) in first[renamed:removed]
 
 
 LAYOUTS = [{}, {"fsdp_size": 1}, {"fsdp_size": 2, "reshard_after_forward": False}, {"param_offload": True}]

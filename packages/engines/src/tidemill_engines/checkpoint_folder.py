@@ -1,7 +1,10 @@
 """Checkpoints as folders: each appears whole or not at all, says what is in it, and is checked before it is read."""
 
+import errno
 import json
+import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -51,7 +54,7 @@ def save_folder(
 
     Args:
         write: given that folder; returns the names of the files there that this rank wrote.
-        keep_last: how many whole checkpoints stay in the folder around `path`; those of the earliest steps go.
+        keep_last: how many whole checkpoints stay in the folder around `path`: this one and those saved last before it.
 
     Raises:
         OSError: `path` exists, or a rank could not write; on every rank. Nothing of it is left.
@@ -68,19 +71,31 @@ def save_folder(
         with together(group):  # all ranks have left the folder before the first of them removes it
             written = write(partial)
             own = {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in written}
+            for name in own:
+                _to_disk(partial / name)
         files = {name: entry for of_rank in gather(own, group) for name, entry in of_rank.items()}
         with together(group):
             if is_first:
-                manifest = {"format_version": FORMAT_VERSION, "progress": asdict(progress), "files": files}
+                manifest = {
+                    "format_version": FORMAT_VERSION,
+                    "saved_ns": time.time_ns(),
+                    "progress": asdict(progress),
+                    "files": files,
+                }
                 (partial / MANIFEST).write_text(json.dumps(manifest) + "\n")
+                _to_disk(partial / MANIFEST)
+                _to_disk(partial)
                 partial.rename(path)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     with together(group):
+        if is_first:
+            _to_disk(path.parent)
         if is_first and keep_last is not None:
-            for old in whole_checkpoints(path.parent)[:-keep_last]:
+            others = [other for other in whole_checkpoints(path.parent) if other != path]
+            for old in others[: max(0, len(others) + 1 - keep_last)]:
                 (old / MANIFEST).unlink()  # first, so that half a checkpoint is never taken for a whole one
                 shutil.rmtree(old)
 
@@ -149,7 +164,7 @@ def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder whose files are all there and as long as they were, by ascending step."""
+    """The checkpoints in a folder whose files are all there and as long as they were, in the order of saving."""
     found = []
     for manifest_file in folder.glob(f"[!.]*/{MANIFEST}"):
         path = manifest_file.parent
@@ -157,8 +172,9 @@ def whole_checkpoints(folder: Path) -> list[Path]:
             manifest = _read_whole(path)
         except (FileNotFoundError, ValueError):  # not whole, which is what is asked here
             continue
-        found.append((manifest["progress"]["step"], path.stat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found)]
+        # Steps do not tell: they start anew with each phase, and go back where training does.
+        found.append((manifest.get("saved_ns", manifest_file.stat().st_mtime_ns), path))
+    return [path for _, path in sorted(found)]
 
 
 def _read_whole(path: Path) -> dict[str, Any]:
@@ -185,6 +201,18 @@ def _read_whole(path: Path) -> dict[str, Any]:
 def _advice(path: Path) -> str:
     others = [other for other in whole_checkpoints(path.parent) if other != path]
     return f"the newest whole checkpoint is {others[-1]}" if others else "there is no whole one beside it"
+
+
+def _to_disk(path: Path) -> None:
+    """Has a file, or what a folder lists, survive a loss of power from now on."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:  # some network filesystems have no fsync of folders, whose names they write at once
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(opened)
 
 
 def _checksum(file: Path) -> int:

@@ -286,8 +286,8 @@ class CheckpointConfig:
     Attributes:
         asynchronous: copy to the CPU, write in the background and go on training. The checkpoint appears under its name
             when it is whole; `finish_checkpoint`, the next save and `close` wait for it and raise what went wrong.
-        keep_last: whole checkpoints that stay in the folder in which one is saved; those of the earliest steps are
-            removed when a new one is whole. None keeps all.
+        keep_last: whole checkpoints that stay in the folder in which one is saved; those saved first are removed when a
+            new one is whole and on the disk. None keeps all.
 
     Raises:
         ValueError: `keep_last` is below 1.
