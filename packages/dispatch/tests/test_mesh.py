@@ -29,6 +29,14 @@ def test_layout_is_in_dp_order_whatever_the_rank_order():
             r"dp_rank 0 \(ranks \[0, 1\]\) has collect ranks \[0, 1\], expected exactly one",
         ),
         (entries((0, True), (1, False)), r"dp_rank 1 \(ranks \[1\]\) has collect ranks \[\], expected exactly one"),
+        (
+            [
+                MeshEntry(dp_rank=0, is_collect=True, dp_size=2),
+                MeshEntry(dp_rank=1, is_collect=True, dp_size=2),
+                *entries((5, True), (2, False)),
+            ],
+            "mesh 'actor': rank 2 has dp_rank 5, which is not below dp_size 2; rank 3 has dp_rank 2, which",
+        ),
         (entries((0, False), (2, True)), r"dp_rank 0 .* expected exactly one; dp_rank 1 is registered by no rank"),
     ],
 )

@@ -86,7 +86,7 @@ def test_pools_are_split_and_merged(two_nodes):
     _, small, large = two_nodes
     pool = RayResourcePool([2, 1], num_gpus_per_worker=1)
     left, right = split_resource_pool(pool, [1, 2])
-    assert (left.process_on_nodes, right.process_on_nodes) == ([1], [1, 1])
+    assert (left.world_size, right.world_size) == (1, 2)
     with start(left, "left") as a, start(right, "right") as b:
         assert (nodes_of(a), nodes_of(b)) == ([large], [large, small])
         places = a.place() + b.place()
@@ -99,7 +99,7 @@ def test_pools_are_split_and_merged(two_nodes):
     assert all_gpus_are_free()
 
     merged = merge_resource_pool(right, left)
-    assert (merged.world_size, merged.process_on_nodes) == (3, [1, 1, 1])
+    assert merged.world_size == 3
     with start(merged, "merged") as group:
         assert nodes_of(group) == [large, small, large]
     both = merge_resource_pool(RayResourcePool([1], num_gpus_per_worker=1), RayResourcePool([2], num_gpus_per_worker=1))
@@ -114,8 +114,8 @@ def test_wrong_splits_and_merges():
         with pytest.raises(ValueError, match="must be 1 or more and add up to 6"):
             split_resource_pool(pool, sizes)
     parts = split_resource_pool(pool, [1, 2, 3])
-    assert [part.process_on_nodes for part in parts] == [[1], [2], [1, 2]]
-    assert [part.process_on_nodes for part in split_resource_pool(pool, 3)] == [[3], [1, 2]]
+    assert [part.world_size for part in parts] == [1, 2, 3]
+    assert [part.world_size for part in split_resource_pool(pool, 3)] == [3, 3]
     with pytest.raises(ValueError, match="the pools have 2 processes in common"):
         merge_resource_pool(pool, parts[1])
     with pytest.raises(ValueError, match="must have the same num_cpus_per_worker, got 1 and 2"):

@@ -1,11 +1,26 @@
 """What a call to a worker group raises on the driver."""
 
+from typing import Any
+
 
 class UnknownMethodError(AttributeError, TypeError):
     """A method that the group does not have. An AttributeError for `hasattr`, a TypeError as all wrong calls."""
 
 
-class WorkerError(RuntimeError):
+class _CallError(Exception):
+    """Pickled as its text and its attributes: unpickling other exceptions calls them with their text alone."""
+
+    def __reduce__(self) -> Any:
+        return _restored, (type(self), str(self)), vars(self)
+
+
+def _restored(kind: type[_CallError], text: str) -> _CallError:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    return error
+
+
+class WorkerError(_CallError, RuntimeError):
     """A worker's method (or its constructor, method "__init__") raised.
 
     Attributes:
@@ -52,7 +67,7 @@ class WorkerError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(_CallError, RuntimeError):
     """A worker's process ended: killed, out of memory, exited, or its node is gone. The group is unusable after it.
 
     Attributes:
@@ -79,7 +94,7 @@ class WorkerDiedError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-class CallTimeoutError(TimeoutError):
+class CallTimeoutError(_CallError, TimeoutError):
     """A call did not finish before its deadline. The call itself goes on: its future may be asked again.
 
     Attributes:

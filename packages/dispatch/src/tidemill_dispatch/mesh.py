@@ -27,7 +27,6 @@ class MeshLayout:
         collect_ranks: the rank whose result is collected, by dp_rank, length dp_size.
     """
 
-    name: str
     dp_ranks: tuple[int, ...]
     collect_ranks: tuple[int, ...]
 
@@ -39,15 +38,16 @@ class MeshLayout:
     def of_all_ranks(cls, world_size: int) -> "MeshLayout":
         """The mesh of a group in which every rank has a shard of its own."""
         ranks = tuple(range(world_size))
-        return cls(name="all ranks", dp_ranks=ranks, collect_ranks=ranks)
+        return cls(dp_ranks=ranks, collect_ranks=ranks)
 
     @classmethod
     def from_entries(cls, name: str, entries: Sequence[MeshEntry | None]) -> "MeshLayout":
         """Checks what the ranks registered; `entries[rank]` is None for a rank that did not register this mesh.
 
         Raises:
-            ValueError: a rank registered nothing, the ranks do not agree on dp_size, a dp_rank is missing, or a dp_rank
-                does not have exactly one collect rank; the text names the mesh and the ranks at fault.
+            ValueError: a rank registered nothing, the ranks do not agree on dp_size, a dp_rank is missing or not
+                below dp_size, or a dp_rank does not have exactly one collect rank; the text names the mesh and the
+                ranks at fault.
         """
         absent = [rank for rank, entry in enumerate(entries) if entry is None]
         present = [entry for entry in entries if entry is not None]
@@ -60,7 +60,11 @@ class MeshLayout:
         if len(set(told.values())) > 1:
             raise ValueError(f"mesh {name!r}: the ranks do not agree on dp_size; by rank it is {told}")
         dp_size = next(iter(told.values()), 1 + max(entry.dp_rank for entry in present))
-        problems = []
+        problems = [
+            f"rank {rank} has dp_rank {entry.dp_rank}, which is not below dp_size {dp_size}"
+            for rank, entry in enumerate(present)
+            if entry.dp_rank >= dp_size
+        ]
         collect_ranks = []
         for dp_rank in range(dp_size):
             members = [rank for rank, entry in enumerate(present) if entry.dp_rank == dp_rank]
@@ -75,7 +79,7 @@ class MeshLayout:
                 collect_ranks.append(collect[0])
         if problems:
             raise ValueError(f"mesh {name!r}: " + "; ".join(problems))
-        return cls(name=name, dp_ranks=tuple(e.dp_rank for e in present), collect_ranks=tuple(collect_ranks))
+        return cls(dp_ranks=tuple(e.dp_rank for e in present), collect_ranks=tuple(collect_ranks))
 
 
 class DeviceMeshLike(Protocol):

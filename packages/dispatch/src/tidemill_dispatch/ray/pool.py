@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tidemill_dispatch.ray.reservation import Placement, Reservation
 
-_Slot = tuple[Reservation, int, int]
-"""A reservation, the node among its nodes, and the process among its processes."""
+_Slot = tuple[Reservation, int]
+"""A reservation, and the process among its processes."""
 
 
 class RayResourcePool:
@@ -63,8 +63,7 @@ class RayResourcePool:
         bundle = {"CPU": float(num_cpus_per_worker), "GPU": float(num_gpus_per_worker)}
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
         reservation = Reservation(process_on_nodes, bundle, max_colocate_count, placement_timeout_s)
-        nodes = [node for node, count in enumerate(process_on_nodes) for _ in range(count)]
-        self._slots: tuple[_Slot, ...] = tuple((reservation, node, i) for i, node in enumerate(nodes))
+        self._slots: tuple[_Slot, ...] = tuple((reservation, index) for index in range(sum(process_on_nodes)))
         self.num_cpus_per_worker = num_cpus_per_worker
         self.num_gpus_per_worker = num_gpus_per_worker
         self.max_colocate_count = max_colocate_count
@@ -72,18 +71,6 @@ class RayResourcePool:
     @property
     def world_size(self) -> int:
         return len(self._slots)
-
-    @property
-    def process_on_nodes(self) -> list[int]:
-        """Processes per node, in rank order."""
-        counts: list[int] = []
-        before = None
-        for reservation, node, _ in self._slots:
-            if (reservation, node) != before:
-                counts.append(0)
-            counts[-1] += 1
-            before = (reservation, node)
-        return counts
 
     def place(self, name: str, *, detached: bool = False) -> Placement:
         """Reserves the resources, unless they are already, for group `name`. For `RayWorkerGroup`.
@@ -103,7 +90,7 @@ class RayResourcePool:
                 reservation.release(name, self._by_reservation()[reservation])
             raise
         return Placement(
-            slots=tuple(slots[reservation, index] for reservation, _, index in self._slots),
+            slots=tuple(slots[slot] for slot in self._slots),
             num_cpus=self.num_cpus_per_worker / self.max_colocate_count,
             num_gpus=self.num_gpus_per_worker / self.max_colocate_count,
         )
@@ -116,7 +103,7 @@ class RayResourcePool:
     def _by_reservation(self) -> dict[Reservation, list[int]]:
         """The processes used of each reservation, the reservation with the largest node first, as it is made first."""
         found: dict[Reservation, list[int]] = {}
-        for reservation, _, index in sorted(self._slots, key=lambda slot: -slot[0].largest):
+        for reservation, index in sorted(self._slots, key=lambda slot: -slot[0].largest):
             found.setdefault(reservation, []).append(index)
         return found
 
