@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,14 @@ class StageWorker(Worker):
     @over(2)
     def two(self, first, second, *, third=None):
         return ListBatch(list(zip(first, second, first if third is None else third, strict=True)))
+
+    @over(1)
+    def both1(self, first, second):
+        return ListBatch([(len(first), len(second))])
+
+    @over(2, padding=PADDING)
+    def padded_with(self, batch, whole):
+        return ListBatch([(row, *whole) for row in batch])
 
     @over(2)
     def count(self, batch):
@@ -221,8 +230,14 @@ def test_shards_of_different_length_are_an_error_of_the_worker(groups):
     first, second = groups
     with pytest.raises(WorkerError, match=r"'pass1' of group 'first' made 6 rows, 3 of them for shard 0 of 2, where"):
         second.two(first.pass1(ListBatch(list(range(6)))), ListBatch(list(range(4)))).get()
-    with pytest.raises(WorkerError, match=r"this rank's shards have {.*'pass1' of group 'first'.*: 3, .*'pass2'"):
+    with pytest.raises(WorkerError, match=r"this rank's shards have 'pass1' of group 'first': 3, 'pass2'"):
         second.two(first.pass1(ListBatch(list(range(6)))), first.pass2(ListBatch([1, 2]))).get()
+    six, four = first.pass1(ListBatch(list(range(6)))), first.pass1(ListBatch(list(range(4))))
+    with pytest.raises(WorkerError, match="shards have 'pass1' of group 'first': 3, 'pass1' of group 'first': 2"):
+        second.two(six, four).get()
+    with pytest.raises(WorkerError, match="shards have 'pass1' of group 'first': 6, 'pass1' of group 'first': 4"):
+        second.both1(six, four).get()
+    assert second.both1(six, Replicate(four)).get().items == [(6, 4)]
 
 
 def test_a_whole_future_goes_to_every_rank(groups):
@@ -233,6 +248,8 @@ def test_a_whole_future_goes_to_every_rank(groups):
     nine = first.pass2(ListBatch([9]))
     assert second.two(ListBatch([7, 8]), Replicate(nine)).get().items == [(7, 9, 7), (8, 9, 8)]
     assert second.pass4(first.load(6)).get().items == list(range(6))
+    for whole in (Replicate(nine), Replicate(ListBatch([9]))):  # padding is taken from the shards' rows
+        assert second.padded_with(ListBatch(list(range(5))), whole).get().items == [(row, 9) for row in range(5)]
 
 
 def test_a_future_may_be_got_and_given_in_any_order(groups):
@@ -249,6 +266,25 @@ def test_a_future_may_be_got_and_given_in_any_order(groups):
         return await asyncio.gather(*[asyncio.wait_for(group.pass2(ListBatch([4])), 30) for group in groups])
 
     assert [batch.items for batch in asyncio.run(both())] == [[4], [4]]
+
+
+def test_a_chain_keeps_only_the_calls_that_it_may_still_fail_by(groups):
+    first, second = groups
+    future = first.pass2(ListBatch([1]))
+    before = []
+    for _ in range(3):
+        before.append(weakref.ref(future))
+        future = second.pass4(future)
+    assert future.get().items == [1]
+    assert [call() for call in before] == [None] * 3
+    middle = first.slow(ListBatch([1]), 0.3)
+    last = second.pass4(middle)
+    before = weakref.ref(middle)
+    del middle
+    assert before() is not None
+    while not last.done():
+        time.sleep(0.02)
+    assert before() is None
 
 
 def test_the_driver_does_not_wait_and_the_deadline_counts_from_the_end_of_the_call_before(groups):

@@ -36,6 +36,8 @@ class ChainedShard:
     """An argument whose rows the worker fetches itself.
 
     Attributes:
+        shard: its index and the number of shards.
+        is_whole: it is not a shard among those of the call, but a future that every rank gets whole.
         pieces: by part, the rows that this shard needs of it, cut on the node that holds the part; empty for a part
             that is on the worker's own node.
     """
@@ -44,6 +46,7 @@ class ChainedShard:
     shard: tuple[int, int]
     num_real: int | None
     padded: bool
+    is_whole: bool
     pieces: Mapping[int, ray.ObjectRef]
 
     def fetch(self, all_receipts: Sequence[Any]) -> PaddedShard:
@@ -116,8 +119,12 @@ class Links:
         self._upstreams: dict[int, Upstream] = {}
         self._pieces: dict[tuple[int, int, bool], dict[int, dict[int, ray.ObjectRef]]] = {}
 
-    def shard(self, shard: DeferredShard, nodes: Mapping[int, set[str]]) -> ChainedShard:
-        """The argument for a shard of a future. `nodes[index]` are the nodes of the ranks that get shard `index`."""
+    def shard(self, shard: DeferredShard, nodes: Mapping[int, set[str]], *, is_whole: bool = False) -> ChainedShard:
+        """The argument for a shard of a future, or for all of it.
+
+        Args:
+            nodes: by shard, the nodes of the ranks that get it.
+        """
         future = shard.source
         assert isinstance(future, CallFuture)
         upstream = self._upstream(future)
@@ -125,7 +132,7 @@ class Links:
         if key not in self._pieces:
             self._pieces[key] = self._cut(future, shard, nodes)
         pieces = self._pieces[key].get(shard.index, {})
-        return ChainedShard(upstream, (shard.index, shard.n), shard.num_real, shard.padded, pieces)
+        return ChainedShard(upstream, (shard.index, shard.n), shard.num_real, shard.padded, is_whole, pieces)
 
     def _upstream(self, future: CallFuture) -> Upstream:
         if id(future) not in self._upstreams:

@@ -48,7 +48,6 @@ class PendingCall:
         collect: makes the caller's result of the values.
         chains: the values are parts of one batch.
         timeout_s: deadline in seconds after the call was made, or after the calls that it takes rows from ended.
-        upstreams: the calls that it takes rows from.
     """
 
     processes: Processes
@@ -59,7 +58,6 @@ class PendingCall:
     collect: Callable[[list[Any]], Any]
     chains: bool
     timeout_s: float
-    upstreams: Sequence["CallFuture"] = ()
 
 
 class CallFuture(DeferredRows):
@@ -70,8 +68,9 @@ class CallFuture(DeferredRows):
     and after `get`, and as long as the future is kept the store keeps the rows.
     """
 
-    def __init__(self, call: PendingCall):
+    def __init__(self, call: PendingCall, upstreams: Sequence["CallFuture"] = ()):
         self.call = call
+        self._upstreams = tuple(upstreams)  # the calls that it takes rows from, see _let_go
         self._pending = {ref: rank for rank, ref in call.receipts.items()}
         self._watched: dict[int, ray.ObjectRef] = {}
         self._next_watch = time.monotonic() + _WATCH_S
@@ -106,6 +105,7 @@ class CallFuture(DeferredRows):
         """
         if not self._result and self._error is None:
             self._finish(timeout_s, None if timeout_s is None else time.monotonic() + timeout_s)
+            self._let_go()
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -154,7 +154,7 @@ class CallFuture(DeferredRows):
     def _deadline(self, explicit: float | None) -> float:
         if explicit is not None:
             return explicit
-        running = [upstream._deadline(None) for upstream in self.call.upstreams if upstream._pending]
+        running = [upstream._deadline(None) for upstream in self._upstreams if upstream._pending]
         return min(running, default=self._started + self.call.timeout_s)
 
     def _fetch(self, limit_s: float | None, wait_s: float) -> None:
@@ -199,10 +199,19 @@ class CallFuture(DeferredRows):
                 self._take(ready)
             if self._pending and self._error is None:
                 self._error = self.call.processes.death
-            for upstream in self.call.upstreams if self._pending else ():
+            for upstream in self._upstreams if self._pending else ():
                 self._poll_upstream(upstream)
             if self._pending and time.monotonic() >= self._next_watch:
                 self._watch()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the calls before, once they cannot be what this one waits for or fails by.
+
+        Otherwise the last future of a chain would keep the results of all.
+        """
+        if self._error is not None or not (self._pending or self._failures):
+            self._upstreams = ()
 
     def _poll_upstream(self, upstream: "CallFuture") -> None:
         if not upstream._pending:
@@ -260,14 +269,14 @@ class CallFuture(DeferredRows):
 
     def _upstream_error(self) -> Exception | None:
         """What made the calls fail that this one takes rows from; its own failures follow from that."""
-        for upstream in self.call.upstreams:
+        for upstream in self._upstreams:
             upstream._poll(0.0)
             if (error := upstream._settled_error()) is not None:
                 return error
         return None
 
     def _timeout(self, limit_s: float | None) -> CallTimeoutError:
-        for upstream in self.call.upstreams:
+        for upstream in self._upstreams:
             if upstream._pending:
                 return upstream._timeout(limit_s)
         return CallTimeoutError(

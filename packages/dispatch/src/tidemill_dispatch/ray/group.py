@@ -273,8 +273,8 @@ class RayWorkerGroup:
                 collect=collect,
                 chains=chains,
                 timeout_s=timeout_s,
-                upstreams=tuple(links.futures),
-            )
+            ),
+            links.futures,
         )
 
     def shutdown(self) -> None:

@@ -21,7 +21,7 @@ class CallInputs:
         self._receipts = receipts
         self._padding = padding
         self._shard: PaddedShard | None = None
-        self._chained: dict[str, int] = {}
+        self._chained: list[tuple[str, int]] = []
 
     def take(self, value: Any) -> Any:
         """The argument itself.
@@ -33,21 +33,22 @@ class CallInputs:
         if isinstance(value, Packed):
             value = value.unpack()
         elif isinstance(value, ChainedShard):
-            where = f"{value.upstream.method!r} of group {value.upstream.group!r}"
-            is_shard = value.shard[1] > 1 or value.padded
-            value = value.fetch(self._receipts)
-            if is_shard:
-                self._check_rows(where, value.num_real)
+            shard = value.fetch(self._receipts)
+            if value.is_whole:
+                return shard.rows
+            self._check_rows(f"{value.upstream.method!r} of group {value.upstream.group!r}", shard.num_real)
+            value = shard
         if not isinstance(value, PaddedShard):
             return value
         self._shard = value
         return value.rows if self._padding is None else value.pad(self._padding)
 
     def _check_rows(self, where: str, num_rows: int) -> None:
-        self._chained[where] = num_rows
-        if len(set(self._chained.values())) > 1:
+        self._chained.append((where, num_rows))
+        if num_rows != self._chained[0][1]:
+            rows = ", ".join(f"{source}: {length}" for source, length in self._chained)
             raise ValueError(
-                f"the batches of one call must have the same number of rows; this rank's shards have {self._chained}"
+                f"the batches of one call must have the same number of rows; this rank's shards have {rows}"
             )
 
     def finish(self, result: Any) -> Any:

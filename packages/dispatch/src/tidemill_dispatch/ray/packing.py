@@ -30,7 +30,7 @@ def pack_calls(
             return packed[id(value)]
         if isinstance(value, DeferredRows):
             (whole,) = value.chunk(1)
-            result = links.shard(whole, nodes[id(value), 1])
+            result = links.shard(whole, nodes[id(value), 1], is_whole=True)
         elif isinstance(value, DeferredShard):
             result = links.shard(value, nodes[id(value.source), value.n])
         else:
