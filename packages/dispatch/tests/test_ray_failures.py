@@ -93,6 +93,13 @@ def wait_gone(pids, seconds):
     return not alive(pids)
 
 
+def cpus_are_free():
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+
+
 @pytest.fixture
 def group(cluster):
     with start() as group:
@@ -187,10 +194,30 @@ def test_shutdown_ends_busy_workers_and_their_children_and_frees_the_resources(c
     group.shutdown()
     with pytest.raises(RuntimeError, match="group 'unlucky' was shut down"):
         group.both_raise()
-    deadline = time.monotonic() + 10
-    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    assert cpus_are_free()
+
+
+def test_what_cannot_be_killed_keeps_nothing_else_alive(cluster):
+    group = start()
+    pids = [pid for row in group.start_children() for pid in row]
+    group.workers.insert(1, "not an actor")
+    with pytest.raises(ValueError, match=r"ray.kill\(\) only supported for actors"):
+        group.shutdown()
+    assert wait_gone(pids, 10)
+    assert cpus_are_free()
+    group.shutdown()
+
+
+class ShyWorker(Worker):
+    def tidemill_describe(self):
+        """Takes the place of the actor's own method, so that no rank says where it is."""
+
+
+def test_ranks_that_cannot_tell_where_they_are_end(cluster):
+    with pytest.raises(WorkerError, match="the worker was not constructed"):
+        RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(ShyWorker), name_prefix="shy", lifetime="named")
+    assert ray.util.list_named_actors() == []
+    assert cpus_are_free()
 
 
 def test_an_error_of_a_constructor_is_a_worker_error_with_its_traceback(cluster):
@@ -209,6 +236,14 @@ def test_a_constructor_that_hangs_meets_the_deadline_and_a_start_without_waiting
     group = RayWorkerGroup(RayResourcePool(process_on_nodes=[2]), init, name_prefix="later", blocking=False)
     with group, pytest.raises(WorkerError, match=r"rank 0 of group 'later' .* in '__init__': no checkpoint"):
         group.start_children()
+
+
+def test_a_group_whose_constructors_go_on_is_looked_at_for_as_long_as_asked(cluster):
+    init = RayClassWithInitArgs(BadLuckWorker, hang=True)
+    with RayWorkerGroup(RayResourcePool([2]), init, name_prefix="slow", blocking=False, timeout_s=30) as group:
+        started = time.monotonic()
+        group.check_alive(timeout_s=0.5)
+        assert 0.4 < time.monotonic() - started < 3
 
 
 def test_resources_that_are_not_there(cluster):

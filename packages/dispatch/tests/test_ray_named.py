@@ -1,13 +1,15 @@
 """Groups that are found by name, by this driver and by one that came later."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
-from tidemill_dispatch import ListBatch, Worker
+from tidemill_dispatch import Dispatch, ListBatch, Worker, register
 
 ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
 from tidemill_dispatch.ray import (  # noqa: E402
     RayClassWithInitArgs,
     RayResourcePool,
@@ -17,6 +19,7 @@ from tidemill_dispatch.ray import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.ray
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 # A driver of its own. The class is in its main module, which those who find the group cannot import.
 MAKER = """
 import sys
@@ -118,3 +121,73 @@ def test_names_are_taken_once_and_detached_groups_have_pools_of_their_own(maker)
         RayWorkerGroup(split_resource_pool(pool, 1)[0], init, name_prefix="two", lifetime="detached")
     with pytest.raises(ValueError, match="lifetime must be None, 'named' or 'detached', got 'forever'"):
         RayWorkerGroup(pool, create_colocated_worker_cls({"x": init}), name_prefix="x", lifetime="forever")
+
+
+class Sleeper(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+def start_sleepers():
+    pool = RayResourcePool([1, 1], num_cpus_per_worker=0.25)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Sleeper), name_prefix="sleepers", lifetime="detached")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_whose_ranks_are_busy_is_not_waited_for_and_can_be_ended(cluster, rank):
+    group = start_sleepers()
+    pids, free = group.pid(), free_cpus()
+    group.sleep([1000 * (rank == 0), 1000 * (rank == 1)])
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"ranks \[{rank}\] of group 'sleepers' did not answer within 0.5 s"):
+        RayWorkerGroup.from_detached("sleepers", timeout_s=0.5)
+    assert time.monotonic() - started < 3
+    RayWorkerGroup.shutdown_detached("sleepers")
+    assert wait_for(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+    assert wait_for(lambda: free_cpus() == free + 0.5)
+    group.shutdown()
+    with start_sleepers() as again:  # the name is free
+        assert set(again.pid()).isdisjoint(pids)
+    with pytest.raises(ValueError, match="there is no group 'sleepers' in Ray namespace 'tests'"):
+        RayWorkerGroup.shutdown_detached("sleepers")
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1]])
+def test_a_group_that_has_lost_ranks_keeps_its_name_and_can_be_ended(cluster, lost):
+    group, free = start_sleepers(), free_cpus()
+    for rank in lost:
+        ray.kill(group.workers[rank])
+    left = [rank for rank in (0, 1) if rank not in lost]
+    with pytest.raises(ValueError if lost == [0, 1] else RuntimeError) as caught:
+        RayWorkerGroup.from_detached("sleepers")
+    message = f"is not complete: ranks {left} live" if left else "there is no group 'sleepers'"
+    assert message in str(caught.value)
+    with pytest.raises(ValueError, match="a group named 'sleepers' exists"):
+        start_sleepers()
+    RayWorkerGroup.shutdown_detached("sleepers")
+    assert wait_for(lambda: free_cpus() == free + 0.5)
+
+
+LEAVER = """
+import sys
+import ray
+from tidemill_dispatch.ray import RayWorkerGroup
+
+ray.init(address=sys.argv[1], namespace="tests", log_to_driver=False, logging_level="ERROR")
+group = RayWorkerGroup.from_detached("sleepers")
+ray.shutdown()
+group.shutdown()
+print(ray.is_initialized())
+"""
+
+
+def test_a_shutdown_after_ray_s_own_starts_no_cluster(cluster):
+    with start_sleepers() as group:
+        command = [sys.executable, "-c", LEAVER, ray.get_runtime_context().gcs_address]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+        assert len(group.pid()) == 2

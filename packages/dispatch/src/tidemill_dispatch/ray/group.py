@@ -14,7 +14,7 @@ from tidemill_dispatch.mesh import MeshEntry, MeshLayout
 from tidemill_dispatch.ray.future import CallFuture, PendingCall
 from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
-from tidemill_dispatch.ray.processes import WorkerProcesses, find_processes, start_processes
+from tidemill_dispatch.ray.processes import WorkerProcesses, end_processes, find_processes, start_processes
 from tidemill_dispatch.ray.roles import ONLY_ROLE, ColocatedClasses, RayClassWithInitArgs, public_methods, roles_of
 from tidemill_dispatch.registry import Execute, MethodSpec, registered_methods
 from tidemill_dispatch.sharding import RankCall
@@ -128,16 +128,30 @@ class RayWorkerGroup:
         or the ranks get the calls in different orders. Leaving it alone lets it live.
 
         Args:
-            timeout_s: how long to wait for its first rank, which answers after the call that it is in.
+            timeout_s: how long to wait for its ranks; each answers after the call that it is in.
 
         Raises:
             ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+            TimeoutError: ranks were still in a call at the deadline; the text names them.
+            RuntimeError: it has lost ranks, or is still being started.
         """
         processes, classes = find_processes(name_prefix, timeout_s)
         group = cls.__new__(cls)
         group._set(processes, classes, {role: _bind_methods(c, cls) for role, c in classes.items()}, ONLY_ROLE)
         group.wait_ready()
         return group
+
+    @classmethod
+    def shutdown_detached(cls, name_prefix: str) -> None:
+        """Ends a group that `from_detached` would find, also one whose ranks hang or that has lost ranks.
+
+        It asks no rank, kills what lives and gives the resources of a detached group back; those of a named one are its
+        maker's. Unlike `shutdown` it does not wait until the processes are gone.
+
+        Raises:
+            ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+        """
+        end_processes(name_prefix)
 
     def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, Self]:
         """A group for each role of colocated workers, or for those in `prefix_set`; they share the processes.
@@ -166,26 +180,30 @@ class RayWorkerGroup:
     def check_alive(self, timeout_s: float = 1.0) -> None:
         """Looks whether every worker is alive, for at most `timeout_s`; one that is busy for longer counts as alive.
 
-        A call notices a death by itself; this is for a group that is not called for a while.
+        A call notices a death by itself; this is for a group that is not called for a while. A worker that is being
+        constructed is busy.
 
         Raises:
             WorkerDiedError: one is not; the text names it.
+            WorkerError: a constructor raised.
         """
         self._processes.check_usable()
-        self.wait_ready()
         pings = {rank: worker.tidemill_ping.remote() for rank, worker in enumerate(self.workers)}
-        call = PendingCall(
-            processes=self._processes,
-            group=self.name,
-            method="check_alive",
-            receipts=pings,
-            values={},
-            collect=lambda _: None,
-            chains=False,
-            timeout_s=timeout_s,
+        answers = CallFuture(
+            PendingCall(
+                processes=self._processes,
+                group=self.name,
+                method="check_alive",
+                receipts=pings,
+                values={},
+                collect=lambda _: None,
+                chains=False,
+                timeout_s=timeout_s,
+            )
         )
         with suppress(CallTimeoutError):  # a busy worker answers later
-            CallFuture(call).get()
+            self.wait_ready(timeout_s)
+            answers.get()  # within what is left of timeout_s
 
     def mesh(self, name: str) -> MeshLayout:
         """The checked layout of a mesh that the workers registered.
@@ -280,7 +298,8 @@ class RayWorkerGroup:
     def shutdown(self) -> None:
         """Kills the workers and what they started, gives the resources back, and waits until the processes are gone.
 
-        It does not wait for calls that are under way. It may be called again, and after `ray.shutdown()`.
+        It does not wait for calls that are under way. It may be called again, and after `ray.shutdown()`, which
+        has ended all but detached groups.
         """
         self._processes.shutdown()
 

@@ -4,12 +4,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from tidemill_dispatch.errors import WorkerDiedError
 from tidemill_dispatch.ray.arguments import pack, unpacked
@@ -17,7 +18,7 @@ from tidemill_dispatch.ray.future import CallFuture, PendingCall
 from tidemill_dispatch.ray.host import host_class
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.rendezvous import HostInfo
-from tidemill_dispatch.ray.reservation import Placement
+from tidemill_dispatch.ray.reservation import Placement, detached_placement_groups, remove_placement_groups
 from tidemill_dispatch.ray.roles import RayClassWithInitArgs
 from tidemill_dispatch.worker import Worker
 
@@ -43,6 +44,7 @@ class WorkerProcesses:
 
     Attributes:
         workers: the actor handles by rank.
+        infos: where each rank runs, a `HostInfo`.
         death: what the first call that noticed the death of a worker raised.
         lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
     """
@@ -53,7 +55,7 @@ class WorkerProcesses:
         self.death: WorkerDiedError | None = None
         self.lock = threading.Lock()
         self._give_back = give_back
-        self._infos: list[ray.ObjectRef] = []
+        self.infos: list[ray.ObjectRef] = []
         self._hosts: list[HostInfo] = []
         self._ready: CallFuture | None = None
         self._closed = False
@@ -61,9 +63,9 @@ class WorkerProcesses:
     def construct(self, payload: Any, env: dict[str, str]) -> None:
         """Has every rank make its workers; `wait_ready` waits for it."""
         # The ranks learn of each other through Ray, without the driver: the constructors start as soon as all are up.
-        self.describe()
+        self.infos = [worker.tidemill_describe.remote() for worker in self.workers]
         pairs = {
-            rank: worker.tidemill_construct.remote(payload, env, rank, self.record, *self._infos)
+            rank: worker.tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
             for rank, worker in enumerate(self.workers)
         }
         self._ready = CallFuture(
@@ -79,17 +81,13 @@ class WorkerProcesses:
             )
         )
 
-    def describe(self) -> None:
-        """Asks every rank where it runs."""
-        self._infos = [worker.tidemill_describe.remote() for worker in self.workers]
-
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Waits until every worker's constructor has returned; raises as `CallFuture.get` does."""
         if self._hosts:
             return
         if self._ready is not None:
             self._ready.get(timeout_s)
-        self._hosts = ray.get(self._infos)
+        self._hosts = ray.get(self.infos)  # they are there: the constructors needed them, or `find_processes` waited
 
     def host(self, rank: int) -> str:
         return f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
@@ -112,14 +110,10 @@ class WorkerProcesses:
         """Kills the workers and what they started, gives the resources back, and waits until the processes are gone."""
         if self._closed:
             return
+        connected = ray.is_initialized()
+        groups = self._local_process_groups() if connected else []
         self._closed = True
-        if not ray.is_initialized():
-            self._give_back()
-            return
-        groups = self._local_process_groups()
-        for worker in self.workers:
-            ray.kill(worker, no_restart=True)
-        self._give_back()
+        _end(self.workers if connected else [], self._give_back)
         deadline = time.monotonic() + _GONE_S
         while left := [group for group in groups if _exists(group)]:
             if time.monotonic() > deadline:
@@ -134,13 +128,13 @@ class WorkerProcesses:
 
     def _local_process_groups(self) -> list[int]:
         """Process groups of the workers on this machine. Ray starts every worker as the leader of its own."""
-        ready, _ = ray.wait(self._infos, num_returns=len(self._infos), timeout=0) if self._infos else ([], [])
+        ready, _ = ray.wait(self.infos, num_returns=len(self.infos), timeout=0) if self.infos else ([], [])
         here = ray.get_runtime_context().get_node_id()
         groups = []
         for ref in ready:
             try:
                 info: HostInfo = ray.get(ref)
-            except RayActorError:  # died before it could tell: gone already
+            except RayError:  # it died, or could not tell: there is nothing to wait for
                 continue
             if info.node_id == here and info.process_group == info.pid:
                 groups.append(info.process_group)
@@ -169,8 +163,11 @@ def start_processes(
     names = ", ".join(init.cls.__name__ for init in roles.values())
     payload = pack(f"{names} or their arguments", {k: (v.cls, v.args, v.kwargs) for k, v in roles.items()})
     env = _checked_env(env_vars)
-    if lifetime is not None and actor_name(name, 0) in ray.util.list_named_actors():
-        raise ValueError(f"a group named {name!r} exists; find it with from_detached, end it, or take another name")
+    if lifetime is not None and (name in _named_ranks() or detached_placement_groups(name)):
+        raise ValueError(
+            f"a group named {name!r} exists; find it with from_detached, end it with shutdown_detached, or take "
+            "another name"
+        )
     placement = pool.place(name, detached=lifetime == "detached")
     record = GroupRecord(
         name=name,
@@ -201,28 +198,82 @@ def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[s
 
     Raises:
         ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
-        TimeoutError: its first rank did not answer.
+        TimeoutError: ranks did not answer; the text names them.
+        RuntimeError: it has lost ranks, or is still being started.
     """
-    actors = ray.util.list_named_actors()
-    if actor_name(name, 0) not in actors:
-        suffix = actor_name("", 0)
-        known = sorted(actor.removesuffix(suffix) for actor in actors if actor.endswith(suffix))
-        namespace = ray.get_runtime_context().namespace
-        raise ValueError(
-            f"there is no group {name!r} in Ray namespace {namespace!r}; it has {known}. Groups are found if they were "
-            "started with lifetime='named' or 'detached' by a driver of the same namespace: ray.init(namespace=...)"
+    deadline = time.monotonic() + timeout_s
+    ranks = _named_ranks()
+    if name not in ranks:
+        raise _no_group(name, ranks)
+    if 0 not in ranks[name]:
+        raise _incomplete(name, ranks[name])
+    workers = [ray.get_actor(actor_name(name, rank)) for rank in ranks[name]]
+    identity = workers[0].tidemill_identity.remote()  # it answers this before the next
+    infos = [worker.tidemill_describe.remote() for worker in workers]
+    ready, _ = ray.wait(infos, num_returns=len(infos), timeout=timeout_s)
+    if busy := [rank for rank, info in zip(ranks[name], infos, strict=True) if info not in ready]:
+        raise TimeoutError(
+            f"ranks {busy} of group {name!r} did not answer within {timeout_s:g} s, because they are in a call. Allow "
+            f"more time, or end the group with RayWorkerGroup.shutdown_detached({name!r})"
         )
-    record, classes = ray.get(ray.get_actor(actor_name(name, 0)).tidemill_identity.remote(), timeout=timeout_s)
+    record, classes = ray.get(identity)
+    if record is None or len(workers) < record.world_size:
+        raise _incomplete(name, ranks[name])
     if isinstance(classes, ray.ObjectRef):
-        classes = ray.get(classes, timeout=timeout_s)
-    workers = [ray.get_actor(actor_name(name, rank)) for rank in range(record.world_size)]
+        classes = ray.get(classes, timeout=max(0.0, deadline - time.monotonic()))
     processes = WorkerProcesses(record, workers, record.placement.remove if record.detached else lambda: None)
-    processes.describe()
+    processes.infos = infos
     return processes, unpacked(classes)
+
+
+def end_processes(name: str) -> None:
+    """Kills the ranks of a named or detached group by their names, and gives back what a detached one holds.
+
+    Raises:
+        ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+    """
+    ranks = _named_ranks()
+    held = detached_placement_groups(name)
+    if name not in ranks and not held:
+        raise _no_group(name, ranks)
+    workers = [ray.get_actor(actor_name(name, rank)) for rank in ranks.get(name, [])]
+    _end(workers, lambda: remove_placement_groups(reversed(held)))  # so that the rest can be found after an error
 
 
 def actor_name(group: str, rank: int) -> str:
     return f"{group}:{rank}"
+
+
+def _named_ranks() -> dict[str, list[int]]:
+    """The ranks that live of the named and detached groups in this driver's Ray namespace, in rank order."""
+    found: dict[str, list[int]] = {}
+    for group, _, rank in (actor.rpartition(":") for actor in ray.util.list_named_actors()):
+        if rank.isdecimal():
+            found.setdefault(group, []).append(int(rank))
+    return {group: sorted(ranks) for group, ranks in found.items()}
+
+
+def _no_group(name: str, ranks: Mapping[str, list[int]]) -> ValueError:
+    namespace = ray.get_runtime_context().namespace
+    return ValueError(
+        f"there is no group {name!r} in Ray namespace {namespace!r}; it has {sorted(ranks)}. Groups are found if they "
+        "were started with lifetime='named' or 'detached' by a driver of the same namespace: ray.init(namespace=...)"
+    )
+
+
+def _incomplete(name: str, ranks: list[int]) -> RuntimeError:
+    return RuntimeError(
+        f"group {name!r} is not complete: ranks {ranks} live. It is still being started, or has lost the others; ask "
+        f"again, or end it with RayWorkerGroup.shutdown_detached({name!r})"
+    )
+
+
+def _end(workers: Iterable[Any], give_back: Callable[[], None]) -> None:
+    """Kills the workers, then gives the resources back. What fails is raised when all the rest is done."""
+    with ExitStack() as stack:
+        stack.callback(give_back)
+        for worker in workers:
+            stack.callback(ray.kill, worker, no_restart=True)
 
 
 def _exists(process_group: int) -> bool:

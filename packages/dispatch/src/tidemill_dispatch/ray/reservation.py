@@ -1,12 +1,18 @@
 """Resources of the cluster that are held in Ray's placement groups, one for each node."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
@@ -25,8 +31,28 @@ class Placement:
 
     def remove(self) -> None:
         """Gives the resources back. What still runs on them is killed by Ray."""
-        for group in {group.id: group for group, _ in self.slots}.values():
+        remove_placement_groups(group for group, _ in self.slots)
+
+
+def remove_placement_groups(groups: Iterable[PlacementGroup]) -> None:
+    """Removes them, each once; nothing after `ray.shutdown()`, when Ray would start a cluster to ask."""
+    if ray.is_initialized():
+        for group in {group.id: group for group in groups}.values():
             remove_placement_group(group)
+
+
+def detached_placement_groups(user: str) -> list[PlacementGroup]:
+    """Those that the detached group `user` of this driver's Ray namespace holds."""
+    found: list[PlacementGroup] = []
+    try:
+        while True:
+            found.append(get_placement_group(_detached_name(user, len(found))))
+    except ValueError:  # there are no more
+        return found
+
+
+def _detached_name(user: str, index: int) -> str:
+    return f"{user}:{index}"
 
 
 class Reservation:
@@ -70,7 +96,7 @@ class Reservation:
             )
         self._detached = detached
         if not self._slots:
-            self._slots = self._reserve(user, "detached" if detached else None)
+            self._slots = self._reserve(user, detached=detached)
         self._users.append((user, wanted))
         return [self._slots[index] for index in indices]
 
@@ -80,10 +106,9 @@ class Reservation:
         if self._users:
             return
         slots, self._slots = self._slots, []
-        if ray.is_initialized():
-            Placement(slots=tuple(slots), num_cpus=0, num_gpus=0).remove()
+        remove_placement_groups(group for group, _ in slots)
 
-    def _reserve(self, user: str, lifetime: str | None) -> list[tuple[PlacementGroup, int]]:
+    def _reserve(self, user: str, *, detached: bool) -> list[tuple[PlacementGroup, int]]:
         # The largest first: a small one must not take the only node that the large one fits on.
         order = sorted(range(len(self._process_on_nodes)), key=lambda entry: -self._process_on_nodes[entry])
         groups: dict[int, PlacementGroup] = {}
@@ -91,7 +116,12 @@ class Reservation:
         try:
             for entry in order:
                 bundles = [self._bundle] * self._process_on_nodes[entry]
-                groups[entry] = placement_group(bundles, strategy="STRICT_PACK", lifetime=lifetime)
+                groups[entry] = placement_group(
+                    bundles,
+                    strategy="STRICT_PACK",
+                    name=_detached_name(user, len(groups)) if detached else "",
+                    lifetime="detached" if detached else None,
+                )
             for group in groups.values():
                 if not group.wait(max(0.0, deadline - monotonic())):
                     raise RuntimeError(self._no_room(user))
