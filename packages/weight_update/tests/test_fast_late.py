@@ -77,7 +77,7 @@ class Stalling(Receiver):
         return super().arena(box, place)
 
 
-@pytest.mark.parametrize("where", ["begins"])
+@pytest.mark.parametrize("where", ["begins", "reads"])
 def test_a_rank_that_was_given_up_does_not_wait_for_buckets_that_are_gone(where):
     late, good = ToyEngine(1, "late", receiver=Stalling), ToyEngine(1, "good")
     first = WeightUpdater([late, good])  # which teaches the engines their models

@@ -36,8 +36,7 @@ class Turn:
         self._request = request
         self._boxes = boxes
         # Not a method: a cycle would keep staged tensors and mappings until Python collects garbage.
-        self._check_trainer = partial(_check_trainer, boxes, request.sequence)
-        self.peers = Peers(boxes[0], request, rank, self._check_trainer)
+        self.peers = Peers(boxes[0], request, rank, partial(_check_trainer, boxes, request.sequence))
         self.changed = False
         self._came: list[tuple[tuple[LineKey, ...], Incoming]] = []
         self._num_in_place = 0
@@ -86,7 +85,7 @@ class Turn:
     # Before anything changes.
 
     def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
-        wait = Wait(self._request.timeout_s, "the trainer to begin", self._check_trainer)
+        wait = Wait(self._request.timeout_s, "the trainer to begin", self.peers.check)
         while True:
             is_open, listed = box.lines(self._request.sequence)
             if is_open:
@@ -162,7 +161,7 @@ class Turn:
         # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
         num_boxes = len(self._boxes)
         pending = {(index + self.peers.row) % num_boxes: 0 for index in range(num_boxes)}
-        wait = Wait(self._request.timeout_s, "the trainer's next bucket", self._check_trainer)
+        wait = Wait(self._request.timeout_s, "the trainer's next bucket", self.peers.check)
         while pending:
             ready: dict[int, tuple[Place, Place | None]] = {}
             for index, bucket in list(pending.items()):
@@ -199,7 +198,7 @@ class Turn:
         memory: Memory | Tensor = receiver.arena(box, arena)
         if box.inlet is not None:
             at = self._request.sequence, self.peers.row, bucket, place
-            memory = box.inlet.take(*at, memory, self._check_trainer)
+            memory = box.inlet.take(*at, memory, self.peers.check)
         self._run_copies(((box, place),), incoming, memory)
 
     def _run_copies(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
