@@ -54,6 +54,8 @@ class Turn:
     def _run(self) -> None:
         self.peers.report(ATTACHED)
         with self._stages("wait"):
+            if self._receiver.device.type == "cuda":  # paused, SGLang may still compute a token on another stream
+                torch.cuda.synchronize(self._receiver.device)
             listed = [self._wait_until_open(box) for box in self._boxes]
         with self._stages("check"):
             manifest = self._prepare(listed) if self._request.complete else None
