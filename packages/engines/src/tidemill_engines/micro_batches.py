@@ -119,6 +119,7 @@ def plan_batch(
     multiple_of: int = 1,
     replays: bool = False,
     vision: VisionRule | None = None,
+    max_position_embeddings: int | None = None,
 ) -> BatchPlan:
     """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
 
@@ -131,11 +132,12 @@ def plan_batch(
         multiple_of: what the number of micro-batches has to be a multiple of.
         replays: whether the model sends tokens to experts that the batch names.
         vision: of a model that takes images.
+        max_position_embeddings: of the model, where no row may be longer.
 
     Raises:
-        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, ranks
-            with different columns, or those of one part with different rows; on every rank, naming the rank that it
-            was found on.
+        ValueError, TypeError: what `check_batch` found, a row beyond `max_position_embeddings`, a micro-batch of
+            `micro_batch_size` rows above the limit, ranks with different columns, or those of one part with different
+            rows; on every rank, naming the rank that it was found on.
     """
     error, padding, own = None, None, _Report(part=data_parallel_rank)
     try:
@@ -149,6 +151,12 @@ def plan_batch(
             replays=replays,
             vision=vision,
         )
+        longest = max(ragged.lengths(batch["input_ids"]).tolist(), default=0)
+        if max_position_embeddings is not None and longest > max_position_embeddings:
+            raise ValueError(
+                f"a row has {longest} tokens, the model's max_position_embeddings are {max_position_embeddings}; drop "
+                "longer rows"
+            )
         if micro_batch_size is not None:
             _check_fixed_micro_batches(batch, micro_batch_size, limit)
         own = _Report(

@@ -59,10 +59,22 @@ def gather_output(output: OutputsT, inputs: ModelInputs, group: dist.ProcessGrou
     Backwards, each rank keeps the gradient of its own tokens; every rank of the group has the same loss.
     """
     whole = {
-        name: _Gather.apply(value, inputs.first_output, inputs.num_outputs, group)
+        name: gather_parts(
+            value, slice(inputs.first_output, inputs.first_output + len(value)), inputs.num_outputs, group
+        )
         for name, value in output.columns().items()
     }
     return replace(output, **whole)
+
+
+def gather_parts(own: torch.Tensor, places: slice | torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All `total` rows from those that each rank has, here at `places`. Collective over `group`.
+
+    Backwards, each rank keeps the gradient of its own.
+    """
+    out = _Gather.apply(own, places, total, group)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 @torch.compiler.disable()  # torch 2.11 compiles it into something whose gradients are wrong
@@ -93,16 +105,18 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Puts the runs of all ranks together; backwards, cuts this rank's run out."""
+    """Puts the parts of all ranks together; backwards, takes this rank's part out."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, start: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.own = slice(start, start + len(own))
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, own: torch.Tensor, places: slice | torch.Tensor, total: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.places = places
         whole = own.new_zeros(total, *own.shape[1:])
-        whole[ctx.own] = own
-        dist.all_reduce(whole, group=group)  # adds zeros only, so it is exact, and the runs may differ in length
+        whole[places] = own
+        dist.all_reduce(whole, group=group)  # adds zeros only, so it is exact, and the parts may differ in length
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad[ctx.own], None, None, None
+        return grad[ctx.places], None, None, None
