@@ -1,11 +1,12 @@
 """Megatron's wrapper for data parallelism: buffers of weights and gradients, and when they are exchanged."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 
 from tidemill_engines.megatron.config import MegatronConfig
@@ -82,3 +83,70 @@ def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Te
         buffers: Any = chunk.buffers  # a list, unlike that of other modules
         for each in [*buffers, *chunk.expert_parallel_buffers]:
             yield each.grad_data
+
+
+class Gradients:
+    """What the backwards of a step have added up on each rank, and over the ranks once it is asked for.
+
+    Args:
+        chunks: of this rank.
+        overlap: whether a backward reduces over the ranks while it goes on: then a step has one.
+
+    Attributes:
+        are_zero: whether there was no backward since `zero`.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], *, overlap: bool) -> None:
+        self._chunks = list(chunks)
+        self._overlap = overlap
+        self.are_zero = True
+        self._are_reduced = self._is_broken = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward, which adds to the gradients.
+
+        Raises:
+            RuntimeError: they are reduced already, and would be once more; or a backward has failed since `zero`.
+        """
+        if self._are_reduced or self._is_broken:
+            raise RuntimeError(
+                "the gradients have been reduced over the ranks (by a norm or a step, or with "
+                "MegatronConfig.overlap_grad_reduce by the backward itself), or a backward has failed; call "
+                "optimizer_zero_grad() before another one"
+            )
+        self.are_zero, self._is_broken = False, True
+        try:
+            yield
+            if self._overlap:
+                self.reduce()
+        except BaseException:
+            self._settle()
+            raise
+        self._is_broken = False
+
+    def _settle(self) -> None:
+        """Waits for what a backward that failed has begun, and lets Megatron forget what was ready in it."""
+        for chunk in self._chunks:
+            groups: Any = chunk.bucket_groups
+            for group in [*groups, *chunk.expert_parallel_bucket_groups]:
+                handle, group.grad_reduce_handle = group.grad_reduce_handle, None
+                group.per_param_grad_ready_counts = {}
+                if handle is not None:
+                    handle.wait()
+
+    def reduce(self) -> None:
+        """Adds them up over the ranks that have a share of them, unless that is done. Collective.
+
+        Not by the schedules, which would reduce again what an earlier batch of the step brought; nor divided by a
+        number of tokens, as losses are normalized already.
+        """
+        if not self.are_zero and not self._are_reduced:
+            finalize_model_grads(list(self._chunks))  # type: ignore[arg-type]
+            self._are_reduced = True
+
+    def zero(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.are_zero = True
+        self._are_reduced = self._is_broken = False

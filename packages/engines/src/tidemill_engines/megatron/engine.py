@@ -23,15 +23,15 @@ from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
 from tidemill_engines.megatron.cpu import on_cpu
-from tidemill_engines.megatron.data_parallel import grad_buffers, wait_for, wrap_chunks
+from tidemill_engines.megatron.data_parallel import Gradients, grad_buffers, wait_for, wrap_chunks
 from tidemill_engines.megatron.dispatcher import forget_tokens
-from tidemill_engines.megatron.gaps import without_transformer_engine
+from tidemill_engines.megatron.gaps import closed_gaps
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
 from tidemill_engines.megatron.mixture import check_mixture
 from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, transformer_config
-from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors
+from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors, start_afresh
 from tidemill_engines.megatron.packed import Division
-from tidemill_engines.megatron.pipeline import finalize_without_scaling, is_last_stage
+from tidemill_engines.megatron.pipeline import is_last_stage
 from tidemill_engines.megatron.transformer_engine import implementation
 from tidemill_engines.megatron.weights import MegatronWeights, global_name, unwrapped
 from tidemill_engines.offload import Parked, Parking
@@ -84,14 +84,14 @@ class MegatronEngine(BaseEngine):
         self._parking = Parking({})
         self._saver = Saver()
         self._counted: PreTrainedModel | None = None
-        self._grads_are_zero = True
+        self._gradients = Gradients([], overlap=False)
         self._weights_are_whole = True  # not while other ranks' part of an update has yet to be gathered
 
     def initialize(self) -> None:
         if self._groups is not None:
             raise RuntimeError("the engine is initialized already; close() it first")
         self.device = self.meter.device = resolve_device(self.config.device)
-        self._redirections.enter_context(without_transformer_engine())
+        self._redirections.enter_context(closed_gaps())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
@@ -106,7 +106,7 @@ class MegatronEngine(BaseEngine):
             self.close()
             raise
         self.step = self.skipped_steps = 0
-        self._grads_are_zero = self._weights_are_whole = True
+        self._weights_are_whole = True
 
     def _read(self, world_size: int) -> None:
         self._architecture = self.read_architecture()
@@ -135,7 +135,6 @@ class MegatronEngine(BaseEngine):
             fused=self.config.fuse_elementwise and self.device.type == "cuda",
             recompute=self.config.recomputed(self.model_config),
         )
-        config.finalize_model_grads_func = finalize_without_scaling  # type: ignore[assignment]
         models = build_chunks(self.architecture, config)
         for model in models:
             self.adapt(model)
@@ -144,10 +143,17 @@ class MegatronEngine(BaseEngine):
         self._weights = MegatronWeights(models, self.architecture, own_placement(), group)
         self._fill_weights()
         self.chunks = wrap_chunks(models, config, self.config, is_trained=self.optimizer_config is not None)
+        self._gradients = Gradients(self.chunks, overlap=self.config.overlap_grad_reduce)
         if self.optimizer_config is not None:
-            self.reset_optimizer(self.optimizer_config)
+            self._optimizer = build_optimizer(
+                self.chunks,
+                self.optimizer_config,
+                dtype=dtype,
+                distributed=parallel.use_distributed_optimizer,
+                overlap_param_gather=parallel.overlap_param_gather,
+            )
         self._train(training=False)
-        grads = Parked(lambda: grad_buffers(self.chunks), are_zero=lambda: self._grads_are_zero)
+        grads = Parked(lambda: grad_buffers(self.chunks), are_zero=lambda: self._gradients.are_zero)
         kinds = {
             "params": (self.config.param_offload, Parked(self._params)),
             "grads": (self.config.grad_offload, grads),
@@ -174,9 +180,10 @@ class MegatronEngine(BaseEngine):
             self._saver.close()
         finally:
             groups, self._groups = self._groups, None
-            self._weights = self._optimizer = None
+            self._architecture = self._weights = self._optimizer = None
             forget_tokens(self.chunks)
             self.chunks = []
+            self._gradients = Gradients([], overlap=False)
             self._parking = Parking({})
             try:
                 if groups is not None:
@@ -193,7 +200,7 @@ class MegatronEngine(BaseEngine):
 
     @property
     def architecture(self) -> Architecture:
-        """Of the model; RuntimeError before `initialize`."""
+        """Of the model; RuntimeError before `initialize` and after `close`."""
         return _initialized(self._architecture)
 
     @property
@@ -232,7 +239,8 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
-        was_training = self.architecture is not None and self.chunks[0].training
+        _initialized(self._weights)
+        was_training = self.chunks[0].training
         self._train(training=training)
         try:
             yield
@@ -262,14 +270,13 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         with self._parking.at_hand("grads"):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self._grads_are_zero = True
+            self._gradients.zero()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
         self.check_at_hand("grads")
+        self._gradients.reduce()
         self.optimizer.prepare_grads()
         return grad_norm(self.optimizer, self.device)
 
@@ -292,16 +299,8 @@ class MegatronEngine(BaseEngine):
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         if self.optimizer_config is None:
             raise ValueError("this engine was made without an optimizer; create it with an OptimizerConfig to train")
-        with self._whole_weights(), self._parking.at_hand("grads"):
-            self._optimizer = build_optimizer(
-                self.chunks,
-                optimizer,
-                dtype=getattr(torch, self.config.param_dtype),
-                distributed=self.config.use_distributed_optimizer,
-                overlap_param_gather=self.config.overlap_param_gather,
-            )
-        if (parked := self._parking.get("optimizer")) is not None:
-            parked.replace()
+        with self._parking.at_hand("optimizer"):
+            start_afresh(self.optimizer, optimizer)
         self.optimizer_config = optimizer
         self.step = self.skipped_steps = 0
 

@@ -1,6 +1,6 @@
 """Places in which megatron-core 0.16 takes Transformer Engine for granted, or for wanted where it is installed.
 
-Nothing happens at import. `without_transformer_engine()` is a context in which they are closed, on any device, and also
+Nothing happens at import. `closed_gaps()` is a context in which they are closed, on any device, and also
 where layers are made of Transformer Engine: what it changes is beside them. Places are those of megatron-core 0.16.1.
 
 - `te_general_gemm` is None: the name is undefined otherwise, so every router fails (`moe_utils.py:1192`).
@@ -61,4 +61,4 @@ def _without_step(real: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
-without_transformer_engine = Redirection(_close)
+closed_gaps = Redirection(_close)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.agreement import describe, gather, raise_first, together
 from tidemill_engines.default_group import join_default_group, leave_default_group
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.layout import Part, Placement
@@ -40,15 +40,22 @@ class MegatronGroups:
     cp: dist.ProcessGroup
     shares_default: bool
 
-    def from_last_stage(self, value: T | None) -> T:
-        """On all stages what the last one has. Collective."""
-        if dist.get_world_size(self.stages) == 1:
-            assert value is not None
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self.stages, group_src=dist.get_world_size(self.stages) - 1)
-        assert values[0] is not None
-        return values[0]
+    def from_last_stage(self, compute: Callable[[dist.ProcessGroup], T]) -> T:
+        """On all stages what `compute`, given `last_stage`, returns on the last one; its error, too. Collective."""
+        value, error = None, None
+        if self.last_stage is not None:
+            try:
+                value = compute(self.last_stage)
+            except Exception as caught:  # noqa: BLE001 - raised below, on every stage
+                error = caught
+        message = [(value, describe(error))]
+        if (size := dist.get_world_size(self.stages)) > 1:
+            dist.broadcast_object_list(message, group=self.stages, group_src=size - 1)
+        value, described = message[0]
+        last = dist.get_process_group_ranks(self.stages)[-1]
+        raise_first([*[None] * last, described], error)
+        assert value is not None
+        return value
 
 
 def make_groups(

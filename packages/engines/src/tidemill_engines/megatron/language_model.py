@@ -1,16 +1,16 @@
 """The Megatron engine for causal language models: its step."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto import DataProto
 
-from tidemill_engines.agreement import together
+from tidemill_engines.agreement import raise_together
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
 from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.log_probs import Head, head_log_probs
@@ -22,6 +22,7 @@ from tidemill_engines.megatron.pipeline import run_schedule
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
 from tidemill_engines.routing import ROUTED_EXPERTS, with_router_loss
+from tidemill_engines.sequence_parallel import gather_parts
 
 
 class MegatronLanguageModel(MegatronEngine):
@@ -50,6 +51,7 @@ class MegatronLanguageModel(MegatronEngine):
             else parallel.pipeline_model_parallel_size,
             with_loss=loss_fn is not None,
             replays=self.config.router_replay,
+            max_position_embeddings=self.architecture.max_position_embeddings,
         )
         self.check_at_hand("params", *([] if forward_only else ["grads"]))
         self.meter.count(plan.micro_batches)
@@ -58,21 +60,19 @@ class MegatronLanguageModel(MegatronEngine):
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         loss = None if loss_fn is None else with_normalizer(loss_fn, plan)
         steps = self._run(
-            plan.micro_batches, loss, forward_only=forward_only, calculate_entropy=calculate_entropy, mixture=mixture
+            plan.micro_batches,
+            loss,
+            forward_only=forward_only,
+            calculate_entropy=calculate_entropy,
+            keeps_outputs=forward_only,
+            mixture=mixture,
         )
-        output = None
-        if self.groups.last_stage is not None:
-            output = collect(
-                steps,
-                plan,
-                self.groups.last_stage,
-                data_parallel_rank=self.get_data_parallel_rank(),
-                with_outputs=forward_only,
-            )
-        output = self.groups.from_last_stage(output)
+        part = self.get_data_parallel_rank()
+        output = self.groups.from_last_stage(
+            lambda group: collect(steps, plan, group, data_parallel_rank=part, with_outputs=forward_only)
+        )
         if mixture is None:
             return output
-        mixture.finish()
         if mixture.keeps:
             return replace(output, columns={**output.columns, ROUTED_EXPERTS: mixture.chosen(batch, plan.indices)})
         return output if loss_fn is None else replace(output, metrics={**output.metrics, **mixture.load()})
@@ -97,7 +97,13 @@ class MegatronLanguageModel(MegatronEngine):
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
         """One micro-batch through all stages. On other stages than the last there is no loss and no output."""
-        steps = self._run([micro_batch], loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
+        steps = self._run(
+            [micro_batch],
+            loss_fn,
+            forward_only=forward_only,
+            calculate_entropy=calculate_entropy,
+            keeps_outputs=True,
+        )
         return steps[0] if steps else StepOutput(loss=None, metrics={}, model_output=Outputs())
 
     def prepare_model_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -143,7 +149,7 @@ class MegatronLanguageModel(MegatronEngine):
         """The outputs [M] of all response tokens from those [m] of this context-parallel rank."""
         if self.division.cp_size == 1:
             return own
-        return _SumOfParts.apply(own.new_zeros(inputs.num_outputs).index_copy(0, inputs.outputs, own), self.groups.cp)
+        return gather_parts(own, inputs.outputs, inputs.num_outputs, self.groups.cp)
 
     def _run(
         self,
@@ -152,17 +158,11 @@ class MegatronLanguageModel(MegatronEngine):
         *,
         forward_only: bool,
         calculate_entropy: bool,
+        keeps_outputs: bool,
         mixture: MixtureBatch | None = None,
     ) -> list[StepOutput]:
-        with together(self.groups.control):
-            longest = max(
-                (int(ragged.lengths(batch["input_ids"]).max()) for batch in micro_batches if len(batch)), default=0
-            )
-            if longest > self.architecture.max_position_embeddings:
-                raise ValueError(
-                    f"a row has {longest} tokens, the model's max_position_embeddings are "
-                    f"{self.architecture.max_position_embeddings}; drop longer rows"
-                )
+        """Runs the schedule. An error of the loss on any rank is one on all, behind it: stages wait for each other."""
+        errors: list[Exception] = []
 
         def finish(
             micro_batch: DataProto, inputs: MegatronInputs, hidden_states: torch.Tensor
@@ -174,11 +174,16 @@ class MegatronLanguageModel(MegatronEngine):
                 output = replace(output, router_loss=router_loss)
             if loss_fn is None:
                 return hidden_states.new_zeros(()), StepOutput(loss=None, metrics={}, model_output=output)
-            loss, metrics = loss_fn(output, micro_batch.to(self.device))
+            try:
+                loss, reported = loss_fn(output, micro_batch.to(self.device))
+                metrics = as_metrics(reported)
+            except Exception as error:  # noqa: BLE001 - raised below, when nobody waits for this rank any more
+                errors.append(error)
+                loss, metrics = hidden_states.new_zeros(()), {}
             # The backward takes part in the collectives whatever the loss depends on.
             loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
-            step = StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output.detached())
-            return loss, step
+            kept = output.detached() if keeps_outputs else Outputs()
+            return loss, StepOutput(loss=loss.detach(), metrics=metrics, model_output=kept)
 
         def prepare(micro_batch: DataProto) -> MegatronInputs:
             inputs = self.prepare_model_inputs(micro_batch)
@@ -186,19 +191,10 @@ class MegatronLanguageModel(MegatronEngine):
                 inputs.packed.routing = mixture.routing_of(micro_batch, inputs)
             return inputs
 
-        self._grads_are_zero &= forward_only
-        return run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
-
-
-class _SumOfParts(torch.autograd.Function):
-    """Adds up what context-parallel ranks have; each of them computes the same loss, so gradients are not added up."""
-
-    @staticmethod
-    def forward(ctx: object, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        part = part.clone()
-        dist.all_reduce(part, group=group)
-        return part
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+        with nullcontext() if forward_only else self._gradients.backward():
+            steps = run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
+        if mixture is not None:
+            mixture.finish()
+        if loss_fn is not None:
+            raise_together(errors[0] if errors else None, self.groups.control)
+        return steps

@@ -28,10 +28,8 @@ def build_optimizer(
         distributed: divide the state among data-parallel ranks.
 
     Raises:
-        ValueError: the configuration has groups of its own, whose names are those of another backend.
+        ValueError: as `start_afresh`.
     """
-    if config.param_groups:
-        raise ValueError("OptimizerConfig.param_groups: the Megatron engine has no groups by name; leave them out")
     core = CoreConfig(
         optimizer="adam",
         lr=config.lr,
@@ -46,15 +44,33 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
         overlap_param_gather=overlap_param_gather,
     )
-    # None: no decay of biases and of weights with one dimension.
-    overrides = {} if config.decay_norms_and_biases else None
-    optimizer = get_megatron_optimizer(core, list(chunks), config_overrides=overrides)
-    for group in optimizer.param_groups:  # Megatron's scheduler would do it, which is not used
-        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    optimizer = get_megatron_optimizer(core, list(chunks))
+    for group in optimizer.param_groups:
         group["fused"] = True  # one kernel for many parameters, which Megatron does not ask torch's AdamW for
     for each in torch_optimizers(optimizer):
         _fill(each)
+    start_afresh(optimizer, config)
     return optimizer
+
+
+def start_afresh(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
+    """Gives it other settings and sets its state to zero; parameters, and masters of them, stay as they are.
+
+    Raises:
+        ValueError: the configuration has groups of its own, whose names are those of another backend.
+    """
+    if config.param_groups:
+        raise ValueError("OptimizerConfig.param_groups: the Megatron engine has no groups by name; leave them out")
+    for group in optimizer.param_groups:
+        # Megatron puts biases and weights with one dimension into a group whose decay its own scheduler, which is not
+        # used, multiplies by 0.
+        is_decayed = config.decay_norms_and_biases or group["wd_mult"] != 0
+        group["weight_decay"] = config.weight_decay if is_decayed else 0.0
+        group["betas"], group["eps"] = config.betas, config.eps
+    states = [state for each in torch_optimizers(optimizer) for state in each.state.values()]
+    tensors = [tensor for state in states for tensor in state.values()]
+    if tensors:
+        torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tidemill_dataproto import DataProto
 from torch import nn
@@ -57,11 +56,6 @@ def run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def finalize_without_scaling(model: list[nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients, but for the division by a number of tokens."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def is_last_stage() -> bool:
