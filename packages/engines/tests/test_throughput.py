@@ -20,16 +20,36 @@ def counted_flops(model, length):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+MIXTURES = {
+    "qwen3_moe": {"moe_intermediate_size": 48, "head_dim": 16, "num_experts": 6},
+    "mixtral": {"intermediate_size": 48, "num_local_experts": 6},  # its head_dim is None
+    "deepseek_v3": {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", *MIXTURES])
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_are_those_that_torch_counts(tmp_path, family, tied):
-    if family == "qwen3_moe":
+    if family in MIXTURES:
         import transformers
 
-        sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2}
-        config = transformers.Qwen3MoeConfig(vocab_size=VOCAB, tie_word_embeddings=tied, **sizes, **heads)
-        model = transformers.Qwen3MoeForCausalLM._from_config(
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2}
+        sizes |= {"num_key_value_heads": 4 if family == "deepseek_v3" else 2} | MIXTURES[family]
+        config = transformers.AutoConfig.for_model(family, vocab_size=VOCAB, tie_word_embeddings=tied, **sizes)
+        assert family != "mixtral" or config.head_dim is None
+        model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", experts_implementation="eager"
         )
     else:
@@ -61,6 +81,22 @@ def test_a_meter_measures_the_time_within():
     assert known_peak_tflops(torch.device("cpu"), "bfloat16") is None
 
 
+def test_a_meter_counts_what_is_done_within_a_step_that_ends():
+    meter = Meter()
+    batch = make_batch(4, seed=1)
+    meter.count([batch])
+    assert meter.lengths == []
+    with meter.step():
+        meter.count([batch[:3], batch[3:]])
+    meter.count([batch])
+    known = vars(meter).copy()
+    assert meter.lengths == ragged.lengths(batch["input_ids"]).tolist()
+    assert meter.num_outputs == len(ragged.values(batch["responses"]))
+    with pytest.raises(TypeError), meter.step():
+        meter.count([batch, None])
+    assert vars(meter) == known
+
+
 def run_measured(path, batch, layouts):
     out = []
     for layout in layouts:
@@ -68,8 +104,9 @@ def run_measured(path, batch, layouts):
         rows = shard(engine, batch)
         started = time.perf_counter()
         engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
-        out.append((engine.performance(), time.perf_counter() - started))
+        elapsed = time.perf_counter() - started
         engine.infer_batch(rows)
+        out.append((engine.performance(), elapsed))
         engine.close()
     return out
 

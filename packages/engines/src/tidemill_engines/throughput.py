@@ -59,20 +59,25 @@ class Meter:
         self.peak_memory_bytes = 0
         self.lengths: list[int] = []
         self.num_outputs = 0
+        self._rows: list[tuple[int, int]] | None = None  # tokens, and response tokens, of the step that is going on
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measures what is done within."""
+        """Measures what is done within; a step that fails leaves what is known of the one before it."""
         on_gpu = self.device.type == "cuda"
-        self.lengths, self.num_outputs = [], 0
+        rows = self._rows = list[tuple[int, int]]()
         if on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self._rows = None
         if on_gpu:
             torch.cuda.synchronize(self.device)
         self.seconds = time.perf_counter() - started
+        self.lengths, self.num_outputs = [tokens for tokens, _ in rows], sum(outputs for _, outputs in rows)
         self.peak_memory_bytes = (
             torch.cuda.max_memory_allocated(self.device)
             if on_gpu
@@ -80,10 +85,12 @@ class Meter:
         )
 
     def count(self, micro_batches: Sequence[DataProto]) -> None:
-        """Adds rows, with the ragged columns `input_ids` and `responses`, to the work of the step."""
+        """Adds rows, with the ragged columns `input_ids` and `responses`, to the work of a step that is going on."""
+        if self._rows is None:
+            return
         for micro_batch in micro_batches:
-            self.lengths += ragged.lengths(micro_batch["input_ids"]).tolist()
-            self.num_outputs += int(ragged.lengths(micro_batch["responses"]).sum())
+            tokens, outputs = (ragged.lengths(micro_batch[name]).tolist() for name in ("input_ids", "responses"))
+            self._rows += zip(tokens, outputs, strict=True)
 
     def report(
         self, flops: float, *, ranks_per_row: int, peak_tflops: float | None, group: dist.ProcessGroup
@@ -113,6 +120,8 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
 
     A weight matrix takes 2 operations per element and token forwards, 2 for the gradient of its input, and 2 for its
     own if it is trained. The head works on response tokens only; of stacked experts, those that a token is sent to.
+    For each pair of tokens, attention takes 12 operations per head and element of it (PaLM, arXiv 2204.02311,
+    appendix B): half of them for queries and keys, half for values, which are of another width in latent attention.
     What images take in a vision-language model is left out.
 
     Args:
@@ -135,12 +144,19 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
         linear += head_weight.numel() * _operations(head_weight) * num_outputs
     windows = _windows(fields)
     pairs = sum(_pairs(length, window) for length in lengths for window in windows)
-    width = config.num_attention_heads * fields.get("head_dim", config.hidden_size // config.num_attention_heads)
-    return Flops(linear=float(linear), attention=3.0 * 4.0 * width * pairs)
+    return Flops(linear=float(linear), attention=12.0 * config.num_attention_heads * _head_width(fields) * pairs)
 
 
 def _operations(weight: torch.Tensor) -> int:
     return 6 if weight.requires_grad else 4
+
+
+def _head_width(fields: dict[str, Any]) -> float:
+    """The mean of the widths of a head's queries (and keys) and of its values."""
+    if "qk_nope_head_dim" in fields:  # latent attention, whose `head_dim` is that of the rotated part alone
+        return (fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"] + fields["v_head_dim"]) / 2
+    head_dim = fields.get("head_dim")
+    return fields["hidden_size"] // fields["num_attention_heads"] if head_dim is None else head_dim
 
 
 def _windows(fields: dict[str, Any]) -> list[int | None]:
