@@ -1,13 +1,15 @@
 """Memory: what is offloaded is away and comes back as it was, and no way of saving memory changes the numbers."""
 
 import logging
+import resource
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from tidemill_engines import EngineConfig, LoraConfig
-from tidemill_engines.offload import Parked
+from tidemill_engines.offload import Parked, Parking
 from tidemill_testing import run_ranks, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -35,6 +37,52 @@ def test_parked_tensors_keep_their_identity_and_give_up_their_memory():
     assert tensors[0].untyped_storage().size() == 0
     parked.load()
     assert tensors[0].tolist() == [7.0, 7.0]
+
+
+def run_without_memory():
+    """What is away after there was no memory to bring it back, and what it holds once there is."""
+    params, state = torch.arange(1 << 20), torch.arange(1 << 26)
+    parking = Parking({"params": Parked(lambda: [params]), "optimizer": Parked(lambda: [torch.arange(4), state])})
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (128 << 20), hard))
+    try:
+        with pytest.raises(RuntimeError, match="memory"), parking.at_hand("params", "optimizer"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    sizes = [tensor.untyped_storage().size() for tensor in (params, state)]
+    with parking.at_hand("params", "optimizer"):
+        same = torch.equal(params, torch.arange(1 << 20)) and torch.equal(state, torch.arange(1 << 26))
+    return sizes, same, [tensor.untyped_storage().size() for tensor in (params, state)]
+
+
+def test_what_could_not_all_be_brought_back_is_away_and_whole():
+    assert run_ranks(run_without_memory, 1) == [([0, 0], True, [0, 0])]
+
+
+def test_tensors_stay_until_the_last_of_their_users_goes():
+    tensor = torch.arange(4.0)
+    parking = Parking({"params": Parked(lambda: [tensor])})
+
+    def weights():
+        with parking.at_hand("params"):
+            yield tensor
+
+    iterator = weights()
+    next(iterator)
+    with parking.at_hand("params", "optimizer"):
+        iterator.close()
+        parking.check("params")
+        assert tensor.tolist() == [0, 1, 2, 3]
+        iterator = weights()
+        next(iterator)
+    parking.check("params")
+    assert tensor.tolist() == [0, 1, 2, 3]
+    iterator.close()
+    with pytest.raises(RuntimeError, match="params: offloaded"):
+        parking.check("params")
+    assert tensor.untyped_storage().size() == 0
 
 
 def device_bytes(engine):

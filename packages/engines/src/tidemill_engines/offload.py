@@ -1,7 +1,7 @@
 """Tensors that give up their memory on the device while nobody needs them, and get it back with what was in it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,6 +25,7 @@ class Parked:
         self._are_zero = are_zero
         self._held: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
         self._away = False
+        self._num_users = 0
 
     @property
     def away(self) -> bool:
@@ -35,29 +36,45 @@ class Parked:
         """Sends the tensors away; does nothing if they are."""
         if self._away:
             return
-        zero = self._are_zero()
+        zero, held = self._are_zero(), {}
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
-            if storage._cdata not in self._held and storage.size() > 0:
+            if storage._cdata not in held and storage.size() > 0:
                 copy = None
                 if not zero:
                     copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
                     copy.copy_(_bytes(storage))
-                self._held[storage._cdata] = storage, copy, storage.size()
-        for storage, _, _ in self._held.values():
+                held[storage._cdata] = storage, copy, storage.size()
+        for storage, _, _ in held.values():
             storage.resize_(0)
-        self._away = True
+        self._held, self._away = held, True
 
     def load(self) -> None:
-        """Brings the tensors back; does nothing if they are there."""
-        for storage, copy, num_bytes in self._held.values():
-            storage.resize_(num_bytes)
-            if copy is None:
-                _bytes(storage).zero_()
-            else:
-                _bytes(storage).copy_(copy)
-        self._held.clear()
-        self._away = False
+        """Brings the tensors back, all of them or, if the device has no room, none; does nothing if they are there."""
+        try:
+            for storage, copy, num_bytes in self._held.values():
+                storage.resize_(num_bytes)
+                if copy is None:
+                    _bytes(storage).zero_()
+                else:
+                    _bytes(storage).copy_(copy)
+        except BaseException:
+            for storage, _, _ in self._held.values():
+                storage.resize_(0)
+            raise
+        self._held, self._away = {}, False
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Brings the tensors back for as long as anyone is within, in whatever order they come and go."""
+        self._num_users += 1
+        try:
+            self.load()
+            yield
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self.offload()
 
     def forget(self) -> None:
         """Drops the contents of what is away, for tensors that nobody refers to any more."""
@@ -97,15 +114,12 @@ class Parking:
 
     @contextmanager
     def at_hand(self, *kinds: str) -> Iterator[None]:
-        """Brings what is away back from the CPU, and sends it away again."""
-        brought = [self._parked[kind] for kind in kinds if kind in self._parked and self._parked[kind].away]
-        for parked in brought:
-            parked.load()
-        try:
+        """Brings what is away back from the CPU, and sends it away again when nobody else needs it."""
+        with ExitStack() as stack:
+            for kind in kinds:
+                if (parked := self._parked.get(kind)) is not None:
+                    stack.enter_context(parked.at_hand())
             yield
-        finally:
-            for parked in brought:
-                parked.offload()
 
     def check(self, *kinds: str) -> None:
         """Raises RuntimeError if one of the kinds is away."""
