@@ -13,7 +13,9 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from safetensors.torch import load_file
-from tidemill_engines.checkpoint_folder import whole_checkpoints
+from tidemill_engines.checkpoint_folder import Progress, whole_checkpoints
+from tidemill_engines.fsdp2.checkpoint import load, rng_state
+from tidemill_engines.fsdp2.checkpoint import save as save_tensors
 from tidemill_testing import run_ranks, tiny_model
 
 SCHEDULE = {"lr": 1e-2, "lr_scheduler": "linear", "total_steps": 6, "lr_warmup_steps": 2}
@@ -216,7 +218,7 @@ def run_killed(path, folder, backend):
 
 
 def run_after_a_kill(path, folder, backend):
-    found = [checkpoint.name for checkpoint in whole_checkpoints(folder)]
+    found = [kept.name for kept in whole_checkpoints(folder)]
     engine = build_engine(path, backend=backend)
     engine.load_checkpoint(folder / "one")
     weights = weights_of(engine)
@@ -293,19 +295,37 @@ def run_phases(path, folder):
     engine.reset_optimizer(engine.optimizer_config)
     train(engine, [3])
     engine.save_checkpoint(folder / "first")  # of the next phase
-    assert [checkpoint.name for checkpoint in whole_checkpoints(folder)] == ["third again", "first"]
+    assert [kept.name for kept in whole_checkpoints(folder)] == ["third again", "first"]
     with pytest.raises(FileNotFoundError, match=r"the newest whole checkpoint is .*/first"):
         engine.load_checkpoint(folder / "nowhere")
     manifest = folder / "first" / "engine.json"  # as of a clock that was ahead
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"saved_ns": 2**62}))
     engine.save_checkpoint(folder / "now")
     engine.close()
-    return sorted(checkpoint.name for checkpoint in folder.iterdir())
+    return sorted(kept.name for kept in folder.iterdir())
 
 
 def test_what_is_kept_goes_by_the_time_of_saving_and_never_without_the_last(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     assert run_ranks(run_phases, 1, path, tmp_path / "saved") == [["first", "now"]]
+
+
+def run_if_saved(folder):
+    group = torch.distributed.group.WORLD
+    progress = Progress(step=0, skipped_steps=0, world_size=1, has_optimizer=False)
+    states = rng_state(torch.device("cpu"))
+    saved = {"weight": torch.arange(3.0)} | {f"rng.0.{name}": state for name, state in states.items()}
+    save_tensors(folder, saved, progress, group, keep_last=None)
+    weight, state, of_gpu = torch.zeros(3), torch.zeros_like(states["cpu"]), torch.ones(16, dtype=torch.uint8)
+    wanted = {"rng.0.cpu": state, "rng.0.cuda": of_gpu}
+    found = load(folder, {"weight": weight}, group, if_saved=wanted)
+    with pytest.raises(ValueError, match="could not load the checkpoint"):
+        load(folder, {"weight": weight} | wanted, group, if_saved={})
+    return list(found), weight.tolist(), torch.equal(state, states["cpu"]), bool(of_gpu.all())
+
+
+def test_random_states_of_a_device_that_did_not_save_are_left_as_they_are(tmp_path):
+    assert run_ranks(run_if_saved, 1, tmp_path / "saved") == [(["rng.0.cpu"], [0.0, 1.0, 2.0], True, True)]
 
 
 def run_to_disk(path, folder, backend):

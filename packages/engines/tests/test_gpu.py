@@ -181,3 +181,18 @@ def test_log_probs_on_cuda_equal_transformers(tmp_path, one_process):
         expected = plain_log_probs(AutoModelForCausalLM.from_pretrained(path), batch)
     for row, (log_probs, _) in zip(actual, expected, strict=True):
         torch.testing.assert_close(row, log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_a_cpu_leaves_the_random_state_of_the_gpu_as_it_is(tmp_path, one_process):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    engine = build_engine(path)
+    of_cpu = torch.get_rng_state()
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    engine = build_engine(path, device="cuda")
+    torch.manual_seed(7)
+    of_gpu = torch.cuda.get_rng_state()
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.close()
+    assert torch.equal(torch.get_rng_state(), of_cpu)
+    assert torch.equal(torch.cuda.get_rng_state(), of_gpu)

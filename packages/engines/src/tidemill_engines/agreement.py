@@ -71,7 +71,12 @@ def raise_first(described: list[tuple[str, str] | None], own: Exception | None) 
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Runs a block without collectives on every rank; an error of one is raised on all. Collective over `group`."""
+    """Runs a block on every rank; an error of one is raised on all. Collective over `group`.
+
+    A collective within the block must itself fail on every rank if it fails on one, as those of
+    torch.distributed.checkpoint do, and nothing that may fail on one rank alone may come before it: the others would
+    wait in it for a rank that has left.
+    """
     error = None
     try:
         yield

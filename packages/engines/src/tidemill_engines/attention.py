@@ -69,7 +69,6 @@ def varlen_attention_forward(
         tidemill_group: ranks that share the rows: the n tokens are this rank's run of them. None: they are all tokens.
         dropout: must be 0 on the CUDA path, which has none.
         sliding_window: tokens that a token sees, itself included; None means all of its row.
-
         softcap, s_aux: of models with bounded scores or attention sinks, which are refused.
 
     Returns:

@@ -173,7 +173,15 @@ class BaseEngine(ABC):
         forward_only: bool = False,
         calculate_entropy: bool = False,
     ) -> BatchOutput:
-        """Runs a batch in micro-batches and, unless `forward_only`, adds its gradient to the parameters. Collective."""
+        """Runs a batch in micro-batches and, unless `forward_only`, adds its gradient to the parameters. Collective.
+
+        Gradients of several batches add up until `optimizer_zero_grad`. With Megatron that ends with the first norm or
+        step, which reduces them over the ranks, and with `overlap_grad_reduce` with the first batch.
+
+        Raises:
+            ValueError, TypeError: a batch that does not meet what the class says, on every rank.
+            RuntimeError: a backward that is not to follow what Megatron has reduced.
+        """
 
     def check_request(self, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool) -> None:
         """What every `forward_backward_batch` refuses before anything else.
@@ -204,7 +212,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
-        """Frees the gradients."""
+        """Forgets the gradients: frees them or, where they have buffers of their own (Megatron), zeroes them."""
 
     def optimizer_step(self) -> float:
         """Clips the gradient by its global norm and updates the weights. Collective.
@@ -263,6 +271,8 @@ class BaseEngine(ABC):
         Raises:
             ValueError: the engine was made without an optimizer, so no weight is trainable.
         """
+        if self.optimizer_config is None:
+            raise ValueError("this engine was made without an optimizer; create it with an OptimizerConfig to train")
 
     @abstractmethod
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

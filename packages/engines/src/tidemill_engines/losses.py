@@ -67,7 +67,8 @@ class Normalizer:
     Both are at least 1, so that a batch without a trained token gives a loss of zero.
 
     Attributes:
-        num_tokens: the sum of `response_mask`.
+        num_tokens: the sum of `response_mask`, which may hold fractions; 1 where that is less, so that there the mean
+            per token is not what a loss divided by it is.
         num_sequences: the rows in which `response_mask` is not zero everywhere.
     """
 
@@ -110,6 +111,9 @@ def sft_loss(
     model_output: ModelOutput, micro_batch: DataProto, normalizer: Normalizer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The mean negative log-likelihood per trained token of the global batch: -sum(mask * log_probs) / num_tokens.
+
+    A mask of fractions weighs the tokens; one that adds up to less than 1 in all gives less than the mean, as
+    `Normalizer.num_tokens` is at least 1.
 
     Returns:
         The 0-d loss and no further metrics.

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from tidemill_engines.agreement import together
 from tidemill_engines.checkpoint_folder import Progress, reasons, save_folder, write_tensors
 from tidemill_engines.offload import like, local_part
 
@@ -22,7 +23,7 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
+    if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
@@ -53,13 +54,25 @@ def save(
     save_folder(path, write, progress, group, keep_last=keep_last)
 
 
-def load(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def load(
+    path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup, *, if_saved: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Reads into `tensors` in place; nothing is changed if names or shapes do not match. Collective.
+
+    Args:
+        if_saved: more tensors to read into, where the checkpoint has them.
+
+    Returns:
+        Those of `if_saved` that it has.
 
     Raises:
         ValueError: the checkpoint is of another model; raised on every rank.
     """
+    with together(group):
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        more = {name: tensor for name, tensor in if_saved.items() if name in saved}
     try:
-        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=group)
+        state_dict_loader.load(tensors | more, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
         raise ValueError(f"could not load the checkpoint {path}: {reasons(error)}") from error
+    return more

@@ -241,6 +241,7 @@ class FSDP2Engine(BaseEngine):
         return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        super().reset_optimizer(optimizer)
         with self._parking.at_hand("params"):
             self._optimizer = build_adamw(self.model.named_parameters(), optimizer)
         self.optimizer_config = optimizer
@@ -310,7 +311,7 @@ class FSDP2Engine(BaseEngine):
         progress = read_progress(Path(path), self.groups.control, with_optimizer=self._optimizer is not None)
         rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
         with self._parking.at_hand("params", "optimizer"):
-            checkpoint.load(Path(path), self._state_tensors() | rng, self.groups.control)
+            rng = checkpoint.load(Path(path), self._state_tensors(), self.groups.control, if_saved=rng)
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
