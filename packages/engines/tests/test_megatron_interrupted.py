@@ -30,25 +30,35 @@ def step(engine: Any, batch: Any) -> float:
     return engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)["grad_norm"]
 
 
-def failing_step(engine: Any, batch: Any, number: int) -> None:
-    """One whose backward fails in the last micro-batch but as many as come behind the `number`th."""
+def failing_step(engine: Any, batch: Any, where: str, number: int) -> None:
+    """One that fails in the forward or the backward of its `number`th micro-batch."""
     from tidemill_engines.megatron.weights import unwrapped
 
     calls = []
 
     def fail(module: Any, args: Any, output: Any) -> Any:
         calls.append(module)
-        return (FailsBackward.apply(output[0]), *output[1:]) if len(calls) == number else output
+        if len(calls) != number:
+            return output
+        if where == "forward":
+            raise torch.OutOfMemoryError("a forward without memory")
+        return (FailsBackward.apply(output[0]), *output[1:])
 
     hook = unwrapped(engine.chunks[0]).decoder.layers[0].mlp.register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError, match="a backward without memory"):
+    with pytest.raises(torch.OutOfMemoryError, match=f"a {where} without memory"):
         step(engine, batch)
     with engine.train_mode(), pytest.raises(RuntimeError, match="or a backward has failed; call optimizer_zero_grad"):
         engine.forward_backward_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
     hook.remove()
 
 
-def run_failing_backwards(path: Path, batch: Any) -> Any:
+NONE = (3, "nowhere", 0)
+INTERRUPTIONS = [NONE, *[(0, "backward", 1), (0, "backward", 3), (1, "backward", 3), (2, "backward", 2)]]
+INTERRUPTIONS += [(0, "forward", 3), (1, "forward", 1), (2, "forward", 3)]
+"""After how many steps one fails, in what of which micro-batch."""
+
+
+def run_failing_steps(path: Path, batch: Any) -> Any:
     """With several buckets: norms and weights of an engine without a failure, and of others with one."""
     from tidemill_engines.megatron import data_parallel
 
@@ -56,22 +66,22 @@ def run_failing_backwards(path: Path, batch: Any) -> Any:
     data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=3000)  # type: ignore[misc]
     out = []
     for settings in (OVERLAP, {**OVERLAP, "grad_offload": True}, {}):
-        for num_steps, number in ((3, 0), (0, 1), (0, 3), (1, 3), (2, 2)):
+        for num_steps, where, number in INTERRUPTIONS:
             engine = build_engine(path, backend="megatron", micro_batch_size_per_gpu=1, **settings)
             norms = [step(engine, batch) for _ in range(num_steps)]
             if number:
-                failing_step(engine, batch, number)
+                failing_step(engine, batch, where, number)
             norms += [step(engine, batch) for _ in range(3 - num_steps)]
             out.append((len(engine.chunks[0].bucket_groups), norms, weights_of(engine)))
             engine.close()
     return out
 
 
-def test_a_backward_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_step_that_fails_leaves_nothing_behind(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
-    for seen in run_ranks(run_failing_backwards, 2, path, make_batch(6, seed=1), timeout_s=250):
+    for seen in run_ranks(run_failing_steps, 2, path, make_batch(6, seed=1), timeout_s=250):
         assert seen[0][0] > 5
-        for expected, *others in (seen[:5], seen[5:10], seen[10:]):
+        for expected, *others in zip(*[iter(seen)] * len(INTERRUPTIONS), strict=True):
             for _, norms, weights in others:
                 assert norms == pytest.approx(expected[1], rel=1e-6)
                 assert all(relative_error(weights[name], weight) < 1e-6 for name, weight in expected[2].items())

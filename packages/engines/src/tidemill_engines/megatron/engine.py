@@ -297,8 +297,7 @@ class MegatronEngine(BaseEngine):
         return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        if self.optimizer_config is None:
-            raise ValueError("this engine was made without an optimizer; create it with an OptimizerConfig to train")
+        super().reset_optimizer(optimizer)
         with self._parking.at_hand("optimizer"):
             start_afresh(self.optimizer, optimizer)
         self.optimizer_config = optimizer
