@@ -112,6 +112,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
     for said, too_long, num_rows, num_threads in run_ranks(refusals, 2, paths, timeout_s=250):
         for message, (_, _, expected) in zip(said, CASES, strict=True):
             assert expected in message
-        assert "a row has 17 tokens, the model's max_position_embeddings are 16" in too_long
+        assert "row 4 has 17 tokens, the model's max_position_embeddings are 16" in too_long
         assert num_rows == 4
         assert num_threads <= 0

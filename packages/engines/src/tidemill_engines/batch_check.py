@@ -1,6 +1,7 @@
 """Whether a batch can be trained on or evaluated; the errors name the column, the row and the numbers."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from tidemill_dataproto import DataProto, ragged
@@ -18,31 +19,52 @@ _OF_RESPONSES = (
 )
 
 
-def check_batch(
-    batch: DataProto,
-    *,
-    vocab_size: int,
-    max_token_len: int,
-    limit: str,
-    training: bool,
-    replays: bool = False,
-    vision: VisionRule | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLimit:
+    """How many tokens a micro-batch may hold: `per_rank`, on each of the ranks that share its rows."""
+
+    per_rank: int
+    ranks_per_row: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.per_rank * self.ranks_per_row
+
+    def __str__(self) -> str:
+        shared = "" if self.ranks_per_row == 1 else f" on {self.ranks_per_row} ranks"
+        return f"max_token_len_per_gpu={self.per_rank}{shared}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRules:
+    """What an engine and its model ask of a batch.
+
+    Attributes:
+        vocab_size: token ids must be in 0..vocab_size-1.
+        limit: of the tokens of a micro-batch, which no row may exceed.
+        max_position_embeddings: which no row may exceed, either; None where the model has no such limit.
+        replays: whether the batch may name the experts that its tokens are sent to.
+        vision: of a model that takes images; None refuses them.
+    """
+
+    vocab_size: int
+    limit: TokenLimit
+    max_position_embeddings: int | None = None
+    replays: bool = False
+    vision: VisionRule | None = None
+
+
+def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
     """Checks what every engine relies on; cheap beside a forward pass.
 
     Args:
-        vocab_size: token ids must be in 0..vocab_size-1.
-        max_token_len: the longest row that fits into a micro-batch.
-        limit: where that comes from, for the message.
         training: whether `response_mask` is needed too.
-        replays: whether experts may be given.
-        vision: of a model that takes images; None refuses them.
 
     Raises:
         ValueError: a column is missing or has other lengths (also those that losses commonly use), `input_ids` does
             not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a row is
-            longer than `max_token_len`, or the temperature is not a positive number; images do not go with their row,
-            or with the model; experts are given that nobody would heed.
+            too long, or the temperature is not a positive number; images do not go with their row, or with the model;
+            experts are given that nobody would heed.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
     _check_present(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
@@ -59,23 +81,31 @@ def check_batch(
         response_lengths,
     )
     _check_rows(
-        lengths > max_token_len,
-        f"row {{row}} has {{a}} tokens, above {limit}; raise it or drop longer rows",
+        lengths > rules.limit.total,
+        f"row {{row}} has {{a}} tokens, above {rules.limit}; raise it or drop longer rows",
         lengths,
         response_lengths,
     )
-    _check_tokens(ragged.values(tokens), lengths, vocab_size)
+    if rules.max_position_embeddings is not None:
+        _check_rows(
+            lengths > rules.max_position_embeddings,
+            f"row {{row}} has {{a}} tokens, the model's max_position_embeddings are {rules.max_position_embeddings}; "
+            "drop longer rows",
+            lengths,
+            response_lengths,
+        )
+    _check_tokens(ragged.values(tokens), lengths, rules.vocab_size)
     _check_tail(tokens, responses)
     temperature = batch.meta_info.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")
-    if not replays and batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys():  # noqa: SIM118 - a TensorDict
+    if not rules.replays and batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys():  # noqa: SIM118 - a TensorDict
         raise ValueError(
             f"the batch has {ROUTED_EXPERTS}, but routers choose without MegatronConfig.router_replay (FSDP2 has "
             "none); set it to True, or drop the column"
         )
-    if vision is not None:
-        vision.check(batch)
+    if rules.vision is not None:
+        rules.vision.check(batch)
     elif rows_with_images(batch):
         raise ValueError(f"row {rows_with_images(batch)[0][0]} has {COLUMN}, but the model takes text only; drop them")
 

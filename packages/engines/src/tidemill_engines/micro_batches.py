@@ -9,9 +9,9 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_dataproto.balance import count_micro_batches, rearrange_micro_batches
 
 from tidemill_engines.agreement import describe, gather, raise_first
-from tidemill_engines.batch_check import check_batch
+from tidemill_engines.batch_check import BatchRules, TokenLimit, check_batch
 from tidemill_engines.losses import Normalizer
-from tidemill_engines.multi_modal import VisionRule, kinds_in
+from tidemill_engines.multi_modal import kinds_in
 from tidemill_engines.padded import is_padded, response_attention_mask, to_padded, to_ragged
 
 
@@ -79,22 +79,6 @@ def prepare_micro_batches(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLimit:
-    """How many tokens a micro-batch may hold: `per_rank`, on each of the ranks that share its rows."""
-
-    per_rank: int
-    ranks_per_row: int = 1
-
-    @property
-    def total(self) -> int:
-        return self.per_rank * self.ranks_per_row
-
-    def __str__(self) -> str:
-        shared = "" if self.ranks_per_row == 1 else f" on {self.ranks_per_row} ranks"
-        return f"max_token_len_per_gpu={self.per_rank}{shared}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
     """What a rank tells the others about its rows before any of them starts."""
 
@@ -110,16 +94,12 @@ class _Report:
 def plan_batch(
     batch: DataProto,
     group: dist.ProcessGroup,
+    rules: BatchRules,
     *,
     data_parallel_rank: int,
-    vocab_size: int,
-    limit: TokenLimit,
     micro_batch_size: int | None,
     with_loss: bool,
     multiple_of: int = 1,
-    replays: bool = False,
-    vision: VisionRule | None = None,
-    max_position_embeddings: int | None = None,
 ) -> BatchPlan:
     """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
 
@@ -130,45 +110,19 @@ def plan_batch(
         group: of gloo, over all ranks.
         data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
         multiple_of: what the number of micro-batches has to be a multiple of.
-        replays: whether the model sends tokens to experts that the batch names.
-        vision: of a model that takes images.
-        max_position_embeddings: of the model, where no row may be longer.
 
     Raises:
-        ValueError, TypeError: what `check_batch` found, a row beyond `max_position_embeddings`, a micro-batch of
-            `micro_batch_size` rows above the limit, ranks with different columns, or those of one part with different
-            rows; on every rank, naming the rank that it was found on.
+        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, ranks
+            with different columns, or those of one part with different rows; on every rank, naming the rank that it
+            was found on.
     """
     error, padding, own = None, None, _Report(part=data_parallel_rank)
     try:
         batch, padding = _ragged_on_cpu(batch)
-        check_batch(
-            batch,
-            vocab_size=vocab_size,
-            max_token_len=limit.total,
-            limit=str(limit),
-            training=with_loss,
-            replays=replays,
-            vision=vision,
-        )
-        longest = max(ragged.lengths(batch["input_ids"]).tolist(), default=0)
-        if max_position_embeddings is not None and longest > max_position_embeddings:
-            raise ValueError(
-                f"a row has {longest} tokens, the model's max_position_embeddings are {max_position_embeddings}; drop "
-                "longer rows"
-            )
+        check_batch(batch, rules, training=with_loss)
         if micro_batch_size is not None:
-            _check_fixed_micro_batches(batch, micro_batch_size, limit)
-        own = _Report(
-            part=data_parallel_rank,
-            columns=_tensor_columns(batch),
-            fingerprint=_fingerprint(batch),
-            num_micro_batches=num_micro_batches_needed(
-                batch, max_token_len=limit.total, micro_batch_size=micro_batch_size
-            ),
-            trained=count_trained(batch) if with_loss else (0.0, 0.0),
-            vision_kinds=kinds_in(batch),
-        )
+            _check_fixed_micro_batches(batch, micro_batch_size, rules.limit)
+        own = _report(batch, data_parallel_rank, rules.limit, micro_batch_size, with_loss=with_loss)
     except Exception as caught:  # noqa: BLE001 - raised below, on every rank
         error, own = caught, _Report(part=data_parallel_rank, error=describe(caught))
     reports: list[_Report] = gather(own, group)
@@ -178,11 +132,11 @@ def plan_batch(
     needed = max(report.num_micro_batches for report in parts)
     micro_batches, indices = prepare_micro_batches(
         batch,
-        max_token_len=limit.total,
+        max_token_len=rules.limit.total,
         micro_batch_size=micro_batch_size,
         num_micro_batches=-(-needed // multiple_of) * multiple_of,
     )
-    if vision is not None:
+    if rules.vision is not None:
         for micro_batch in micro_batches:
             micro_batch.meta_info["vision_kinds"] = sorted({kind for part in parts for kind in part.vision_kinds})
     return BatchPlan(
@@ -191,6 +145,19 @@ def plan_batch(
         normalizer=_normalizer(parts) if with_loss else None,
         responses=batch["responses"],
         response_mask=padding,
+    )
+
+
+def _report(
+    batch: DataProto, part: int, limit: TokenLimit, micro_batch_size: int | None, *, with_loss: bool
+) -> _Report:
+    return _Report(
+        part=part,
+        columns=_tensor_columns(batch),
+        fingerprint=_fingerprint(batch),
+        num_micro_batches=num_micro_batches_needed(batch, max_token_len=limit.total, micro_batch_size=micro_batch_size),
+        trained=count_trained(batch) if with_loss else (0.0, 0.0),
+        vision_kinds=kinds_in(batch),
     )
 
 

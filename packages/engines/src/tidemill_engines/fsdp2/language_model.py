@@ -10,6 +10,7 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.attention import check_attention
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.batch_check import BatchRules, TokenLimit
 from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone, share_tokens
 from tidemill_engines.fsdp2.engine import FSDP2Engine
@@ -18,7 +19,7 @@ from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.log_probs import head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
 from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
+from tidemill_engines.micro_batches import BatchPlan, plan_batch
 from tidemill_engines.multi_modal import MODEL_TYPES, VisionRule
 from tidemill_engines.packing import ModelInputs, pack_rows
 from tidemill_engines.routing import behind, router_logits_of_outputs, router_losses, with_router_loss
@@ -61,15 +62,17 @@ class FSDP2LanguageModel(FSDP2Engine):
         plan = plan_batch(
             batch,
             self.groups.control,
-            vocab_size=int(self.model.config.get_text_config().vocab_size),
-            limit=TokenLimit(
-                per_rank=self.engine_config.max_token_len_per_gpu,
-                ranks_per_row=self.engine_config.ulysses_sequence_parallel_size,
+            BatchRules(
+                vocab_size=int(self.model.config.get_text_config().vocab_size),
+                limit=TokenLimit(
+                    per_rank=self.engine_config.max_token_len_per_gpu,
+                    ranks_per_row=self.engine_config.ulysses_sequence_parallel_size,
+                ),
+                vision=self._vision,
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             with_loss=loss_fn is not None,
-            vision=self._vision,
         )
         self.meter.count(plan.micro_batches)
 

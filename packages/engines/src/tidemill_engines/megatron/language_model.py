@@ -12,6 +12,7 @@ from tidemill_dataproto import DataProto
 
 from tidemill_engines.agreement import raise_together
 from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
+from tidemill_engines.batch_check import BatchRules, TokenLimit
 from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.log_probs import Head, head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
@@ -20,7 +21,7 @@ from tidemill_engines.megatron.mixture import MixtureBatch
 from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.pipeline import run_schedule
 from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import BatchPlan, TokenLimit, plan_batch
+from tidemill_engines.micro_batches import BatchPlan, plan_batch
 from tidemill_engines.routing import ROUTED_EXPERTS, with_router_loss
 from tidemill_engines.sequence_parallel import gather_parts
 
@@ -41,17 +42,21 @@ class MegatronLanguageModel(MegatronEngine):
         plan = plan_batch(
             batch,
             self.groups.control,
+            BatchRules(
+                vocab_size=self.architecture.vocab_size,
+                limit=TokenLimit(
+                    per_rank=self.config.max_token_len_per_gpu, ranks_per_row=parallel.context_parallel_size
+                ),
+                max_position_embeddings=self.architecture.max_position_embeddings,
+                replays=self.config.router_replay,
+            ),
             data_parallel_rank=self.get_data_parallel_rank(),
-            vocab_size=self.architecture.vocab_size,
-            limit=TokenLimit(per_rank=self.config.max_token_len_per_gpu, ranks_per_row=parallel.context_parallel_size),
             micro_batch_size=self.config.micro_batch_size_per_gpu,
             # The interleaved schedule takes as many micro-batches at a time as there are stages.
             multiple_of=1
             if parallel.virtual_pipeline_model_parallel_size is None
             else parallel.pipeline_model_parallel_size,
             with_loss=loss_fn is not None,
-            replays=self.config.router_replay,
-            max_position_embeddings=self.architecture.max_position_embeddings,
         )
         self.check_at_hand("params", *([] if forward_only else ["grads"]))
         self.meter.count(plan.micro_batches)
