@@ -28,7 +28,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _leave(config: pytest.Config) -> None:
     """Ends the process with the status of the tests, before C++ objects are destroyed under threads that Ray has left.
 
-    Else one run in about ten, most likely on a busy machine, ends by SIGSEGV after all tests have passed (Ray 2.60).
+    Else a run can end by SIGSEGV after all tests have passed (seen twice, on a busy machine, with Ray 2.60 loaded).
     """
     if "ray" in sys.modules and _SESSION in config.stash:
         sys.stdout.flush()
