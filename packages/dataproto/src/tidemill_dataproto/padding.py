@@ -1,7 +1,7 @@
 """Rows that are added so that a number of rows divides, and taken out again."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,9 @@ def pad_dataproto_to_divisor(
     rows = np.concatenate([np.arange(len(data)), np.full(pad_size, row)])
     padded = data._take(rows)
     for key in blank_keys:
-        _blank(padded, key, pad_size, is_group=False)
+        _blank(padded, key, pad_size, _zero)
     for key in group_keys:
-        _blank(padded, key, pad_size, is_group=True)
+        _blank(padded, key, pad_size, _unused)
     padded._padding = np.concatenate([data.is_padding, np.ones(pad_size, dtype=bool)])
     return padded, pad_size
 
@@ -87,8 +87,12 @@ def _cheapest_row(columns: dict[str, Column], is_real: np.ndarray) -> int:
     return int(rows[cost[rows].argmin()])
 
 
-def _blank(padded: DataProto, key: str, pad_size: int, is_group: bool) -> None:
-    """Blanks the last `pad_size` rows of a column that this batch has for itself, if it has it."""
+def _blank(padded: DataProto, key: str, pad_size: int, number: Callable[[Tensor | np.ndarray], float]) -> None:
+    """Blanks the last `pad_size` rows of a column that this batch has for itself, if it has it.
+
+    Args:
+        number: gives what stands there in a column of numbers.
+    """
     columns, arrays = padded._read(), padded.non_tensor_batch
     start = len(padded) - pad_size
     if key in columns:
@@ -97,15 +101,19 @@ def _blank(padded: DataProto, key: str, pad_size: int, is_group: bool) -> None:
             flat, start = column.values, int(column.layout.bounds[start])
         else:
             flat = column
-        number = _unused(flat) if is_group else 0
-        tensor_half.check_fill(key, flat, number)
-        flat[start:] = number
+        value = number(flat)
+        tensor_half.check_fill(key, flat, value)
+        flat[start:] = value
     elif key in arrays:
         array = arrays[key]
-        value: Any = None if array.dtype == object else array.dtype.type()
-        if is_group and array.dtype.kind in "biuf":
-            value = _unused(array)
-        arrays[key] = np.concatenate([array[:start], numpy_half.fill(key, array, pad_size, value)])
+        blank: Any = None if array.dtype == object else array.dtype.type()
+        if array.dtype.kind in "biuf":
+            blank = number(array)
+        arrays[key] = np.concatenate([array[:start], numpy_half.fill(key, array, pad_size, blank)])
+
+
+def _zero(_: Tensor | np.ndarray) -> float:
+    return 0
 
 
 def _unused(column: Tensor | np.ndarray) -> float:
