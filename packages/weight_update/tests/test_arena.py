@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tidemill_weight_update.memory.arena import ArenaRing, HostArena
+from tidemill_weight_update.memory.arena import ArenaRing, HostArena, new_stock_arena
 
 READER = """
 import sys, torch
@@ -70,7 +71,7 @@ def test_nothing_is_left_when_the_sender_is_killed():
 
 def test_closing_gives_everything_back():
     descriptors = len(os.listdir("/proc/self/fd"))
-    ring = ArenaRing(torch.device("cpu"))
+    ring = ArenaRing(1, partial(new_stock_arena, torch.device("cpu")))
     for size in (100, 5000, 100, 0):
         assert ring.next(size).data.numel() >= size
     ring.close()
@@ -80,7 +81,7 @@ def test_closing_gives_everything_back():
 
 
 def test_the_memory_grows_once_and_is_kept():
-    ring = ArenaRing(torch.device("cpu"))
+    ring = ArenaRing(1, partial(new_stock_arena, torch.device("cpu")))
     big = ring.next(5000)
     assert ring.next(100) is big
     assert ring.next(6000) is not big
@@ -96,4 +97,4 @@ def test_memory_that_cannot_be_had_is_an_error():
 
 def test_a_device_without_arena_is_refused():
     with pytest.raises(ValueError, match="cpu or cuda memory, got meta"):
-        ArenaRing(torch.device("meta")).next(10)
+        new_stock_arena(torch.device("meta"), 10)

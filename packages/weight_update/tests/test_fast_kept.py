@@ -44,7 +44,7 @@ def test_tensors_that_are_recognised_live_while_they_are_sent_and_no_longer():
 
     for sequence in (1, 2):
         fast.begin(sequence)
-        lines = fast.prepare(held)
+        lines = fast.prepare(held, Stages(), lambda _: None)
         if sequence == 1:
             fast._known, fast._prepared = Known(list(held)), lines
         else:

@@ -25,7 +25,7 @@ SENDER = (
     *("client", "failure", "stages", "stats", "updater"),
     *(f"control.{name}" for name in ("channel", "journal", "mailbox", "request", "wait")),
     *(f"lora.{name}" for name in ("config", "merge", "names", "pairs")),
-    *(f"copy.{name}" for name in ("alignment", "copier", "digest", "host", "table")),
+    *(f"copy.{name}" for name in ("alignment", "copier", "digest", "host", "table", "tally")),
     *("link.group_link", "memory.allocation", "memory.arena", "memory.handle", "plan.box", "plan.plan"),
     *(f"send.{name}" for name in ("adapter", "audience", "bucket", "fast", "fences", "fleet", "gather", "known")),
     *(f"send.{name}" for name in ("modules", "outgoing", "packing", "plain", "ranks", "sender", "shards", "source")),

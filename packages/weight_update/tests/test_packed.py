@@ -77,7 +77,7 @@ def run(model: nn.Module, line: Line, plan: CopyPlan, memory: Tensor) -> tuple[d
     incoming = Incoming(line, plan, dict(model.named_parameters()), CPU)
     incoming.run(memory, MappedMemories(CPU), {})
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    return state, incoming.digests, incoming.counts.tolist()
+    return state, incoming.tally.digests, incoming.counts.tolist()
 
 
 MODELS = {

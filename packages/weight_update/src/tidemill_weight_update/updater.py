@@ -31,8 +31,8 @@ from tidemill_weight_update.stats import UpdateStats
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ASKING_S = 0.5e-3
-"""For the threads that ask engines, before this one keeps the interpreter to itself for milliseconds."""
+ASKING_S = 1e-3
+"""How long threads have to ask engines, before this one keeps the interpreter to itself for milliseconds."""
 
 
 class WeightUpdater:
@@ -316,13 +316,20 @@ class WeightUpdater:
     ) -> tuple[int, int, int]:
         """The fast path: all engines read while all ranks publish."""
         failure = Failure()
-        counts, is_sent = (0, 0, 0), False
+        counts, is_sent, asked = (0, 0, 0), False, 0.0
         is_stream = isinstance(named_tensors, Iterator)
 
         def ask() -> None:
+            nonlocal asked
             if not fleet.threads:
+                asked = time.monotonic()
                 fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
-                time.sleep(ASKING_S if fleet.threads else 0.0)
+
+        def let_ask(is_reading: bool) -> None:
+            if is_reading:
+                ask()
+            if fleet.threads:
+                time.sleep(max(0.0, asked + ASKING_S - time.monotonic()))
 
         def hold(audience: Audience) -> None:
             fleet.hold(self._sequence, self._fast.mailbox, audience)
@@ -338,16 +345,14 @@ class WeightUpdater:
                     raise TypeError(
                         "a generator can be read once, but engines of both paths need it; pass a collection"
                     )
-                # If the GPU can read at once, the engines are asked when it has begun. Else, of several ranks each has
-                # less to read, and the way of a request to all ranks of an engine is longer.
-                if self._ranks.size > 1 and not self._fast.expects_same:
+                # One rank alone has more to read, and the way to its engine is shorter: its GPU begins first.
+                if self._ranks.size > 1:
                     ask()
                 lines: Iterable[Prepared]
                 if is_stream:
                     lines = self._fast.stream(named_tensors)
                 else:
-                    with stages("prepare"):
-                        lines = self._fast.prepare(named_tensors)
+                    lines = self._fast.prepare(named_tensors, stages, let_ask)
                 counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask, hold)
                 is_sent = True
             if not is_sent:
@@ -379,20 +384,7 @@ class WeightUpdater:
 
     def _agree_on_outcome(self, fleet: Fleet) -> dict[str, Any]:
         """What the engines said, on all ranks; raises on all ranks if none of them could be updated."""
-        outcome: dict[str, Any] = {
-            "fenced": {member.name: member.error for member in fleet.members if member.error is not None},
-            "all_failed": all(member.error is not None for member in fleet.members),
-            "through_loader": {k: v for m in fleet.members for r in m.replies for k, v in r["through_loader"].items()},
-            "num_unverified": max((r["num_unverified"] for m in fleet.members for r in m.replies), default=0),
-            "engine_s": _slowest([r["seconds"] for m in fleet.members for r in m.replies]),
-            "verified": all(member.replies for member in fleet.members if member.error is None),
-        }
-        outcome = json.loads(self._ranks.from_first(json.dumps(outcome)))
+        outcome = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["fenced"].items()))
         return outcome
-
-
-def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest value of each stage."""
-    return {stage: max(each.get(stage, 0.0) for each in seconds) for stage in sorted({s for e in seconds for s in e})}

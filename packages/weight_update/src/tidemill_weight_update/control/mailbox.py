@@ -75,7 +75,7 @@ def path_of(pid: int, fd: int) -> str:
 
 
 class Mailbox:
-    """One side's view of a mailbox; see `create`, `open` and `Channel`."""
+    """One side's view of a mailbox; see `create` and `open`. What the other methods do, `Channel` says."""
 
     inlet: Inlet | None = None  # who opens a mailbox maps what it announces, too
 
@@ -135,84 +135,65 @@ class Mailbox:
     # The sender's side.
 
     def begin(self, sequence: int) -> None:
-        """Starts an update; what receivers of earlier ones still read or write here does not count."""
         self._words[_TOTAL] = _stamp(sequence, _LOW)
 
     def write_journal(self, offset: int, text: bytes) -> None:
-        """Places a line of the journal; a line is found by its offset and length, which `publish` announces."""
         end = offset + len(text)
         if _JOURNAL + end > _TOTALS:
             raise RuntimeError(f"the description of the tensors takes more than {_TOTALS - _JOURNAL} bytes")
         self._map[_JOURNAL + offset : _JOURNAL + end] = text
 
     def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
-        """Notes the digests of a bucket, before it is published."""
         self.digests[first : first + len(digests)] = digests
 
     def announce(self, sequence: int, lines: tuple[int, int] | None) -> None:
-        """Opens the update. `lines`: the journal line that lists all lines of the update, if they are known."""
         self._words[_LINES], self._words[_LINES + 1] = (0, 0) if lines is None else lines
         self._words[_OPEN] = _stamp(sequence, 1)
 
     def publish(self, sequence: int, bucket: int, line: tuple[int, int], arena: tuple[int, int] | None) -> None:
-        """Announces bucket number `bucket`.
-
-        Args:
-            line: (offset, length) of its line in the journal.
-            arena: of the journal line that describes the memory that holds it; None: the trainer's own tensors do.
-        """
         slot = _SLOTS + 8 * (bucket % 2)
         self._words[slot + 1], self._words[slot + 2] = line
         self._words[slot + 3], self._words[slot + 4] = (0, 0) if arena is None else arena
         self._words[slot] = _stamp(sequence, bucket + 1)
 
     def finish(self, sequence: int, num_buckets: int) -> None:
-        """Says that the update has `num_buckets` buckets in all."""
         self._words[_TOTAL] = _stamp(sequence, num_buckets)
 
     def fail(self, sequence: int) -> None:
-        """Says that no more buckets will come."""
         self._words[_FAILED] = _stamp(sequence, 1)
 
     def exclude(self, sequence: int, receiver: int) -> None:
-        """Says (in rank 0's mailbox) that nobody shall wait for `receiver`."""
         self._rows[receiver, _OUT] = _stamp(sequence, 1)
 
     def is_excluded(self, sequence: int, receiver: int) -> bool:
         return int(self._rows[receiver, _OUT]) == _stamp(sequence, 1)
 
     def acknowledged(self, sequence: int, receiver: int) -> int:
-        """Number of buckets that `receiver` no longer needs."""
         word = int(self._rows[receiver, _ACK])
         return word & _LOW if word >> 32 == sequence else 0
 
     def reply(self, receiver: int) -> dict[str, Any]:
-        """What `receiver` reported with its state."""
         start = _REPLIES + receiver * _REPLY_BYTES
         return json.loads(self._map[start : start + int(self._rows[receiver, _REPLY_LENGTH])])
 
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What `receiver` wrote of each tensor in rank 0's mailbox: digests and element counts, int64 [num_tensors]."""
         start = _TOTALS + receiver * _TOTALS_STRIDE
         both = np.frombuffer(self._map, dtype=np.int64, count=2 * MAX_TENSORS, offset=start).reshape(2, MAX_TENSORS)
         return both[0, :num_tensors], both[1, :num_tensors]
 
     def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Leaves what `receiver` has copied of each tensor; announced by the next `report`."""
         places = self.totals(receiver, len(digests))
         places[0][:], places[1][:] = digests, counts
 
     # The receivers' side.
 
     def lines(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
-        """Whether the update is open, and the journal line that lists its lines, if there is one."""
         if int(self._words[_OPEN]) != _stamp(sequence, 1):
             return False, None
         line = int(self._words[_LINES]), int(self._words[_LINES + 1])
         return True, line if line[1] else None
 
     def announced(self, sequence: int, bucket: int) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
-        """The journal lines (its own, its arena's) of bucket number `bucket`, or None if it is not there yet."""
         slot = _SLOTS + 8 * (bucket % 2)
         if int(self._words[slot]) != _stamp(sequence, bucket + 1):
             return None
@@ -224,15 +205,9 @@ class Mailbox:
         return self._map[_JOURNAL + offset : _JOURNAL + offset + length]
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        """The digests of what was published, from index `first`: int64 [count]."""
         return self.digests[first : first + count]
 
     def num_buckets(self, sequence: int) -> int | None:
-        """Number of buckets of the update; None: not known yet.
-
-        Raises:
-            RuntimeError: the mailbox belongs to another update, or the sender has failed.
-        """
         total = int(self._words[_TOTAL])
         if total >> 32 != sequence:
             raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
@@ -249,7 +224,6 @@ class Mailbox:
         self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
-        """Makes `state` of `receiver` visible, with `reply`; see `reply_to_json`."""
         text = reply_to_json(reply)
         start = _REPLIES + receiver * _REPLY_BYTES
         self._map[start : start + len(text)] = text
@@ -262,10 +236,8 @@ class Mailbox:
         return word & _LOW if word >> 32 == sequence else IDLE
 
     def receiver_pid(self, sequence: int, receiver: int) -> int:
-        """The process of `receiver`, 0 if it has not reported in this update."""
         return int(self._rows[receiver, _RECEIVER_PID]) if self.state(sequence, receiver) != IDLE else 0
 
     def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
-        """Whether `receiver` has ended after it reported."""
         pid = self.receiver_pid(sequence, receiver)
         return pid != 0 and has_ended(pid)

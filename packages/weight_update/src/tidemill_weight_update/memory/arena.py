@@ -1,17 +1,19 @@
 """Arenas: memory that the sender fills and an engine's processes read."""
 
 import os
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tidemill_weight_update.memory.handle import CudaMemory, HostMemory, Memory
 
-M = TypeVar("M", covariant=True)
+M_co = TypeVar("M_co", covariant=True)
+M = TypeVar("M")
 
 
-class Arena(Protocol[M]):
+class Arena(Protocol[M_co]):
     """A block of memory that other processes can map."""
 
     @property
@@ -19,7 +21,7 @@ class Arena(Protocol[M]):
         """uint8 [capacity in bytes]."""
         ...
 
-    def publish(self) -> M:
+    def publish(self) -> M_co:
         """Makes what was written to `data` visible and says where it is."""
         ...
 
@@ -67,52 +69,61 @@ def _available_bytes() -> int:
 
 
 def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
-    """An arena of `num_bytes` on `device`.
+    """An arena of `num_bytes` on `device`, for engines with our loader.
 
     Raises:
         ValueError: no arena can be made there.
     """
+    _check_device(device)
     if device.type == "cpu":
         return HostArena(max(num_bytes, 1))
-    if device.type == "cuda":
-        from tidemill_weight_update.memory.cuda_memory import DeviceArena
+    from tidemill_weight_update.memory.cuda_memory import DeviceArena
 
-        return DeviceArena(max(num_bytes, 1), device)
-    raise ValueError(f"weights can be sent from cpu or cuda memory, got {device}; pass device='cpu' to stage")
+    return DeviceArena(max(num_bytes, 1), device)
 
 
-class ArenaRing:
-    """Arenas taken in turn, each grown to the largest bucket it had to hold.
+def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
+    """An arena of `num_bytes` on `device`, which SGLang opens by itself.
 
-    One on the host: when an engine has answered, it has copied. Two on a GPU: the answer to a bucket proves that the
-    copies of the bucket before it are done (see `sglang.payload`), so a bucket goes where the one before the last was.
+    Raises:
+        ValueError: no arena can be made there.
+    """
+    _check_device(device)
+    if device.type == "cpu":
+        return HostArena(max(num_bytes, 1))
+    from tidemill_weight_update.memory.cuda import CudaArena
+
+    return CudaArena(max(num_bytes, 1), device)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"weights can be sent from cpu or cuda memory, got {device}; pass device='cpu' to stage")
+
+
+class ArenaRing(Generic[M]):
+    """Arenas taken in turn, each grown to the most that it had to hold.
+
+    Args:
+        length: how many they are.
+        new: makes one for so many bytes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arenas: list[Arena[HostMemory | CudaMemory] | None] = [None] * (2 if device.type == "cuda" else 1)
+    def __init__(self, length: int, new: Callable[[int], Arena[M]]) -> None:
+        self._new = new
+        self._arenas: list[Arena[M] | None] = [None] * length
         self._turn = 0
 
-    def next(self, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
-        """The arena for the next bucket, with room for `num_bytes`; its former content may be overwritten."""
+    def next(self, num_bytes: int) -> Arena[M]:
+        """The next arena, with room for `num_bytes`; what it held may be overwritten."""
         self._turn = (self._turn + 1) % len(self._arenas)
         arena = self._arenas[self._turn]
         if arena is None or arena.data.numel() < num_bytes:
             if arena is not None:
-                self._arenas[self._turn] = None
+                self._arenas[self._turn] = None  # freed before there is another one
                 arena.close()
-            arena = self._new(max(num_bytes, 1))
-            self._arenas[self._turn] = arena
+            arena = self._arenas[self._turn] = self._new(num_bytes)
         return arena
-
-    def _new(self, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
-        if self._device.type == "cpu":
-            return HostArena(num_bytes)
-        if self._device.type == "cuda":
-            from tidemill_weight_update.memory.cuda import CudaArena
-
-            return CudaArena(num_bytes, self._device)
-        raise ValueError(f"weights can be sent from cpu or cuda memory, got {self._device}; pass device='cpu' to stage")
 
     def close(self) -> None:
         for arena in self._arenas:

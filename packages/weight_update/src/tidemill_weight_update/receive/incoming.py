@@ -11,6 +11,7 @@ from tidemill_weight_update.control.journal import Line
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.pace import evenly
 from tidemill_weight_update.copy.table import CopyTable, build_tables
+from tidemill_weight_update.copy.tally import Tally
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.box import Box, contiguous_strides
@@ -31,7 +32,7 @@ class Incoming:
 
     Attributes:
         counts: elements of each source of the line that are copied here, int64 [num_sources].
-        digests: of what the last run copied, int64 [num_sources], on `device`.
+        tally: of the sources, as the last run read them.
         staged: sources that go through the model's own loader; their copies need `run(staging=...)`.
     """
 
@@ -50,14 +51,17 @@ class Incoming:
         self._tables = build_tables(copies, line.sources, shards, self._targets, complete=False)
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(line.sources))
-        self.digests = torch.zeros(len(line.sources), dtype=torch.int64, device=device)
+        self.tally = Tally(len(line.sources), device, counts_non_finite=False)
         self._gpu_copier: CudaCopier | None = None
+        # Where parameters that move lie is found out for a new plan, of which there is a new object of this class.
+        self._addresses = [] if self.staged else [place.data_ptr() for place in self._places({})]
         self._host_copier: HostCopier | None = None
         if device.type == "cpu" and not self.staged:
             self._host_copier = HostCopier(self._tables, self._places({}))
 
     def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
-        """Copies, and leaves the digests of what was copied. On a GPU it only queues that on the current stream.
+        """Copies, and leaves the digests of what was copied; on a GPU they are there when the current stream has come
+        so far, where this only queues it.
 
         Args:
             arena: that holds the line's pieces, in the trainer's memory or in this process's; None: the line names
@@ -65,23 +69,26 @@ class Incoming:
             mapped: opens memories.
             staging: source name -> where to put a tensor that is staged.
         """
-        self.digests.zero_()
-        if not self._tables:
-            return
+        self.tally.clear()
+        if self._tables:
+            self._run(arena, mapped, staging)
+        self.tally.fetch()
+
+    def _run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
         memories = self.line.memories if arena is None else (arena,)
-        places = self._places(staging)
         if self._device.type == "cpu":
-            copier = self._host_copier or HostCopier(self._tables, places)
-            copier.run([_on_host(memory, mapped) for memory in memories], self.digests)
+            copier = self._host_copier or HostCopier(self._tables, self._places(staging))
+            copier.run([_on_host(memory, mapped) for memory in memories], self.tally.digests)
         else:
-            self._run_on_gpu(arena, mapped, places)
+            addresses = self._addresses or [place.data_ptr() for place in self._places(staging)]
+            self._run_on_gpu(arena, mapped, addresses)
 
     def forget(self) -> None:
         """Lets go of memory that the last runs read."""
         if self._host_copier is not None:
             self._host_copier.forget()
 
-    def _run_on_gpu(self, arena: Memory | Tensor | None, mapped: MappedMemories, places: Sequence[Tensor]) -> None:
+    def _run_on_gpu(self, arena: Memory | Tensor | None, mapped: MappedMemories, targets: Sequence[int]) -> None:
         from tidemill_weight_update.copy.cuda import CudaCopier
 
         if self._gpu_copier is None:
@@ -94,7 +101,7 @@ class Incoming:
         else:
             upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
             bases = [upload.data_ptr()]
-        self._gpu_copier.run(bases, [place.data_ptr() for place in places], self.digests)
+        self._gpu_copier.run(bases, targets, self.tally.digests)
 
     def _paced(self) -> list[CopyTable]:
         """The tables in an order that serves the GPUs alike on which the line's memories lie."""

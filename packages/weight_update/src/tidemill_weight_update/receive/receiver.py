@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from tidemill_weight_update.control.channel import Channel, Place
@@ -34,7 +36,8 @@ class Receiver:
         finish: called after the copies of each update, to compute what the model derives from its parameters.
 
     Attributes:
-        checked: what was sent, and the plan, when all was last found to be as it should be.
+        checked: what was sent when all was last found to be as it should be, the plan, and how many elements of each
+            tensor are copied to this rank.
         last_names: of the tensors of the last update that loaded all parameters.
     """
 
@@ -52,7 +55,8 @@ class Receiver:
         self.device = next(model.parameters()).device
         self.memories = MappedMemories(self.device)
         self.recorder = Recorder(model)
-        self.checked: tuple[Manifest | None, CopyPlan] = None, self.recorder.plan
+        self.checked: tuple[Manifest | None, CopyPlan, NDArray[np.int64]]
+        self.checked = None, self.recorder.plan, np.zeros(0, np.int64)
         self.last_names: Sequence[str] = ()
         self._rank = rank
         self._num_ranks = num_ranks

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
@@ -40,6 +41,7 @@ class Turn:
         self.changed = False
         self._came: list[tuple[tuple[LineKey, ...], Incoming]] = []
         self._num_in_place = 0
+        self._expected: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._staging: dict[str, Tensor] = {}
         self._stages = Stages()
 
@@ -64,7 +66,7 @@ class Turn:
             self.peers.wait(CHECKED)
             if manifest is not None:
                 self._refuse_excess(manifest)
-        self._copy()
+        self._copy(manifest)
         with self._stages("check"):
             if manifest is None:
                 manifest = self._check_what_came()
@@ -105,15 +107,15 @@ class Turn:
             for place in receiver.lines(box, where)
         ]
         manifest = receiver.manifest(keys)
-        checked, plan = receiver.checked
+        checked, plan, counts = receiver.checked
         if checked is not manifest or plan is not recorder.plan:
             recorder.cover(manifest.sources)
             self._check_dtypes()
-            receiver.checked = manifest, recorder.plan
+            incoming = [receiver.incoming(*key) for key in keys]
+            counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
+            receiver.checked = manifest, recorder.plan, counts
         self._check_coverage(manifest)
         self._num_in_place = manifest.num_in_place
-        incoming = [receiver.incoming(*key) for key in keys]
-        counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
         self.peers.share_totals(np.zeros_like(counts), counts)
         return manifest
 
@@ -158,7 +160,7 @@ class Turn:
 
     # The copies.
 
-    def _copy(self) -> None:
+    def _copy(self, manifest: Manifest | None) -> None:
         """Copies the buckets of all trainer ranks as they come."""
         # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
         num_boxes = len(self._boxes)
@@ -186,6 +188,8 @@ class Turn:
                 for index, (place, arena) in ready.items():
                     if arena is not None:
                         self._copy_bucket(self._boxes[index], pending[index], place, arena)
+                if manifest is not None and sum(len(keys) for keys, _ in self._came) == len(manifest.keys):
+                    self._expected = self._expect(manifest)  # while a GPU copies the last of them
                 self._synchronize()
             for index in ready:
                 pending[index] += 1
@@ -254,17 +258,26 @@ class Turn:
 
     def _compare(self, manifest: Manifest) -> int:
         """Compares with the other ranks and the trainer; see `_verify`."""
+        counts, sent = self._expected or self._expect(manifest)
         lines = [incoming.line for _, incoming in self._came]
-        digests = [incoming.digests.cpu().numpy() for _, incoming in self._came]
-        counts = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        digests = [incoming.tally.digests_on_host() for _, incoming in self._came]
         self.peers.share_totals(manifest.sum(lines, digests), counts)
         self.peers.report(COPIED)
         self.peers.wait(COPIED)
         if not self._request.complete:
             self._refuse_excess(manifest)
-        return self._verify(manifest)
+        return self._verify(manifest, sent)
 
-    def _verify(self, manifest: Manifest) -> int:
+    def _expect(self, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each tensor: how many elements the lines that came bring here, and the digest of what was sent."""
+        copied = [incoming for _, incoming in self._came]
+        counts = manifest.sum([each.line for each in copied], [each.counts for each in copied])
+        lines = [self._receiver.line(*key) for key in manifest.keys]
+        boxes = [box for box, _ in manifest.keys]
+        sent = [box.sent(line.first_digest, len(line.sources)) for box, line in zip(boxes, lines, strict=True)]
+        return counts, manifest.sum(lines, sent)
+
+    def _verify(self, manifest: Manifest, sent: NDArray[np.int64]) -> int:
         """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
 
         Each element was copied once, or the same number of times (on ranks that hold replicas), else the sum over the
@@ -273,10 +286,6 @@ class Turn:
         Raises:
             RuntimeError: a tensor arrived with other values than it was sent with.
         """
-        lines = [self._receiver.line(*key) for key in manifest.keys]
-        boxes = [box for box, _ in manifest.keys]
-        own = [box.sent(line.first_digest, len(line.sources)) for box, line in zip(boxes, lines, strict=True)]
-        sent = manifest.sum(lines, own)
         digests, counts = self.peers.sum_totals(len(manifest.names))
         comparable = counts % manifest.numel == 0
         wrong = comparable & (digests != sent * (counts // manifest.numel))

@@ -15,7 +15,7 @@ from tidemill_weight_update.send.known import Known
 from tidemill_weight_update.send.outgoing import in_place
 from tidemill_weight_update.send.packing import pack
 from tidemill_weight_update.send.plain import PlainNames
-from tidemill_weight_update.send.sender import Filling, Prepared, Sender
+from tidemill_weight_update.send.sender import Prepared, Sender
 from tidemill_weight_update.send.shards import Held, LocalShard
 from tidemill_weight_update.send.source import NamedTensors, pieces_of
 from tidemill_weight_update.stages import Stages
@@ -72,7 +72,7 @@ class FastPath:
         self._pieces: list[Held] = []
         self._came_again = False
         self._num_freed: int | None = None
-        self._is_assumed = False
+        self._has_begun = False
         self._others_are_worn = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
@@ -122,32 +122,30 @@ class FastPath:
         if self._link is not None:
             self._link.hang_up()
 
-    @property
-    def expects_same(self) -> bool:
-        """Whether the last two updates had the same tensors, in memory that the engines read where it is."""
-        return self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
-
-    def prepare(self, named_tensors: NamedTensors) -> list[Prepared]:
+    def prepare(self, named_tensors: NamedTensors, stages: Stages, begun: Callable[[bool], None]) -> list[Prepared]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
 
-        What was described for the last update is used again if the same parameters come again. If that is expected,
-        `send` finds it out while the GPU reads them, which is safe as long as no allocation was freed since.
-        """
-        items = list(named_tensors)
-        self._is_assumed = self.expects_same and self._num_freed is not None and self._num_freed == self._count_freed()
-        lines = self._prepared
-        if not self._is_assumed:
-            lines = self._prepared_for(items)
-            self._num_freed = self._count_freed()
-        self._items = items
-        return lines
+        What was described for the last update is used again if the same parameters come again. If they did so at the
+        last update, the GPU reads them while that is found out, which is safe as long as no allocation was freed since.
 
-    def _prepared_for(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
-        self._came_again = self._known.are(items)
-        if not self._came_again:
-            return self._describe(items)
-        self.plain = self._known_plain
-        return self._prepared
+        Args:
+            begun: called before what takes milliseconds, with whether the GPU has begun to read.
+        """
+        with stages("prepare"):
+            items = list(named_tensors)
+            reads = self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
+            reads = reads and self._num_freed is not None and self._num_freed == self._count_freed()
+        if reads:
+            with stages("fill"):
+                self._require_sender().fill(self._prepared[0])
+        begun(reads)
+        with stages("prepare"):
+            self._came_again = self._known.are(items)
+            lines = self._prepared if self._came_again else self._describe(items)
+            self.plain = self._known_plain
+            self._num_freed = self._count_freed()
+        self._items, self._has_begun = items, reads and self._came_again
+        return lines
 
     def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
         self.plain = self._known_plain = PlainNames()
@@ -202,39 +200,20 @@ class FastPath:
         started: Callable[[], None],
         finishing: Callable[[Audience], None],
     ) -> tuple[int, int, int]:
-        """Sends lines to all engine ranks; see `Sender.send`. `started` may be called twice.
+        """Sends lines to all engine ranks; see `Sender.send`.
 
         Args:
             lines: a list if the update is complete, else an iterator.
             control: path of trainer rank 0's mailbox.
         """
         sender = self._require_sender()
-        first: Filling | None = None
         try:
-            if self._is_assumed:
-                lines, first = self._read_first(stages, started)
             sender.open(self._sequence, lines if isinstance(lines, list) else None)
             audience = self._audience(sender.mailbox, control, num_receivers)
-            return sender.send(self._sequence, lines, audience, stages, started, finishing, first)
+            return sender.send(self._sequence, lines, audience, stages, started, finishing, self._has_begun)
         finally:
-            self._is_assumed = False
+            self._has_begun = False
             self._items, self._pieces = [], []
-
-    def _read_first(self, stages: Stages, started: Callable[[], None]) -> tuple[list[Prepared], Filling | None]:
-        """Lets the GPU read what came last, and finds out meanwhile whether it is what comes now.
-
-        Returns:
-            the lines to send, and what was read of the first one if it is still the first.
-        """
-        with stages("fill"):
-            filling = self._require_sender().fill(self._prepared[0], 0)
-        started()
-        with stages("prepare"):
-            lines = self._prepared_for(self._items)
-        if self._came_again:
-            return lines, filling
-        self._num_freed = self._count_freed()
-        return lines, None
 
     def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
         if self._link is not None:

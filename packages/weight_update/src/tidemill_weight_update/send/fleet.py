@@ -199,6 +199,18 @@ class Fleet:
             if member.error is None and not member.unchanged:
                 member.fail(why, unchanged=False)
 
+    def outcome(self) -> dict[str, Any]:
+        """What became of the update: entries of `UpdateStats`, and "all_failed"."""
+        replies = [reply for member in self.members for reply in member.replies]
+        return {
+            "fenced": {member.name: member.error for member in self.members if member.error is not None},
+            "all_failed": all(member.error is not None for member in self.members),
+            "through_loader": {name: why for reply in replies for name, why in reply["through_loader"].items()},
+            "num_unverified": max((reply["num_unverified"] for reply in replies), default=0),
+            "engine_s": _slowest([reply["seconds"] for reply in replies]),
+            "verified": all(member.replies for member in self.members if member.error is None),
+        }
+
     def told(self) -> list[str]:
         """The engines that failed, and why."""
         return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
@@ -241,6 +253,11 @@ def _hold(member: Member) -> None:
     if member.holding is not None and member.error is None:
         member.paused = True  # before it is: nothing that comes in between may leave it so
         member.attempt(member.holding.hold, unchanged=False)
+
+
+def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest value of each stage."""
+    return {stage: max(each.get(stage, 0.0) for each in seconds) for stage in sorted({s for e in seconds for s in e})}
 
 
 def _check_version(client: EngineClient, version: str) -> None:

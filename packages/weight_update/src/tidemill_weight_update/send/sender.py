@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.journal import Line, line_to_json, list_to_json, memory_to_json
 from tidemill_weight_update.copy.copier import SendCopier, send_copier
-from tidemill_weight_update.memory.arena import Arena, new_arena
+from tidemill_weight_update.copy.tally import Tally
+from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_arena
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.outgoing import Outgoing
@@ -24,6 +26,7 @@ class Prepared:
         place, line: in the journal.
         names: of its sources.
         copier: fills the arena, or only reads.
+        tally: of the sources, as `copier` last read them.
         pieces: what is copied to the arena, tensors or their addresses, or the addresses of the memories that stay.
         num_bytes, payload_bytes: in the arena, and of the pieces alone.
     """
@@ -32,6 +35,7 @@ class Prepared:
     line: Line
     names: tuple[str, ...]
     copier: SendCopier
+    tally: Tally
     pieces: Sequence[Tensor] | Sequence[int]
     num_bytes: int
     payload_bytes: int
@@ -39,10 +43,6 @@ class Prepared:
 
 WORN_BYTES = 1 << 20
 """Of descriptions that are not used any more; fewer are kept without asking."""
-
-Filling = tuple[Arena[Memory] | None, Tensor, Tensor | None]
-"""The arena that is being filled, digests int64 and numbers of non-finite elements int32 of a line, on the device; the
-last are not counted where they may be sent."""
 
 
 class Sender:
@@ -64,8 +64,8 @@ class Sender:
         self._used = 0
         self._num_digests = 0
         self._written: dict[bytes, Place] = {}
-        self._lines: dict[object, tuple[Place, Line, SendCopier]] = {}
-        self._arenas: list[Arena[Memory] | None] = [None, None]
+        self._lines: dict[object, tuple[Place, Line, SendCopier, Tally]] = {}
+        self._arenas: ArenaRing[Memory] = ArenaRing(2, partial(new_arena, self._device))
 
     @property
     def is_worn(self) -> bool:
@@ -83,7 +83,8 @@ class Sender:
         """Says where the arena lives, before the first line."""
         if device != self._device:
             self._device = device
-            self._drop_arenas()
+            self._arenas.close()
+            self._arenas = ArenaRing(2, partial(new_arena, device))
 
     def prepare(self, outgoing: Outgoing) -> Prepared:
         """Writes a line into the journal, unless it stands there, and gets ready to fill it."""
@@ -92,13 +93,15 @@ class Sender:
             line = replace(outgoing.line, first_digest=self._num_digests)
             self._num_digests += len(line.sources)
             copier = send_copier(outgoing.tables(self._device), self._device, stays=bool(outgoing.line.memories))
-            self._lines[layout] = (self._append(line_to_json(line)), line, copier)
-        place, line, copier = self._lines[layout]
+            tally = Tally(len(line.sources), self._device, counts_non_finite=not self._allow_non_finite)
+            self._lines[layout] = (self._append(line_to_json(line)), line, copier, tally)
+        place, line, copier, tally = self._lines[layout]
         return Prepared(
             place=place,
             line=line,
             names=tuple(source.name for source in line.sources),
             copier=copier,
+            tally=tally,
             pieces=outgoing.addresses or self._pieces(outgoing),
             num_bytes=outgoing.num_bytes,
             payload_bytes=outgoing.payload_bytes,
@@ -119,7 +122,7 @@ class Sender:
         stages: Stages,
         started: Callable[[], None],
         finishing: Callable[[Audience], None],
-        first: Filling | None = None,
+        begun: bool = False,
     ) -> tuple[int, int, int]:
         """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
 
@@ -127,7 +130,7 @@ class Sender:
         `finishing` is called once, while engines copy the last lines: none can come to its end before it returns.
 
         Args:
-            first: what `fill` returned for the first line, if it was called before.
+            begun: whether the first line, which stays where it is, is being read already: `fill` was called for it.
 
         Returns:
             numbers of lines and of tensors that they have parts of, and bytes.
@@ -142,14 +145,14 @@ class Sender:
             with stages("load"):
                 audience.wait(bucket - 1)
             with stages("fill"):
-                filling = first if bucket == 0 and first is not None else self.fill(line, bucket)
+                arena = None if begun and bucket == 0 else self.fill(line)
             if bucket == 0:
                 started()
             with stages("fill"):
-                arena = self._filled(line, *filling)
-            self.mailbox.publish(sequence, bucket, line.place, arena)
+                where = self._filled(line, arena)
+            self.mailbox.publish(sequence, bucket, line.place, where)
             with stages("load"):
-                audience.deliver(bucket, line.place, line.line, None if filling[0] is None else filling[0].data)
+                audience.deliver(bucket, line.place, line.line, None if arena is None else arena.data)
             self._used += line.place[1]
             num_bytes += line.payload_bytes
             names.update(line.names)
@@ -164,31 +167,22 @@ class Sender:
         return bucket, len(names), num_bytes
 
     def close(self) -> None:
-        self._drop_arenas()
+        self._arenas.close()
         self._lines.clear()
         self.mailbox.close()
 
-    def _drop_arenas(self) -> None:
-        for arena in self._arenas:
-            if arena is not None:
-                arena.close()
-        self._arenas = [None, None]
+    def fill(self, line: Prepared) -> Arena[Memory] | None:
+        """Begins to fill the next arena, which is returned, or only to read what stays where it is."""
+        arena = self._arenas.next(max(line.num_bytes, self._room)) if line.num_bytes else None
+        line.tally.clear()
+        line.copier.run(line.pieces, None if arena is None else arena.data, line.tally.digests, line.tally.non_finite)
+        line.tally.fetch()
+        return arena
 
-    def fill(self, line: Prepared, bucket: int) -> Filling:
-        """Begins to fill the arena, or only to read what stays where it is."""
-        arena = self._arena(bucket % 2, line.num_bytes) if line.num_bytes else None
-        digests = torch.zeros(len(line.names), dtype=torch.int64, device=self._device)
-        non_finite = None
-        if not self._allow_non_finite:
-            non_finite = torch.zeros(len(line.names), dtype=torch.int32, device=self._device)
-        line.copier.run(line.pieces, None if arena is None else arena.data, digests, non_finite)
-        return arena, digests, non_finite
-
-    def _filled(
-        self, line: Prepared, arena: Arena[Memory] | None, digests: Tensor, non_finite: Tensor | None
-    ) -> Place | None:
+    def _filled(self, line: Prepared, arena: Arena[Memory] | None) -> Place | None:
         """Waits for `fill` and looks at what it found; returns the journal's line about the arena."""
-        found = [] if non_finite is None else non_finite.cpu().nonzero().flatten().tolist()
+        line.tally.wait()
+        found = [] if self._allow_non_finite else line.tally.not_finite()
         if found:
             names = ", ".join(repr(line.names[i]) for i in found[:5])
             raise ValueError(
@@ -196,18 +190,8 @@ class Sender:
                 f"that have loaded others of this update are paused until one is complete (allow_non_finite=True sends "
                 f"such tensors)"
             )
-        self.mailbox.write_digests(line.line.first_digest, digests.cpu().numpy())
+        self.mailbox.write_digests(line.line.first_digest, line.tally.digests_on_host())
         return None if arena is None else self._write(memory_to_json(arena.publish()))
-
-    def _arena(self, half: int, num_bytes: int) -> Arena[Memory]:
-        num_bytes = max(num_bytes, self._room)
-        arena = self._arenas[half]
-        if arena is None or arena.data.numel() < num_bytes:
-            if arena is not None:
-                self._arenas[half] = None
-                arena.close()
-            arena = self._arenas[half] = new_arena(self._device, num_bytes)
-        return arena
 
     def _write(self, text: bytes) -> Place:
         if text not in self._written:

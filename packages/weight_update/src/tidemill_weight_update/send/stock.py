@@ -1,11 +1,12 @@
 """The stock path: full tensors in buckets, for engines that somebody else launched."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.memory.arena import Arena, ArenaRing
+from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_stock_arena
 from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
 from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
 from tidemill_weight_update.send.fleet import Member
@@ -31,7 +32,7 @@ class StockPath:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._device = device
-        self._arenas: ArenaRing | None = None
+        self._arenas: ArenaRing[HostMemory | CudaMemory] | None = None
 
     def send(
         self,
@@ -95,7 +96,10 @@ class StockPath:
             if self._ranks.rank != 0:
                 return bucket, None
             if self._arenas is None:
-                self._arenas = ArenaRing(bucket.tensors[0].device if self._device is None else self._device)
+                device = bucket.tensors[0].device if self._device is None else self._device
+                # One on the host: when an engine has answered, it has copied. Two on a GPU: the answer to a bucket
+                # proves that the copies of the one before it are done (see `sglang.payload`).
+                self._arenas = ArenaRing(1 if device.type == "cpu" else 2, partial(new_stock_arena, device))
             return bucket, self._arenas.next(bucket.num_bytes)
         return None, None
 
