@@ -170,6 +170,7 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+SCHEDULE = {"lr": 1e-2, "lr_scheduler": "linear", "total_steps": 6, "lr_warmup_steps": 2}
 
 
 def plain_training(
@@ -271,6 +272,14 @@ def trained_on(engine: Any, batches: list[DataProto]):
     """As `plain_training`, with this rank's rows."""
     history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches]
     return history, weights_of(engine)
+
+
+def train(engine: Any, seeds: list[int]) -> list[dict[str, float]]:
+    """A step for each seed, on batches of 9 rows; returns their metrics."""
+    return [
+        engine.train_batch(shard(engine, make_batch(9, seed=seed)), policy_like_loss, calculate_entropy=True)
+        for seed in seeds
+    ]
 
 
 def check_training(results: Any, expected: Any, case: Any, tolerance: float = 1e-5) -> None:

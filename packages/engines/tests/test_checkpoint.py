@@ -1,31 +1,16 @@
-"""Checkpoints resume bit for bit, refuse what is damaged, and fail on every rank when the disk is full."""
+"""Checkpoints resume bit for bit, in other layouts too, and what is damaged or foreign is refused."""
 
 import json
-import os
-import resource
 import shutil
-import signal
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
-from safetensors.torch import load_file
-from tidemill_engines.checkpoint_folder import Progress, whole_checkpoints
+from engine_cases import SCHEDULE, VOCAB, build_engine, train, weights_of
+from tidemill_engines.checkpoint_folder import Progress
 from tidemill_engines.fsdp2.checkpoint import load, rng_state
 from tidemill_engines.fsdp2.checkpoint import save as save_tensors
 from tidemill_testing import run_ranks, tiny_model
-
-SCHEDULE = {"lr": 1e-2, "lr_scheduler": "linear", "total_steps": 6, "lr_warmup_steps": 2}
-
-
-def train(engine, seeds):
-    return [
-        engine.train_batch(shard(engine, make_batch(9, seed=seed)), policy_like_loss, calculate_entropy=True)
-        for seed in seeds
-    ]
 
 
 def run_resume(path, folder):
@@ -199,117 +184,6 @@ def test_checkpoints_of_engines_of_another_kind_are_refused(tmp_path):
     assert run_ranks(run_kinds, 1, path, tmp_path / "saved") == [True]
 
 
-def run_killed(path, folder, backend):
-    """Rank 0 is killed while it writes its second checkpoint."""
-    engine = build_engine(path, backend=backend)
-    train(engine, [0])
-    engine.save_checkpoint(folder / "one")
-    engine.save_hf(folder / "hf")
-    train(engine, [1])
-
-    def kill():
-        while not any(file.stat().st_size for file in folder.glob(".two.partial/__*")):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if os.environ["RANK"] == "0":
-        threading.Thread(target=kill, daemon=True).start()
-    engine.save_checkpoint(folder / "two")
-
-
-def run_after_a_kill(path, folder, backend):
-    found = [kept.name for kept in whole_checkpoints(folder)]
-    engine = build_engine(path, backend=backend)
-    engine.load_checkpoint(folder / "one")
-    weights = weights_of(engine)
-    train(engine, [1])
-    after = weights_of(engine)
-    engine.save_checkpoint(folder / "two")
-    engine.load_checkpoint(folder / "two")
-    same = all(torch.equal(after[name], weight) for name, weight in weights_of(engine).items())
-    engine.close()
-    return found, weights, same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path, backend):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=40_000)
-    folder = tmp_path / "saved"
-    with pytest.raises(RuntimeError, match=r"ranks died without a result|rank 1 of 2 failed"):
-        run_ranks(run_killed, 2, path, folder, backend)
-    left = sorted(file.name for file in folder.iterdir())
-    assert left == [".two.partial", "hf", "one"]
-    expected = load_file(folder / "hf" / "model.safetensors")
-    for found, weights, same in run_ranks(run_after_a_kill, 2, path, folder, backend):
-        assert found == ["one"]
-        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-        assert same
-    assert sorted(file.name for file in folder.iterdir()) == ["hf", "one", "two"]
-
-
-def save_and_finish(engine, folder):
-    engine.save_checkpoint(folder)
-    engine.finish_checkpoint()
-
-
-def run_in_background(path, folder, background, settings):
-    checkpoint = {"asynchronous": background, "keep_last": 2}
-    engine = build_engine(path, optimizer=SCHEDULE, checkpoint=checkpoint, **settings)
-    for seed in range(4):
-        train(engine, [seed])
-        engine.save_checkpoint(folder / f"step_{seed}")
-        # What is saved is the state of now, whatever the next step does while it is being written.
-    train(engine, [9])
-    engine.finish_checkpoint()
-    torch.distributed.barrier()
-    seen = sorted(file.name for file in folder.iterdir())
-    engine.load_checkpoint(folder / "step_3")
-    weights = weights_of(engine)
-    train(engine, [5])
-    after = weights_of(engine)
-    with pytest.raises(OSError, match="step_3 exists already"):
-        save_and_finish(engine, folder / "step_3")
-    engine.save_checkpoint(folder / "at_the_end")
-    engine.close()
-    return seen, weights, after
-
-
-@pytest.mark.parametrize("settings", [{}, {"backend": "megatron", "pipeline_model_parallel_size": 2}], ids=str)
-def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path, settings):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
-    at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False, settings)
-    behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True, settings)
-    for (seen, *weights), (seen_behind, *weights_behind) in zip(at_once, behind, strict=True):
-        assert seen == seen_behind == ["step_2", "step_3"]
-        for plain, of_background in zip(weights, weights_behind, strict=True):
-            assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
-    assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
-
-
-def run_phases(path, folder):
-    engine = build_engine(path, checkpoint={"keep_last": 2})
-    train(engine, [0, 1, 2])
-    engine.save_checkpoint(folder / "third")
-    engine.save_checkpoint(folder / "third again")
-    engine.reset_optimizer(engine.optimizer_config)
-    train(engine, [3])
-    engine.save_checkpoint(folder / "first")  # of the next phase
-    assert [kept.name for kept in whole_checkpoints(folder)] == ["third again", "first"]
-    with pytest.raises(FileNotFoundError, match=r"the newest whole checkpoint is .*/first"):
-        engine.load_checkpoint(folder / "nowhere")
-    manifest = folder / "first" / "engine.json"  # as of a clock that was ahead
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"saved_ns": 2**62}))
-    engine.save_checkpoint(folder / "now")
-    engine.close()
-    return sorted(kept.name for kept in folder.iterdir())
-
-
-def test_what_is_kept_goes_by_the_time_of_saving_and_never_without_the_last(tmp_path):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    assert run_ranks(run_phases, 1, path, tmp_path / "saved") == [["first", "now"]]
-
-
 def run_if_saved(folder):
     group = torch.distributed.group.WORLD
     progress = Progress(step=0, skipped_steps=0, world_size=1, has_optimizer=False)
@@ -326,45 +200,6 @@ def run_if_saved(folder):
 
 def test_random_states_of_a_device_that_did_not_save_are_left_as_they_are(tmp_path):
     assert run_ranks(run_if_saved, 1, tmp_path / "saved") == [(["rng.0.cpu"], [0.0, 1.0, 2.0], True, True)]
-
-
-def run_to_disk(path, folder, backend):
-    """What is synced, renamed and removed while a second checkpoint takes the place of the first, in order."""
-    engine = build_engine(path, backend=backend, checkpoint={"keep_last": 1})
-    engine.save_checkpoint(folder / "one")
-    happened, sync = [], os.fsync
-
-    def fsync(file):
-        descriptor = file if isinstance(file, int) else file.fileno()
-        happened.append(("synced", os.readlink(f"/proc/self/fd/{descriptor}")))
-        sync(file)
-
-    def hear(event, args):
-        if event in ("os.rename", "os.remove"):
-            happened.append((event, str(args[0])))
-
-    os.fsync = fsync
-    sys.addaudithook(hear)
-    engine.save_checkpoint(folder / "two")
-    engine.close()
-    return happened
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_removed(tmp_path, backend):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    folder = tmp_path / "saved"
-    first, second = run_ranks(run_to_disk, 2, path, folder, backend)
-    partial = folder / ".two.partial"
-    renamed, removed = (
-        first.index((kind, str(name)))
-        for kind, name in (("os.rename", partial), ("os.remove", folder / "one" / "engine.json"))
-    )
-    synced = {name for kind, name in [*first[:renamed], *second] if kind == "synced"}
-    files = {str(partial / file.name) for file in (folder / "two").iterdir()}
-    assert len(files) >= 4
-    assert files | {str(partial)} <= synced
-    assert ("synced", str(folder)) in first[renamed:removed]
 
 
 LAYOUTS = [{}, {"fsdp_size": 1}, {"fsdp_size": 2, "reshard_after_forward": False}, {"param_offload": True}]
@@ -415,38 +250,3 @@ def test_four_ranks_reload_on_two_and_go_on_as_if_nothing_had_been(tmp_path):
                 torch.testing.assert_close(after[name], weight, rtol=1e-3, atol=1e-5)
         last = of_rank[-1][0]  # bit for bit what four ranks held
         assert all(torch.equal(last[name], weight) for name, weight in saved[0].items())
-
-
-def run_full_disk(path, folder, full_rank, backend):
-    engine = build_engine(path, backend=backend)
-    rank = engine.get_data_parallel_rank()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    caught = []
-    for save in (engine.save_checkpoint, engine.save_hf):
-        if rank == full_rank:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-        try:
-            save(folder / f"{save.__name__}-{full_rank}")
-            caught.append("")
-        except OSError as error:
-            caught.append(str(error))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    after = train(engine, [0])
-    engine.close()
-    return caught, after[0]["loss"]
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_full_disk_is_an_error_on_every_rank(tmp_path, backend):
-    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    for full_rank, writes_hf in ((0, True), (1, False)):
-        results = run_ranks(run_full_disk, 2, path, tmp_path, full_rank, backend)
-        for rank, ((checkpoint, hf), loss) in enumerate(results):
-            assert f"save_checkpoint-{full_rank}" in checkpoint
-            assert f"rank {full_rank}: " in checkpoint or rank == full_rank
-            assert "Traceback" not in checkpoint
-            assert "MiB are free there" in checkpoint
-            assert ("File too large" in hf) is writes_hf
-            assert loss > 0
-        assert not list(tmp_path.glob(f"*save_checkpoint-{full_rank}*"))

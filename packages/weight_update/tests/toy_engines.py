@@ -183,3 +183,11 @@ def same(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
 def holds(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> bool:
     """Whether the engine holds exactly what a fresh load of the checkpoint gives."""
     return same(state(engine), freshly_loaded(engine, checkpoint))
+
+
+MODES = ["complete", "streaming"]
+
+
+def as_mode(checkpoint: dict[str, Tensor], mode: str):
+    """The tensors as `update` takes them; those that are streamed are temporaries."""
+    return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())
