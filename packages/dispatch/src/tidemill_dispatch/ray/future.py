@@ -71,6 +71,7 @@ class CallFuture(DeferredRows):
     def __init__(self, call: PendingCall, upstreams: Sequence["CallFuture"] = ()):
         self.call = call
         self._upstreams = tuple(upstreams)  # the calls that it takes rows from, see _let_go
+        self._unfinished = tuple(upstream for upstream in upstreams if upstream._pending)  # when last looked at
         self._pending = {ref: rank for rank, ref in call.receipts.items()}
         self._watched: dict[int, ray.ObjectRef] = {}
         self._next_watch = time.monotonic() + _WATCH_S
@@ -149,13 +150,15 @@ class CallFuture(DeferredRows):
             if self._error is None and not self._failures:
                 self._fetch(limit_s, max(self._deadline(deadline) - time.monotonic(), _FETCH_S))
             if self._error is None and self._failures:
-                self._error = self._upstream_error() or self._worker_error()
+                self._look_at(self._before(running=False))
+                self._settle()
 
     def _deadline(self, explicit: float | None) -> float:
         if explicit is not None:
             return explicit
-        running = [upstream._deadline(None) for upstream in self._upstreams if upstream._pending]
-        return min(running, default=self._started + self.call.timeout_s)
+        running = self._before(running=True)
+        first = [call for call in running if not any(upstream._pending for upstream in call._upstreams)]
+        return min(call._started + call.call.timeout_s for call in first or [self])
 
     def _fetch(self, limit_s: float | None, wait_s: float) -> None:
         if self._result:
@@ -191,6 +194,38 @@ class CallFuture(DeferredRows):
 
     def _poll(self, wait_s: float) -> None:
         """Waits up to `wait_s` for all ranks, then takes in every rank that has answered."""
+        self._look(wait_s)
+        if self._pending and self._error is None:
+            self._look_at(self._before(running=True))
+        self._heed()
+
+    @staticmethod
+    def _look_at(calls: Sequence["CallFuture"]) -> None:
+        for call in calls:
+            call._look(0.0)
+            call._heed()
+            call._settle()
+
+    def _before(self, *, running: bool) -> list["CallFuture"]:
+        """The calls that led to this one, each behind those that it takes rows from itself.
+
+        Args:
+            running: those only that have not ended, without what led to the others.
+        """
+        order: list[CallFuture] = []
+        seen: set[int] = set()
+        stack = [(upstream, False) for upstream in self._upstreams]  # a chain may be longer than Python can recurse
+        while stack:
+            call, is_last = stack.pop()
+            if is_last:
+                order.append(call)
+            elif id(call) not in seen and (call._pending or not running):
+                seen.add(id(call))
+                stack += [(call, True), *((upstream, False) for upstream in call._upstreams)]
+        return order
+
+    def _look(self, wait_s: float) -> None:
+        """Takes in the ranks that have answered, and that the group has lost one."""
         with self._lock:
             if not self._pending or self._error is not None:
                 return
@@ -199,9 +234,15 @@ class CallFuture(DeferredRows):
                 self._take(ready)
             if self._pending and self._error is None:
                 self._error = self.call.processes.death
-            for upstream in self._upstreams if self._pending else ():
-                self._poll_upstream(upstream)
-            if self._pending and time.monotonic() >= self._next_watch:
+
+    def _heed(self) -> None:
+        """Takes over what has become of the calls before, which were looked at."""
+        with self._lock:
+            for upstream in self._unfinished if self._pending else ():
+                self._started = time.monotonic()  # this call's time counts from the end of those before it
+                self._error = self._error or upstream._error
+            self._unfinished = tuple(upstream for upstream in self._unfinished if upstream._pending)
+            if self._pending and self._error is None and time.monotonic() >= self._next_watch:
                 self._watch()
             self._let_go()
 
@@ -211,15 +252,7 @@ class CallFuture(DeferredRows):
         Otherwise the last future of a chain would keep the results of all.
         """
         if self._error is not None or not (self._pending or self._failures):
-            self._upstreams = ()
-
-    def _poll_upstream(self, upstream: "CallFuture") -> None:
-        if not upstream._pending:
-            return
-        upstream._poll(0.0)
-        self._started = time.monotonic()  # this call's time counts from the end of those before it
-        if self._error is None:
-            self._error = upstream._settled_error()
+            self._upstreams = self._unfinished = ()
 
     def _take(self, ready: list[ray.ObjectRef]) -> None:
         ranks = [self._pending.pop(ref) for ref in ready]
@@ -260,30 +293,23 @@ class CallFuture(DeferredRows):
         for rank in [rank for rank, ref in self._watched.items() if ref in answered]:
             self._receipt(rank, self._watched.pop(rank))
 
-    def _settled_error(self) -> Exception | None:
-        """The error of a call that has failed for certain."""
-        over = not self._pending or time.monotonic() > self._first_failure + GRACE_S
-        if self._error is None and self._failures and over:
-            self._error = self._upstream_error() or self._worker_error()
-        return self._error
-
-    def _upstream_error(self) -> Exception | None:
-        """What made the calls fail that this one takes rows from; its own failures follow from that."""
-        for upstream in self._upstreams:
-            upstream._poll(0.0)
-            if (error := upstream._settled_error()) is not None:
-                return error
-        return None
+    def _settle(self) -> None:
+        """Notes the error of a call that has failed for certain: that of one before it, from which its own follow."""
+        with self._lock:
+            over = not self._pending or time.monotonic() >= self._first_failure + GRACE_S
+            if self._error is None and self._failures and over:
+                errors = [upstream._error for upstream in self._upstreams if upstream._error is not None]
+                self._error = errors[0] if errors else self._worker_error()
 
     def _timeout(self, limit_s: float | None) -> CallTimeoutError:
-        for upstream in self._upstreams:
-            if upstream._pending:
-                return upstream._timeout(limit_s)
+        call = self
+        while running := [upstream for upstream in call._upstreams if upstream._pending]:
+            call = running[0]
         return CallTimeoutError(
-            group=self.call.group,
-            method=self.call.method,
-            timeout_s=self.call.timeout_s if limit_s is None else limit_s,
-            still_running=self.still_running,
+            group=call.call.group,
+            method=call.call.method,
+            timeout_s=call.call.timeout_s if limit_s is None else limit_s,
+            still_running=call.still_running,
         )
 
     def _host(self, rank: int) -> str:

@@ -1,0 +1,54 @@
+"""Calls that take rows from each other, more of them than Python may call functions within each other."""
+
+import sys
+import time
+
+import pytest
+from tidemill_dispatch import Dispatch, ListBatch, Worker, WorkerError, make_nd_compute_dataproto_dispatch_fn, register
+
+ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+
+pytestmark = pytest.mark.ray
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+LENGTH = 600
+
+
+class Counter(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        self.register_dispatch_collect_info("actor", dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
+    def count(self, batch, *, refused=None, seconds=0.0):
+        time.sleep(seconds)
+        if refused in batch.items:
+            raise ValueError(f"{refused} is refused")
+        return ListBatch([item + 1 for item in batch.items])
+
+
+@pytest.fixture(scope="module")
+def counters(cluster):
+    pool = RayResourcePool([2], num_cpus_per_worker=0.25)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="counters", timeout_s=60) as group:
+        group.init_model()
+        yield group
+
+
+def test_a_chain_may_be_long(counters):
+    assert sys.getrecursionlimit() / 2 < LENGTH
+    future = counters.count(ListBatch([0, 10]), seconds=2.0)
+    for _ in range(LENGTH):
+        future = counters.count(future)
+    assert not future.done()  # it looks at all of them
+    assert future.get().items == [LENGTH + 1, LENGTH + 11]
+
+
+def test_an_error_is_that_of_the_call_that_made_it(counters):
+    future = counters.count(ListBatch([0, 10]), refused=10)
+    for _ in range(LENGTH):
+        future = counters.count(future)
+    with pytest.raises(WorkerError, match="10 is refused"):
+        future.get()
+    assert counters.count(ListBatch([0, 10])).get().items == [1, 11]
