@@ -148,6 +148,17 @@ def test_tensors_and_buckets_may_change_between_updates(mode):
     other.close()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_updates_may_come_in_inference_mode_and_out_of_it(mode):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=200)
+    for version, inference in enumerate([True, False, True, False]):
+        with torch.inference_mode(inference):
+            assert updater.update(as_mode(tensors(version), mode), version).verified
+        assert holds(engine, tensors(version))
+    updater.close()
+
+
 def test_several_updaters_of_one_process_take_turns():
     engine = ToyEngine(2)
     updaters = [WeightUpdater([engine], bucket_bytes=size) for size in (100, 1000)]

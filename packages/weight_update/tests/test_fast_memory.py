@@ -9,7 +9,7 @@ import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
 from torch import Tensor, nn
-from toy_engines import MODES, ToyEngine, as_mode
+from toy_engines import MODES, ToyEngine, as_mode, tensors
 
 
 def mapped_bytes() -> int:
@@ -74,6 +74,21 @@ def test_memory_that_grew_is_given_back(mode):
         assert mapped_bytes() - before <= 2 * (1 << 16) + 2 * 4096
     assert stats.num_buckets > 10
     assert all(torch.equal(row, tensor) for row, (_, tensor) in zip(engine.models[0].rows, items, strict=True))
+    updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_updates_of_one_bucket_use_the_same_memory_each_time(mode):
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine])
+    used: list[int] = []
+    mapped: list[set[object]] = []
+    for version in range(4):
+        assert updater.update(as_mode(tensors(version), mode), version).num_buckets == 1
+        used.append(mapped_bytes())
+        mapped.append(set(engine.receivers[0].memories._host))
+    assert used == used[:1] * 4
+    assert mapped == mapped[:1] * 4
     updater.close()
 
 

@@ -153,3 +153,18 @@ def test_what_was_read_first_is_refused_as_ever(engine, updater, read):
     updater.update(trainer.held.items(), 4)
     assert holds(engine, tensors(4))
     assert read == [True, True, False]
+
+
+def test_allocations_that_were_given_back_are_not_taken_for_those_that_lie_there_now(engine, updater, read):
+    """As a trainer does that moves its weights to the host between updates."""
+    trainer = Trainer()
+    for version in range(5):
+        trainer.change(version)
+        assert updater.update(trainer.held.items(), version).verified
+        assert holds(engine, tensors(version))
+        for tensor in trainer.held.values():
+            tensor.data = tensor.data.cpu()
+        torch.cuda.empty_cache()
+        for tensor in trainer.held.values():
+            tensor.data = Trainer.placed(tensor.data)
+    assert read == []

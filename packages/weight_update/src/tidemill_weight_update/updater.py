@@ -166,7 +166,7 @@ class WeightUpdater:
                 except RankLostError as error:  # which one it was, engines may know
                     raise RankLostError("; ".join([str(error), *fleet.told()])) from error
             if num_stock:
-                with torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad():
                     stock = self._stock.send(
                         named_tensors, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
                     )
@@ -218,7 +218,7 @@ class WeightUpdater:
             fleet = self._assemble(engines, "update_adapter", "abort" if self._in_flight == "abort" else "wait")
         self._ranks.exchange(failure.error, [])
         with self._settled(fleet, "update_adapter"):
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 counts = self._adapters.send(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
                 fleet.make_visible(version, everywhere=True)
@@ -340,7 +340,7 @@ class WeightUpdater:
                 fleet.exclude(self._sequence, self._fast.mailbox)
 
         try:
-            with failure, torch.no_grad():
+            with failure, torch.inference_mode(False), torch.no_grad():  # what is kept is written to again
                 if is_stream and num_stock:
                     raise TypeError(
                         "a generator can be read once, but engines of both paths need it; pass a collection"
@@ -366,8 +366,7 @@ class WeightUpdater:
             if not is_sent:
                 give_up()
             with stages("load"):
-                for thread in fleet.threads:
-                    thread.join()
+                fleet.join(self._sequence, self._fast.mailbox)
         return counts
 
     def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:

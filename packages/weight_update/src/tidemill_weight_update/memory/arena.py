@@ -114,15 +114,20 @@ class ArenaRing(Generic[M]):
         self._arenas: list[Arena[M] | None] = [None] * length
         self._turn = 0
 
+    def rewind(self) -> None:
+        """Begins with the first one again, so that one bucket at a time always lies in the same."""
+        self._turn = 0
+
     def next(self, num_bytes: int) -> Arena[M]:
         """The next arena, with room for `num_bytes`; what it held may be overwritten."""
-        self._turn = (self._turn + 1) % len(self._arenas)
-        arena = self._arenas[self._turn]
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._arenas)
+        arena = self._arenas[turn]
         if arena is None or arena.data.numel() < num_bytes:
             if arena is not None:
-                self._arenas[self._turn] = None  # freed before there is another one
+                self._arenas[turn] = None  # freed before there is another one
                 arena.close()
-            arena = self._arenas[self._turn] = self._new(num_bytes)
+            arena = self._arenas[turn] = self._new(num_bytes)
         return arena
 
     def close(self) -> None:

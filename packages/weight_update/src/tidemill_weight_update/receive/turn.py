@@ -52,6 +52,9 @@ class Turn:
         except Exception:
             _check_alive(self._boxes)  # whatever else goes wrong then follows from it
             raise
+        finally:
+            if self.changed:
+                self._synchronize()  # the trainer is told next that nothing of it is read any more
 
     def _run(self) -> None:
         self.peers.report(ATTACHED)

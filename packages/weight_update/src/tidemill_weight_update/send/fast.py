@@ -78,6 +78,7 @@ class FastPath:
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
         self._sequence = sequence
+        self._has_begun = False  # an interrupt may have left it
         is_worn = self._sender is not None and self._sender.is_worn
         if self._link is not None and self._group_rank > 0:
             return int(is_worn), 0
@@ -127,23 +128,25 @@ class FastPath:
 
         What was described for the last update is used again if the same parameters come again. If they did so at the
         last update, the GPU reads them while that is found out, which is safe as long as no allocation was freed since.
+        After that others may lie at the same addresses.
 
         Args:
             begun: called before what takes milliseconds, with whether the GPU has begun to read.
         """
         with stages("prepare"):
             items = list(named_tensors)
-            reads = self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
-            reads = reads and self._num_freed is not None and self._num_freed == self._count_freed()
+            num_freed = self._count_freed()
+            is_kept = num_freed is not None and num_freed == self._num_freed
+            reads = is_kept and self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
         if reads:
             with stages("fill"):
                 self._require_sender().fill(self._prepared[0])
         begun(reads)
         with stages("prepare"):
-            self._came_again = self._known.are(items)
+            self._came_again = self._known.are(items) and (is_kept or self._is_still_allocated())
             lines = self._prepared if self._came_again else self._describe(items)
             self.plain = self._known_plain
-            self._num_freed = self._count_freed()
+            self._num_freed = num_freed
         self._items, self._has_begun = items, reads and self._came_again
         return lines
 
@@ -157,6 +160,18 @@ class FastPath:
         self._known, self._prepared = (known, prepared) if kept else (Known([]), [])
         self._pieces = pieces
         return prepared
+
+    def _is_still_allocated(self) -> bool:
+        """Whether the engines find what they mapped where the tensors of the last update lie."""
+        memories = [memory for line in self._prepared for memory in line.line.memories]
+        if not memories or self._device is None:
+            return True
+        from tidemill_weight_update.memory.cuda_memory import NotExportableError, export
+
+        try:
+            return all(export(memory.address, self._device).buffer_id == memory.buffer_id for memory in memories)
+        except NotExportableError:  # nothing is there any more, or what cannot be shared
+            return False
 
     def _count_freed(self) -> int | None:
         if self._device is None or self._device.type != "cuda":

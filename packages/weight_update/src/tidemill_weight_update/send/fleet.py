@@ -139,6 +139,18 @@ class Fleet:
             if thread.is_alive():
                 self._give_up(member, "it did not hold back requests in time", sequence, control)
 
+    def join(self, sequence: int, control: Channel) -> None:
+        """Waits for the answers of the engines. An interrupt gives up those that have not answered."""
+        try:
+            for thread in self.threads:
+                thread.join()
+        except BaseException as error:
+            for member in self.members:
+                if member.rows and member.error is None and not member.replies:
+                    why = f"the trainer was interrupted before the engine answered: {type(error).__name__}"
+                    self._drop(member, why, sequence, control)
+            raise
+
     def _give_up(self, member: Member, why: str, sequence: int, control: Channel) -> None:
         """Whether it has changed anything, `_load` says when it ends."""
         member.fail(why, unchanged=True)

@@ -77,6 +77,7 @@ class Sender:
         # Both halves get all the room they will need: one that grows is mapped twice by the engines for a while.
         self._room = self._bucket_bytes if lines is None else max((line.num_bytes for line in lines), default=0)
         listed = None if lines is None else self._write(list_to_json([line.place for line in lines]))
+        self._arenas.rewind()
         self.mailbox.announce(sequence, listed)
 
     def use(self, device: torch.device) -> None:
