@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -100,6 +100,17 @@ def export(address: int, device: torch.device) -> DeviceMemory:
         num_bytes=num_bytes.value,
         device_uuid=str(torch.cuda.get_device_properties(device).uuid),
     )
+
+
+def are_allocated(memories: Iterable[DeviceMemory], device: torch.device) -> bool:
+    """Whether all of these allocations of this process are still there: others at their addresses are not they."""
+    driver, buffer_id = _driver(), ctypes.c_ulonglong()
+    with _current(device):
+        return all(
+            driver.cuPointerGetAttribute(ctypes.byref(buffer_id), _BUFFER_ID, memory.address) == 0
+            and buffer_id.value == memory.buffer_id
+            for memory in memories
+        )
 
 
 def num_freed(device: torch.device) -> int | None:

@@ -127,8 +127,7 @@ class FastPath:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
 
         What was described for the last update is used again if the same parameters come again. If they did so at the
-        last update, the GPU reads them while that is found out, which is safe as long as no allocation was freed since.
-        After that others may lie at the same addresses.
+        last update, the GPU reads them while that is found out, which is safe as long as the allocations are there.
 
         Args:
             begun: called before what takes milliseconds, with whether the GPU has begun to read.
@@ -136,14 +135,14 @@ class FastPath:
         with stages("prepare"):
             items = list(named_tensors)
             num_freed = self._count_freed()
-            is_kept = num_freed is not None and num_freed == self._num_freed
+            is_kept = self._is_still_allocated(num_freed)
             reads = is_kept and self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
         if reads:
             with stages("fill"):
                 self._require_sender().fill(self._prepared[0])
         begun(reads)
         with stages("prepare"):
-            self._came_again = self._known.are(items) and (is_kept or self._is_still_allocated())
+            self._came_again = is_kept and self._known.are(items)
             lines = self._prepared if self._came_again else self._describe(items)
             self.plain = self._known_plain
             self._num_freed = num_freed
@@ -161,17 +160,17 @@ class FastPath:
         self._pieces = pieces
         return prepared
 
-    def _is_still_allocated(self) -> bool:
-        """Whether the engines find what they mapped where the tensors of the last update lie."""
-        memories = [memory for line in self._prepared for memory in line.line.memories]
-        if not memories or self._device is None:
-            return True
-        from tidemill_weight_update.memory.cuda_memory import NotExportableError, export
+    def _is_still_allocated(self, num_freed: int | None) -> bool:
+        """Whether the allocations are still there that the tensors of the last update lay in, where they did not move.
 
-        try:
-            return all(export(memory.address, self._device).buffer_id == memory.buffer_id for memory in memories)
-        except NotExportableError:  # nothing is there any more, or what cannot be shared
-            return False
+        Others may have come to the same addresses, which the engines have not mapped.
+        """
+        memories = [memory for line in self._prepared for memory in line.line.memories]
+        if not memories or self._device is None or (num_freed is not None and num_freed == self._num_freed):
+            return True
+        from tidemill_weight_update.memory.cuda_memory import are_allocated
+
+        return are_allocated(memories, self._device)
 
     def _count_freed(self) -> int | None:
         if self._device is None or self._device.type != "cuda":
