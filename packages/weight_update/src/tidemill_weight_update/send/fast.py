@@ -165,8 +165,10 @@ class FastPath:
 
         Others may have come to the same addresses, which the engines have not mapped.
         """
+        if self._device is None or (num_freed is not None and num_freed == self._num_freed):
+            return True
         memories = [memory for line in self._prepared for memory in line.line.memories]
-        if not memories or self._device is None or (num_freed is not None and num_freed == self._num_freed):
+        if not memories:
             return True
         from tidemill_weight_update.memory.cuda_memory import are_allocated
 
