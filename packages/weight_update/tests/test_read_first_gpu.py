@@ -47,10 +47,10 @@ def read(monkeypatch) -> list[bool]:
     found: list[bool] = []
     original = FastPath.prepare
 
-    def prepare(self, named_tensors, stages, begun):
+    def prepare(self, named_tensors, stages, let_ask):
         reading: list[bool] = []
         try:
-            return original(self, named_tensors, stages, lambda reads: (reading.append(reads), begun(reads))[1])
+            return original(self, named_tensors, stages, lambda reads: (reading.append(reads), let_ask(reads))[1])
         finally:
             found.extend(self._came_again for reads in reading if reads)
 

@@ -72,13 +72,13 @@ class FastPath:
         self._pieces: list[Held] = []
         self._came_again = False
         self._num_freed: int | None = None
-        self._has_begun = False
+        self._is_being_read = False
         self._others_are_worn = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
         self._sequence = sequence
-        self._has_begun = False  # an interrupt may have left it
+        self._is_being_read = False  # an interrupt may have left it
         is_worn = self._sender is not None and self._sender.is_worn
         if self._link is not None and self._group_rank > 0:
             return int(is_worn), 0
@@ -123,14 +123,14 @@ class FastPath:
         if self._link is not None:
             self._link.hang_up()
 
-    def prepare(self, named_tensors: NamedTensors, stages: Stages, begun: Callable[[bool], None]) -> list[Prepared]:
+    def prepare(self, named_tensors: NamedTensors, stages: Stages, let_ask: Callable[[bool], None]) -> list[Prepared]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
 
         What was described for the last update is used again if the same parameters come again. If they did so at the
         last update, the GPU reads them while that is found out, which is safe as long as the allocations are there.
 
         Args:
-            begun: called before what takes milliseconds, with whether the GPU has begun to read.
+            let_ask: called before what keeps the interpreter for milliseconds, with whether the GPU reads meanwhile.
         """
         with stages("prepare"):
             items = list(named_tensors)
@@ -140,13 +140,13 @@ class FastPath:
         if reads:
             with stages("fill"):
                 self._require_sender().fill(self._prepared[0])
-        begun(reads)
+        let_ask(reads)
         with stages("prepare"):
             self._came_again = is_kept and self._known.are(items)
             lines = self._prepared if self._came_again else self._describe(items)
             self.plain = self._known_plain
             self._num_freed = num_freed
-        self._items, self._has_begun = items, reads and self._came_again
+        self._items, self._is_being_read = items, reads and self._came_again
         return lines
 
     def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
@@ -226,9 +226,9 @@ class FastPath:
         try:
             sender.open(self._sequence, lines if isinstance(lines, list) else None)
             audience = self._audience(sender.mailbox, control, num_receivers)
-            return sender.send(self._sequence, lines, audience, stages, started, finishing, self._has_begun)
+            return sender.send(self._sequence, lines, audience, stages, started, finishing, self._is_being_read)
         finally:
-            self._has_begun = False
+            self._is_being_read = False
             self._items, self._pieces = [], []
 
     def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:

@@ -123,7 +123,7 @@ class Sender:
         stages: Stages,
         started: Callable[[], None],
         finishing: Callable[[Audience], None],
-        begun: bool = False,
+        is_being_read: bool = False,
     ) -> tuple[int, int, int]:
         """Publishes lines one after the other, each when its half of the arena is free; returns when all were read.
 
@@ -131,7 +131,7 @@ class Sender:
         `finishing` is called once, while engines copy the last lines: none can come to its end before it returns.
 
         Args:
-            begun: whether the first line, which stays where it is, is being read already: `fill` was called for it.
+            is_being_read: whether `fill` was called for the first line, which stays where it is.
 
         Returns:
             numbers of lines and of tensors that they have parts of, and bytes.
@@ -146,7 +146,7 @@ class Sender:
             with stages("load"):
                 audience.wait(bucket - 1)
             with stages("fill"):
-                arena = None if begun and bucket == 0 else self.fill(line)
+                arena = None if is_being_read and bucket == 0 else self.fill(line)
             if bucket == 0:
                 started()
             with stages("fill"):
