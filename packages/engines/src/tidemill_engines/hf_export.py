@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,9 +64,20 @@ def shard_file_names(num_shards: int, stem: str = "model") -> list[str]:
     return [f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
 
 
-def sizes_of(weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:
-    """The bytes of named tensors; DTensors need not be gathered for it."""
-    return [(name, weight.numel() * weight.element_size()) for name, weight in weights]
+def start_export(path: Path, config: PretrainedConfig, dtype: str, origin: Path, group: dist.ProcessGroup) -> None:
+    """Makes the folder `path` and writes what belongs to weights that are saved as `dtype`. Collective.
+
+    Args:
+        origin: where the tokenizer files lie.
+
+    Raises:
+        OSError: a write failed; raised on every rank.
+    """
+    with together(group):
+        path.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank(group) == 0:
+            _write_config(config, path, dtype)
+            _copy_side_files(origin, path)
 
 
 def write_weights(
@@ -127,7 +138,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
         raise OSError(f"could not write {file}: {error}") from error
 
 
-def write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
+def _write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
     """Writes the configuration of a model whose weights are saved as `dtype`; it says so for each part of the model."""
     parts = [getattr(config, name) for name in config.sub_configs]
     for part in (config, *parts):
@@ -136,7 +147,7 @@ def write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
     config.save_pretrained(path)
 
 
-def copy_side_files(source: Path, target: Path) -> None:
+def _copy_side_files(source: Path, target: Path) -> None:
     """Copies tokenizer, chat template, generation config and model code, as far as `source` has them."""
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):

@@ -18,6 +18,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from tidemill_engines.config import Dtype
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -117,6 +119,25 @@ def plan_layout(
             )
         )
     return layout
+
+
+def stored_bytes(
+    weights: Iterable[tuple[str, torch.Tensor]], layout: Layout, dtype: Dtype | None
+) -> list[tuple[str, int]]:
+    """The bytes of the checkpoint's tensors that a model's are made of, in their order.
+
+    Args:
+        weights: the model's tensors by name; nothing of them is read.
+        dtype: that floating-point weights are stored as; None is their own.
+    """
+    sizes = []
+    for name, weight in weights:
+        item = weight.element_size()
+        if dtype is not None and weight.is_floating_point():
+            item = getattr(torch, dtype).itemsize
+        parts = [(piece.name, piece.shape) for piece in layout.get(name, ())] or [(name, weight.shape)]
+        sizes += [(stored, math.prod(shape) * item) for stored, shape in parts]
+    return sizes
 
 
 def checkpoint_shapes(model: "PreTrainedModel") -> dict[str, Shape]:

@@ -25,10 +25,8 @@ from tidemill_engines.fsdp2.weights import (
 )
 from tidemill_engines.hf_export import (
     MAX_SHARD_SIZE,
-    copy_side_files,
     shard_bytes,
-    sizes_of,
-    write_config,
+    start_export,
     write_weights,
 )
 from tidemill_engines.offload import Parked, Parking, like, local_part
@@ -45,7 +43,7 @@ from tidemill_engines.process_group import ProcessGroups, close_groups, make_gro
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.saving import Saver
 from tidemill_engines.throughput import known_peak_tflops, training_flops
-from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout
+from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
 from tidemill_engines.weight_shard import WeightShard
 
 
@@ -319,14 +317,11 @@ class FSDP2Engine(BaseEngine):
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
-        target, max_shard_bytes = Path(path), shard_bytes(max_shard_size)
-        with together(self.groups.control):
-            target.mkdir(parents=True, exist_ok=True)
-            if dist.get_rank() == 0:
-                write_config(self.export_config(), target, self.model_config.dtype if dtype is None else dtype)
-                copy_side_files(Path(self.model_config.path), target)
-        weights, sizes_bytes = self.get_per_tensor_param(dtype), sizes_of(self.get_per_tensor_param(dtype))
-        write_weights(weights, sizes_bytes, target, self.groups.control, max_shard_bytes=max_shard_bytes)
+        target, max_shard_bytes, group = Path(path), shard_bytes(max_shard_size), self.groups.control
+        saved_as: Dtype = self.model_config.dtype if dtype is None else dtype
+        start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
+        sizes_bytes = stored_bytes(lora.base_weights(self.model), self._layout, dtype)
+        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
 
     def save_adapter(self, path: str | Path) -> None:
         settings = self.model_config.lora
@@ -341,8 +336,8 @@ class FSDP2Engine(BaseEngine):
                 config = lora.peft_config(settings, included=lora.adapted_modules(self.model))
                 config.base_model_name_or_path = self.model_config.path
                 config.save_pretrained(str(target))
-        weights, sizes_bytes = self.get_adapter_param(), sizes_of(self.get_adapter_param())
-        write_weights(weights, sizes_bytes, target, self.groups.control, file_stem="adapter_model")
+        sizes_bytes = stored_bytes(self.get_adapter_param(), {}, None)
+        write_weights(self.get_adapter_param(), sizes_bytes, target, self.groups.control, file_stem="adapter_model")
 
     def performance(self) -> dict[str, float]:
         config, meter = self.engine_config, self.meter

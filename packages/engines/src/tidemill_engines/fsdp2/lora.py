@@ -110,6 +110,11 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
     return found
 
 
+def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by their names in the model, but for those of the adapters."""
+    return ((name, weight) for name, weight in named_weights(model) if not is_adapter(name))
+
+
 def merged_weights(
     model: PreTrainedModel, readable: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,9 +124,7 @@ def merged_weights(
         readable: gives a parameter as it can be computed with.
     """
     of_weights = adapters(model)
-    for name, weight in named_weights(model):
-        if is_adapter(name):
-            continue
+    for name, weight in base_weights(model):
         tensor = readable(weight)
         if name in of_weights:
             adapter = of_weights[name]

@@ -18,7 +18,7 @@ from tidemill_engines.agreement import check_same, gather, together
 from tidemill_engines.base import BaseEngine
 from tidemill_engines.checkpoint_folder import Progress, read_progress
 from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
-from tidemill_engines.hf_export import MAX_SHARD_SIZE, copy_side_files, shard_bytes, write_config, write_weights
+from tidemill_engines.hf_export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
 from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
@@ -347,16 +347,11 @@ class MegatronEngine(BaseEngine):
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
-        target, max_shard_bytes = Path(path), shard_bytes(max_shard_size)
+        target, max_shard_bytes, group = Path(path), shard_bytes(max_shard_size), self.groups.control
         saved_as: Dtype = self.config.param_dtype if dtype is None else dtype
-        with together(self.groups.control):
-            target.mkdir(parents=True, exist_ok=True)
-            if dist.get_rank() == 0:
-                write_config(self.export_config(), target, saved_as)
-                copy_side_files(Path(self.model_config.path), target)
+        start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
         sizes_bytes = self.weights.sizes_bytes(getattr(torch, saved_as))
-        weights = self.get_per_tensor_param(saved_as)
-        write_weights(weights, sizes_bytes, target, self.groups.control, max_shard_bytes=max_shard_bytes)
+        write_weights(self.get_per_tensor_param(saved_as), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
 
     def export_config(self) -> PretrainedConfig:
         """The configuration of the model, for `save_hf`."""
