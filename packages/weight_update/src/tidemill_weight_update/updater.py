@@ -16,7 +16,7 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.send.adapter import AdapterPath
-from tidemill_weight_update.send.audience import Audience
+from tidemill_weight_update.send.asking import Asking
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fences import Fences, Operation, distinct
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
@@ -30,9 +30,6 @@ from tidemill_weight_update.stats import UpdateStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-ASKING_S = 1e-3
-"""How long threads have to ask engines, before this one keeps the interpreter to itself for milliseconds."""
 
 
 class WeightUpdater:
@@ -315,30 +312,14 @@ class WeightUpdater:
         stages: Stages,
     ) -> tuple[int, int, int]:
         """The fast path: all engines read while all ranks publish."""
-        failure = Failure()
-        counts, is_sent, asked = (0, 0, 0), False, 0.0
         is_stream = isinstance(named_tensors, Iterator)
 
-        def ask() -> None:
-            nonlocal asked
-            if not fleet.threads:
-                asked = time.monotonic()
-                fleet.load(lambda member: self._request(member, mailboxes, not is_stream, partial), self._fast.mailbox)
+        def request(member: Member) -> Request:
+            return self._request(member, mailboxes, not is_stream, partial)
 
-        def let_ask(is_reading: bool) -> None:
-            if is_reading:
-                ask()
-            if fleet.threads:
-                time.sleep(max(0.0, asked + ASKING_S - time.monotonic()))
-
-        def hold(audience: Audience) -> None:
-            fleet.hold(self._sequence, self._fast.mailbox, audience)
-
-        def give_up() -> None:  # the engines would wait
-            self._fast.fail()
-            if not fleet.threads:
-                fleet.exclude(self._sequence, self._fast.mailbox)
-
+        asking = Asking(fleet, self._fast, self._sequence, request)
+        failure = Failure()
+        counts, is_sent = (0, 0, 0), False
         try:
             with failure, torch.inference_mode(False), torch.no_grad():  # what is kept is written to again
                 if is_stream and num_stock:
@@ -347,16 +328,16 @@ class WeightUpdater:
                     )
                 # One rank alone has more to read, and the way to its engine is shorter: its GPU begins first.
                 if self._ranks.size > 1:
-                    ask()
+                    asking.ask()
                 lines: Iterable[Prepared]
                 if is_stream:
                     lines = self._fast.stream(named_tensors)
                 else:
-                    lines = self._fast.prepare(named_tensors, stages, let_ask)
-                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, ask, hold)
+                    lines = self._fast.prepare(named_tensors, stages, asking.let_ask)
+                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, asking.ask, asking.hold)
                 is_sent = True
-            if not is_sent:
-                give_up()
+            if not is_sent:  # the engines would wait
+                asking.give_up()
             # While the engines compare. What the others may wait for now, engines, they give up after a while.
             self._plain.exchange(failure.error, self._fast.plain, 3 * self._timeout_s)
         except RankLostError:
@@ -364,9 +345,9 @@ class WeightUpdater:
             raise
         finally:  # after an interrupt, too
             if not is_sent:
-                give_up()
+                asking.give_up()
             with stages("load"):
-                fleet.join(self._sequence, self._fast.mailbox)
+                asking.join()
         return counts
 
     def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:
