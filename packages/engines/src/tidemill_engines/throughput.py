@@ -93,15 +93,17 @@ class Meter:
             self._rows += zip(tokens, outputs, strict=True)
 
     def report(
-        self, flops: float, *, ranks_per_row: int, peak_tflops: float | None, group: dist.ProcessGroup
+        self, model: Any, *, dtype: str, peak_tflops: float | None, ranks_per_row: int, group: dist.ProcessGroup
     ) -> dict[str, float]:
         """The numbers of `BaseEngine.performance`. Collective over `group` (gloo), of all ranks.
 
         Args:
-            flops: of this rank's rows.
+            model: as in `training_flops`.
+            dtype: that it computes in.
+            peak_tflops: of one device in `dtype`; None: as known, and if it is not, the share of it is left out.
             ranks_per_row: ranks that share the same rows, which all of them count.
-            peak_tflops: of one device; None leaves the share of it out.
         """
+        flops = training_flops(model, self.lengths, self.num_outputs).total
         own = self.seconds, sum(self.lengths), flops, self.peak_memory_bytes
         seconds, tokens, operations, memory = (list(column) for column in zip(*gather(own, group), strict=True))
         step_s = max(max(seconds), 1e-9)
@@ -112,7 +114,8 @@ class Meter:
             "perf/tflops_per_rank": tflops,
             "perf/peak_memory_gib": max(memory) / (1 << 30),
         }
-        return metrics if peak_tflops is None else metrics | {"perf/mfu": tflops / peak_tflops}
+        peak = known_peak_tflops(self.device, dtype) if peak_tflops is None else peak_tflops
+        return metrics if peak is None else metrics | {"perf/mfu": tflops / peak}
 
 
 def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flops:

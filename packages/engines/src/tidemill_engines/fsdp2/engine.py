@@ -42,7 +42,6 @@ from tidemill_engines.optimizer import (
 from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.saving import Saver
-from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
 from tidemill_engines.weight_shard import WeightShard
 
@@ -340,12 +339,12 @@ class FSDP2Engine(BaseEngine):
         write_weights(self.get_adapter_param(), sizes_bytes, target, self.groups.control, file_stem="adapter_model")
 
     def performance(self) -> dict[str, float]:
-        config, meter = self.engine_config, self.meter
-        known = known_peak_tflops(self.device, config.param_dtype)
-        return meter.report(
-            training_flops(self.model, meter.lengths, meter.num_outputs).total,
+        config = self.engine_config
+        return self.meter.report(
+            self.model,
+            dtype=config.param_dtype,
+            peak_tflops=config.peak_tflops,
             ranks_per_row=config.ulysses_sequence_parallel_size,
-            peak_tflops=known if config.peak_tflops is None else config.peak_tflops,
             group=self.groups.control,
         )
 

@@ -39,7 +39,6 @@ from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.process_group import resolve_device
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.saving import Saver
-from tidemill_engines.throughput import known_peak_tflops, training_flops
 from tidemill_engines.weight_shard import WeightShard
 
 T = TypeVar("T")
@@ -361,15 +360,14 @@ class MegatronEngine(BaseEngine):
         return config
 
     def performance(self) -> dict[str, float]:
-        parallel, meter = self.config, self.meter
         if self._counted is None:
             with torch.device("meta"):
                 self._counted = self.counted_model.from_config(self.export_config())
-        known = known_peak_tflops(self.device, parallel.param_dtype)
-        return meter.report(
-            training_flops(self._counted, meter.lengths, meter.num_outputs).total,
-            ranks_per_row=parallel.ranks_per_row,
-            peak_tflops=known if parallel.peak_tflops is None else parallel.peak_tflops,
+        return self.meter.report(
+            self._counted,
+            dtype=self.config.param_dtype,
+            peak_tflops=self.config.peak_tflops,
+            ranks_per_row=self.config.ranks_per_row,
             group=self.groups.control,
         )
 
