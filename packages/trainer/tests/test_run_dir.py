@@ -7,6 +7,7 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
+from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config, with_absolute_paths
 from tidemill_trainer.run_dir import RunDir, open_run
@@ -21,9 +22,18 @@ def _open(config, stem, *, resume):
         return run
 
 
+def _begin(run, *, saved=True):
+    """Leaves behind what a run has after some steps."""
+    run.append_metrics({"step": 1, "phase": "rl"})
+    run.append_rollouts([{"step": 1}])
+    if saved:
+        Checkpoints(run.checkpoints, max_to_keep=1).save(1, lambda folder: None)
+
+
 def test_a_run_folder_is_not_used_twice(tmp_path):
     config = _config(tmp_path, "trainer.name=a")
     run = _open(config, "x", resume=False)
+    _begin(run)
     assert load_config(run.config) == with_absolute_paths(config)
     # The saved file is enough to resume.
     assert _open(load_config(run.config), "config", resume=True).path == run.path
@@ -54,7 +64,7 @@ def test_a_reward_function_that_is_no_file_keeps_its_name(tmp_path, function):
 
 
 def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
-    _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    _begin(_open(_config(tmp_path, "trainer.name=a"), "x", resume=False))
     with pytest.raises(ConfigError, match=r"made with other values of optimizer\.lr, rollout\.n"):
         _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
     with pytest.raises(ConfigError, match=r"made with other values of trainer\.seed"):
@@ -69,6 +79,30 @@ def test_resume_without_a_name_takes_the_newest_of_the_stem(tmp_path):
     run = _open(_config(tmp_path), "mine", resume=False)
     _open(_config(tmp_path), "mine-too", resume=False)
     assert _open(_config(tmp_path), "mine", resume=True).path == run.path
+    _begin(run)
+    (tmp_path / "mine-99990101-000000").mkdir()  # a start that failed
+    assert _open(_config(tmp_path), "mine", resume=True).path == run.path
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_was_measured_is_not_erased_without_a_checkpoint_to_resume_from(tmp_path, resume):
+    config = _config(tmp_path, "trainer.name=a")
+    run = _open(config, "x", resume=False)
+    _begin(run, saved=False)
+    with pytest.raises(ConfigError, match=r"no checkpoint to resume from: trainer\.save_freq .* another trainer\.name"):
+        _open(config, "x", resume=resume)
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+        run.check_resumable()
+    assert len(run.read_metrics()) == len(run.read_rollouts()) == 1
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_whose_start_failed_is_started_over_with_other_settings(tmp_path, resume):
+    run = _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0"), "x", resume=False)
+    run.metrics.write_text('{"step": 0, "ph')
+    assert _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=0.5"), "x", resume=resume).path == run.path
+    assert load_config(run.config).optimizer.lr == 0.5
+    run.check_resumable()
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -238,7 +238,9 @@ class TrainerConfig:
             step is several optimizer steps, which `optimizer.total_steps` and `lr_warmup_steps` count.
         val_before_train: validate before the first step (after a warm-up this is always done).
         stop_at_accuracy: ends the run at the first validation that reaches it.
-        test_freq, save_freq: every so many steps; 0 means at the end only.
+        test_freq: validate every so many steps; 0 means at the end only.
+        save_freq: a checkpoint every so many steps. 0 means at the end only: what is interrupted before that cannot be
+            resumed (but from the end of its warm-up, if it has one).
         max_ckpt_to_keep: older checkpoints are removed.
         save_samples: rollouts written to `rollouts.jsonl` at each step.
         seed: of the order of the problems, of mini-batches and of sampling.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, config_to_dict, load_config, save_config, with_absolute_paths
 
@@ -45,6 +46,26 @@ class RunDir:
     def read_rollouts(self) -> list[dict[str, Any]]:
         return list(_read(self.rollouts))
 
+    def newest_checkpoint(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        return max(Checkpoints(self.checkpoints, max_to_keep=1).steps(), default=None)
+
+    def has_begun(self) -> bool:
+        """Whether anything was measured or saved; a run whose start failed has not, and may be started over."""
+        return self.newest_checkpoint() is not None or bool(self.read_metrics())
+
+    def check_resumable(self) -> None:
+        """Refuses to start over a run that has measured something, which would erase it.
+
+        Raises:
+            ConfigError: there are metrics, and no checkpoint.
+        """
+        if self.newest_checkpoint() is None and self.has_begun():
+            raise ConfigError(
+                f"{self.path} has metrics, but no checkpoint to resume from: trainer.save_freq makes them, and 0 makes "
+                "one at the end only; choose another trainer.name to start again"
+            )
+
     def forget_after(self, step: int) -> None:
         """Drops metrics and rollouts of steps after `step`, which a resumed run makes again."""
         for file in (self.metrics, self.rollouts):
@@ -64,16 +85,19 @@ def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
         resume: continue in an existing folder: the one named, or the newest of this stem.
 
     Raises:
-        ConfigError: the folder of a new run exists already, or there is none to resume, or it was made with another
-            configuration (the keys are named), or another process has it open.
+        ConfigError: the folder of a new run exists already, or there is none to resume, or it has no checkpoint, or was
+            made with another configuration (the keys are named), or another process has it open. A folder in which
+            nothing was measured or saved yet is started over, with any configuration.
     """
     config = with_absolute_paths(config)
     run = _find(config, stem) if resume else _make(config, stem)
     with _locked(run):
-        if resume:
-            _check_same(config, load_config(run.config), run)
-        elif run.config.exists():
-            raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
+        if run.has_begun():
+            run.check_resumable()
+            if resume:
+                _check_same(config, load_config(run.config), run)
+            else:
+                raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
         # With the run's name in it the file is enough to resume.
         save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
         yield run
@@ -89,6 +113,8 @@ def _find(config: Config, stem: str) -> RunDir:
     parent, name = Path(config.trainer.run_dir), config.trainer.name
     dated = re.compile(re.escape(stem) + r"-\d{8}-\d{6}")
     folders = [parent / name] if name else sorted(path for path in parent.glob("*") if dated.fullmatch(path.name))
+    # A start that failed is not what somebody wants to continue, if there is another.
+    folders = [path for path in folders if RunDir(path).has_begun()] or folders
     if not folders or not (run := RunDir(folders[-1])).config.is_file():
         raise ConfigError(f"there is no run to resume at {parent / (name or f'{stem}-*')}")
     return run

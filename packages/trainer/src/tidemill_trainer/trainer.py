@@ -122,7 +122,8 @@ class Trainer:
             self._recall_accuracy()
             self._progress.say(f"continuing after step {step} from {path}")
             return step
-        self._run.forget_after(-1)
+        self._run.check_resumable()
+        self._run.forget_after(-1)  # half a line, at most
         if self._config.warmup.max_steps > 0:
             self._warm_up()
             self._checkpoints.save(0, self._write_checkpoint)
