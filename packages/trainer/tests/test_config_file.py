@@ -2,7 +2,9 @@ import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.actor import engine_config
 from tidemill_trainer.cli import DEMO_CONFIG, main
+from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config, parse_config, save_config
+from tidemill_trainer.config_keys import RENAMED, SHORT, paths_of
 
 
 @pytest.fixture
@@ -71,11 +73,52 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("optimizer=3", r"optimizer is a section and needs a table, got 3"),
         ("optimizer.lr.x=3", r"unknown config key|Input should be"),
         ("rollout.n", r"expected section\.key=value, got 'rollout\.n'"),
+        ("model.lora.rnk=4", r"unknown config key model\.lora\.rnk; did you mean model\.lora\.rank\?"),
+        ("model.lora=4", r"model\.lora is a section and needs a table, got 4"),
+        (
+            "optimizer.param_groups=[{pattern='x',lr_ratio=1},{pattern='y',lr_ratios=1}]",
+            r"key optimizer\.param_groups\.1\.lr_ratios; did you mean optimizer\.param_groups\.1\.lr_ratio\?",
+        ),
     ],
 )
 def test_errors_name_the_key(empty, override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(empty, [override])
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("algorithm.use_kl_in_reward", "there is no KL term here, neither in the loss nor in the reward"),
+        ("actor.kl_loss_coef", "there is no KL term here"),
+        ("data.max_response_length", r"it is rollout\.response_length here"),
+        ("trainer.total_training_steps", r"it is trainer\.total_steps here"),
+        ("trainer.total_epochs", r"in steps, trainer\.total_steps"),
+        ("actor.grad_clip", r"it is optimizer\.clip_grad here"),
+        ("rollout.gpu_memory_utilization", r"it is rollout\.mem_fraction_static here"),
+        ("rollout.tensor_model_parallel_size", r"did you mean rollout\.tensor_parallel_size\?"),
+        ("rollout.tp", r"it is rollout\.tensor_parallel_size here"),
+        ("engine.tp_size", r"it is engine\.tensor_model_parallel_size here"),
+        ("actor.lr", r"did you mean optimizer\.lr or warmup\.lr\?"),
+        ("trainer.temprature", r"did you mean rollout\.temperature\?"),
+        ("algorithm.use_wings", r"known here: norm_adv_by_std_in_grpo, shuffle_rewards"),
+        ("lora.rank", r"known here: model, data"),
+    ],
+)
+def test_an_unknown_key_gets_advice_that_does_not_change_the_experiment(empty, key, advice):
+    with pytest.raises(ConfigError, match=rf"^unknown config key {key.removesuffix('.rank')}; .*{advice}"):
+        load_config(empty, [f"{key}=1"])
+
+
+def test_a_short_name_in_a_file_is_told_the_long_one(empty):
+    empty.write_text('[model]\npath = "m"\n[engine]\ntp = 2\n')
+    with pytest.raises(ConfigError, match=r"engine\.tp; in a file .* long name, engine\.tensor_model_parallel_size"):
+        load_config(empty)
+
+
+def test_names_of_verl_lead_to_keys_that_there_are():
+    keys = set(paths_of(Config))
+    assert {name for names in RENAMED.values() for name in names} | set(SHORT.values()) <= keys
 
 
 def test_a_missing_key_file_or_syntax(tmp_path):

@@ -1,7 +1,6 @@
 """From a TOML file and `key=value` arguments to a `Config`, and back to a file."""
 
 import dataclasses
-import difflib
 import json
 import tomllib
 from collections.abc import Sequence
@@ -11,21 +10,11 @@ from typing import Any, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
-from tidemill_engines.config import EngineConfig
-from tidemill_engines.megatron.config import MegatronConfig
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
 
 _DEFAULT_BACKEND = "fsdp2"
-_BACKENDS: dict[str, type] = {"fsdp2": EngineConfig, "megatron": MegatronConfig}
-_SHORT = {  # for the command line, as Megatron's users call them
-    "engine.tp": "engine.tensor_model_parallel_size",
-    "engine.pp": "engine.pipeline_model_parallel_size",
-    "engine.vpp": "engine.virtual_pipeline_model_parallel_size",
-    "engine.cp": "engine.context_parallel_size",
-    "engine.ep": "engine.expert_model_parallel_size",
-    "engine.etp": "engine.expert_tensor_parallel_size",
-}
 
 
 class ConfigError(ValueError):
@@ -101,7 +90,7 @@ def save_config(config: Config, path: Path) -> None:
 
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    key = _SHORT.get(key.strip(), key.strip())
+    key = SHORT.get(key.strip(), key.strip())
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"expected section.key=value, got {override!r}")
@@ -121,29 +110,29 @@ def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"{'.'.join(where)} is a section and needs a table, got {data!r}")
     hints = get_type_hints(cls)
-    known = _names_of(cls)
+    known = names_of(cls)
     for key, value in data.items():
         if key not in known:
-            owners = [name for name, config in _BACKENDS.items() if where == ("engine",) and key in _names_of(config)]
+            owners = [name for name, config in BACKENDS.items() if where == ("engine",) and key in names_of(config)]
             if owners:
                 raise ConfigError(f'config key engine.{key} needs engine.backend="{owners[0]}"')
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            advice = f"did you mean {'.'.join((*where, near[0]))}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice}")
-        section = _engine_config(value) if (*where, key) == ("engine",) else hints[key]
-        if dataclasses.is_dataclass(section):
-            _check_keys(section, value, (*where, key))  # type: ignore[arg-type]
-
-
-def _names_of(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+            raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice(where, key, known)}")
+        path = (*where, key)
+        section = _engine_config(value) if path == ("engine",) else section_in(hints[key])
+        if section is None:
+            continue
+        if isinstance(value, list):
+            for number, item in enumerate(value):
+                _check_keys(section, item, (*path, str(number)))
+        else:
+            _check_keys(section, value, path)
 
 
 def _engine_config(section: Any) -> type:
     backend = section.get("backend", _DEFAULT_BACKEND) if isinstance(section, dict) else _DEFAULT_BACKEND
-    if backend not in _BACKENDS:
-        raise ConfigError(f"config key engine.backend: must be one of {', '.join(_BACKENDS)} (got {backend!r})")
-    return _BACKENDS[backend]
+    if backend not in BACKENDS:
+        raise ConfigError(f"config key engine.backend: must be one of {', '.join(BACKENDS)} (got {backend!r})")
+    return BACKENDS[backend]
 
 
 def _describe(problem: Any, backend: str) -> str:
