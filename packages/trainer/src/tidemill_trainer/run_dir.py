@@ -144,6 +144,7 @@ _MAY_CHANGE = frozenset(
         *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address")),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
+        "reward.on_error",
     }
 )
 
