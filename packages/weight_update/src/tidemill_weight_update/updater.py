@@ -129,13 +129,15 @@ class WeightUpdater:
         Args:
             named_tensors: all parameters of the model, as pairs of name and tensor.
             weight_version: what the engines report afterwards, as a string.
-            partial: parameters that nothing was sent for keep their values; else that is an error.
+            partial: parameters that nothing was sent for keep their values; else that is an error. Engines that failed
+                in an earlier update need a complete one first.
             engines: update these only, fenced ones and new ones too; they take part in later updates. On rank 0.
 
         Raises:
             ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
                 can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
-                fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent).
+                fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent),
+                a partial update of an engine that needs a complete one.
             TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
@@ -150,7 +152,7 @@ class WeightUpdater:
         self._sequence += 1
         with failure:
             self._check_ready(version)
-            fleet = self._assemble(engines, "update", self._in_flight)
+            fleet = self._assemble(engines, "update", self._in_flight, is_whole=not partial)
             begun = self._fast.begin(self._sequence)
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock)])
         _, _, num_receivers, num_stock = rows[0]
@@ -212,7 +214,8 @@ class WeightUpdater:
             self._check_ready(version)
             if not name:
                 raise ValueError("name must not be empty")
-            fleet = self._assemble(engines, "update_adapter", "abort" if self._in_flight == "abort" else "wait")
+            in_flight: InFlight = "abort" if self._in_flight == "abort" else "wait"
+            fleet = self._assemble(engines, "update_adapter", in_flight, is_whole=False)
         self._ranks.exchange(failure.error, [])
         with self._settled(fleet, "update_adapter"):
             with torch.inference_mode(False), torch.no_grad():
@@ -234,8 +237,14 @@ class WeightUpdater:
         if not version:
             raise ValueError("weight_version must not be empty")
 
-    def _assemble(self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight) -> Fleet:
-        """The engines of this update, on rank 0."""
+    def _assemble(
+        self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight, *, is_whole: bool
+    ) -> Fleet:
+        """The engines of this update, on rank 0.
+
+        Args:
+            is_whole: engines get all weights, so that those that are behind in them can take part.
+        """
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
         if engines is None:
@@ -253,9 +262,10 @@ class WeightUpdater:
             )
         for member in fleet.members:
             self._fences.recall(member)
-            if member.paused and operation == "update_adapter":
+            if member.paused and not is_whole:
                 raise ValueError(
-                    f"{member.name} failed in update(); bring it up to date with update(engines=[it]) first"
+                    f"{member.name} failed in update(); bring it up to date with update(engines=[it]) and all tensors "
+                    f"first"
                 )
         return fleet
 

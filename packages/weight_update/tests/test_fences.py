@@ -1,0 +1,65 @@
+"""Engines that are behind: what brings them up to date, and what does not."""
+
+import pytest
+import torch
+from tidemill_weight_update import WeightUpdater
+from toy_engines import ToyEngine, as_mode, holds, tensors
+
+PART = "temperature"
+
+
+class Down(ToyEngine):
+    """Its server is down when `is_down` says so."""
+
+    is_down = False
+
+    def load(self, request, *, flush_cache):
+        if self.is_down:
+            raise ConnectionError("connection refused")
+        super().load(request, flush_cache=flush_cache)
+
+
+def part(seed: int) -> dict[str, torch.Tensor]:
+    return {PART: tensors(seed)[PART]}
+
+
+def not_finite() -> dict[str, torch.Tensor]:
+    checkpoint = tensors(1)
+    checkpoint["norm.weight"][0] = torch.nan
+    return checkpoint
+
+
+@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_mix_of_versions_is_not_ended_by_a_part(mode, by_name):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    updater.update(tensors(0).items(), 0)
+    with pytest.raises(ValueError, match="not a number"):
+        updater.update(iter(not_finite().items()), 1)
+    assert engine.paused == "abort"
+    named = [engine] if by_name else None
+    with pytest.raises(ValueError, match=r"engine 0 of 1 \(toy\) failed in update\(\); bring it up to date .*all tens"):
+        updater.update(as_mode(part(2), mode), 2, partial=True, engines=named)
+    assert (engine.paused, engine.version) == ("abort", "0")
+    updater.update(tensors(3).items(), 3, engines=named)
+    updater.update(as_mode(part(4), mode), 4, partial=True, engines=named)
+    assert holds(engine, tensors(3) | part(4))
+    assert (engine.paused, engine.version) == (None, "4")
+    updater.close()
+
+
+def test_an_engine_that_missed_an_update_is_left_out_of_a_part():
+    late, good = Down(1, "late"), ToyEngine(1, "good")
+    updater = WeightUpdater([late, good])
+    updater.update(tensors(0).items(), 0)
+    late.is_down = True
+    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    late.is_down = False
+    with pytest.raises(ValueError, match=r"engine 1 of 2 \(late\) failed in update\(\)"):
+        updater.update(part(2).items(), 2, partial=True, engines=[good, late])
+    assert updater.update(part(2).items(), 2, partial=True).fenced == {}
+    assert (late.version, good.version) == ("0", "2")
+    assert holds(late, tensors(0))
+    assert holds(good, tensors(1) | part(2))
+    updater.close()
