@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapters import CONFIG, adapter
 from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, as_mode, holds, tensors
 
@@ -62,4 +63,43 @@ def test_an_engine_that_missed_an_update_is_left_out_of_a_part():
     assert (late.version, good.version) == ("0", "2")
     assert holds(late, tensors(0))
     assert holds(good, tensors(1) | part(2))
+    updater.close()
+
+
+class Adapted(Down):
+    """Has a list of adapters for what it is given."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.names: list[str] = []
+
+    def adapters(self) -> list[str]:
+        return list(self.names)
+
+    def load_adapter(self, name, config, bucket) -> None:
+        self.names.append(name)
+
+    def unload_adapter(self, name) -> None:
+        self.names.remove(name)
+
+
+def test_an_engine_that_does_not_catch_up_stays_behind():
+    late, good = Adapted(1, "late"), Adapted(1, "good")
+    updater = WeightUpdater([late, good])
+    updater.update(tensors(0).items(), 0)
+    late.is_down = True
+    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(late\): connection refused$"):
+            updater.update(tensors(1).items(), 1, engines=[late])
+        assert updater.update_adapter(adapter(2), "policy", CONFIG, 2).fenced == {}
+        assert (late.names, late.version) == ([], "0")
+        assert (good.names, good.version) == (["policy"], "2")
+    late.is_down = False
+    assert updater.update(tensors(1).items(), 1, engines=[late]).fenced == {}
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[late]).fenced == {}
+    assert (late.names, late.version) == (["policy"], "2")
+    assert holds(late, tensors(1))
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).fenced == {}
+    assert (late.version, good.version) == ("3", "3")
     updater.close()

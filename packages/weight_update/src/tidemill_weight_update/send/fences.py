@@ -53,28 +53,22 @@ class Fences:
     def settle(self, fleet: Fleet, operation: Operation) -> None:
         """Fences the engines that failed in `operation`, and lifts the fences of those that did not.
 
-        An engine that holds what it held before is fenced only if others went on to the new version. One that was left
-        out because it is behind in `update` is then behind in the adapter, too.
+        An engine that holds what it held before is fenced only if it was already, or if others went on to the new
+        version. One that was left out because it is behind in `update` is then behind in the adapter, too.
         """
-        clients = [member.client for member in fleet.members]
-        before = self._closed
-        self._closed = [
-            fence
-            for fence in before
-            if fence.behind != operation or not any(fence.client is other for other in clients)
-        ]
+        took_part = {id(member.client) for member in fleet.members}
         others = any(member.error is None for member in fleet.members)
         late = [
             _Fence(member.client, operation, not member.unchanged, member.stopped)
             for member in fleet.members
-            if member.error is not None and (others or not member.unchanged)
+            if member.error is not None
+            and (others or not member.unchanged or self.are_around(member.client, operation))
         ]
+        closed = [fence for fence in self._closed if fence.behind != operation or id(fence.client) not in took_part]
         if others and operation == "update_adapter":
-            left_out = [fence.client for fence in before if not any(fence.client is other for other in clients)]
-            late += [_Fence(client, operation) for client in left_out]
-        for fence in late:
-            if not self.are_around(fence.client, operation):
-                self._closed.append(fence)
+            behind = {id(fence.client) for fence in closed if fence.behind == operation}
+            late += [_Fence(fence.client, operation) for fence in closed if id(fence.client) not in took_part | behind]
+        self._closed = closed + late
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
