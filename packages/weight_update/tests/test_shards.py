@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
+from tidemill_weight_update.send.known import Known
 from tidemill_weight_update.send.shards import held
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
 
 SIZES = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 1), (4, 1), (0, 3)]
 
@@ -200,3 +204,89 @@ def test_a_plain_tensor_is_that_of_the_first_rank():
 def test_a_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
     with pytest.raises(ValueError, match=message):
         held("w", LocalShard(global_shape=(4, 6), **shard), None, 0)
+
+
+class Wrapping(Tensor):
+    """A tensor with further methods around another one, and a scale beside it, as torchao's weights for the float8
+    all-gather of FSDP2."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Wrapping":
+        kind = {"dtype": values.dtype, "device": values.device, "strides": values.stride()}
+        return Tensor._make_wrapper_subclass(cls, values.shape, **kind)
+
+    def __init__(self, values: Tensor) -> None:
+        self.inner, self.scale = values, torch.ones(())
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+    def __tensor_flatten__(self):
+        return ["inner", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, outer_size, outer_stride):
+        return cls(inner["inner"])
+
+
+def test_of_a_tensor_around_another_the_inner_one_is_sent():
+    values = torch.randn(6, 4)
+    for wrapped in (Wrapping(values), torch.nn.Parameter(Wrapping(values)), Wrapping(Wrapping(values))):
+        for tensor in (wrapped, LocalShard(tensor=wrapped, global_shape=(6, 4))):
+            piece = held("w", tensor, None, 0)
+            assert piece is not None
+            assert type(piece.local) is Tensor
+            assert piece.local.data_ptr() == values.data_ptr()
+            known = Known([("w", tensor)])
+            assert known.hold([piece])
+            assert known.are([("w", tensor)])
+            assert not known.are([("w", Wrapping(values.clone()))])
+
+
+def _wrapping_in_dtensors() -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    values = torch.full((4, 2), float(dist.get_rank()))
+    local = Wrapping(values)
+    tensor = torch.nn.Parameter(DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False))
+    with torch.no_grad():
+        piece, known = held("w", tensor, None, 0), Known([("w", tensor)])
+        assert piece is not None
+        assert known.hold([piece])
+        return piece.local.data_ptr() == values.data_ptr() and known.are([("w", tensor)])
+
+
+def test_so_it_is_in_dtensors():
+    assert run_ranks(_wrapping_in_dtensors, 2) == [True, True]
+
+
+def test_a_tensor_that_hides_where_its_values_are_is_refused_by_name():
+    hidden = TwoTensor(torch.ones(3), torch.ones(3))
+    for tensor in (hidden, Wrapping(hidden), LocalShard(tensor=hidden, global_shape=(3,))):
+        with pytest.raises(TypeError, match=r"tensor 'w' is a torch.testing.*two_tensor.TwoTensor, .* plain tensor$"):
+            held("w", tensor, None, 0)
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_where_it_would_be_sent():
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=r"tensor 'w' is a torch\.Tensor, which has no memory of its own"):
+        held("w", freed, None, 0)
+    assert held("w", freed, None, 1) is None
+
+
+def _on_its_way() -> tuple[type, list[float]]:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    coming = all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    assert isinstance(coming, AsyncCollectiveTensor)
+    piece = held("w", coming, None, 0)
+    assert piece is not None
+    return type(piece.local), piece.local.tolist()
+
+
+def test_values_that_a_collective_still_brings_are_waited_for():
+    assert run_ranks(_on_its_way, 2) == [(Tensor, [2.0, 2.0, 2.0])] * 2

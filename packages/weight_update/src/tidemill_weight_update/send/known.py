@@ -4,6 +4,7 @@ import operator
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidemill_weight_update.send.shards import Held, LocalShard, is_dtensor, local_values
 
@@ -23,7 +24,7 @@ class Known:
         self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
         self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
         self._forms = [_form(tensor) for _, tensor in items]
-        kinds = {"dtensor" if is_dtensor(t) else "plain" for _, t in items if isinstance(t, Tensor)}
+        kinds = {_kind(tensor) for _, tensor in items if isinstance(tensor, Tensor)}
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def hold(self, pieces: Sequence[Held]) -> bool:
@@ -58,6 +59,13 @@ class Known:
         if self._kind == "dtensor":  # what `to_local` returns while no gradients are recorded
             return [parameter._local_tensor.data_ptr() for parameter in parameters]  # type: ignore[union-attr]
         return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
+
+
+def _kind(tensor: Tensor) -> str:
+    """How its address is found: that of a parameter that wraps another tensor is not its own."""
+    if is_dtensor(tensor):
+        return "mixed" if is_traceable_wrapper_subclass(tensor._local_tensor) else "dtensor"
+    return "mixed" if is_traceable_wrapper_subclass(tensor) else "plain"
 
 
 def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidemill_weight_update.plan.box import Box
 from tidemill_weight_update.plan.plan import SourceSpec
@@ -15,6 +16,9 @@ from tidemill_weight_update.plan.plan import SourceSpec
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,7 +104,7 @@ def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, grou
         dtype: see `sent_dtype`.
 
     Raises:
-        TypeError: the tensor has no dense storage.
+        TypeError: the tensor has no dense storage, or is of a class that hides where its values are.
         ValueError: a LocalShard that does not fit.
     """
     if isinstance(tensor, LocalShard):
@@ -126,6 +130,7 @@ def _held(
     index, count = replica
     if index != zlib.crc32(name.encode()) % count or box.numel == 0:
         return None
+    local = dense_values(name, local)
     spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
     return Held(spec=spec, box=box, local=local.detach())
 
@@ -149,11 +154,47 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
 
 
+def dense_values(name: str, tensor: Tensor) -> Tensor:
+    """The values of `tensor` in memory that can be read by its address.
+
+    Raises:
+        TypeError: it is of a class that hides where its values are, or its memory was freed.
+    """
+    values = unwrapped(tensor)
+    if is_traceable_wrapper_subclass(values) or values.data_ptr() == 0:
+        raise TypeError(
+            f"tensor {name!r} is a {type(values).__module__}.{type(values).__qualname__}, which has no memory of its "
+            f"own and not exactly one tensor of its shape {tuple(values.shape)} and dtype {values.dtype} inside; pass "
+            f"its values as a plain tensor"
+        )
+    return values
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What lies inside a tensor that only gives another one further methods (torchao's weights for FSDP2's float8
+    all-gather, say), else the tensor itself."""
+    while is_traceable_wrapper_subclass(tensor):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()
+            continue
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        same = [each for each in inner if each.shape == tensor.shape and each.dtype == tensor.dtype]
+        if len(same) != 1:
+            break
+        tensor = same[0]
+    return tensor
+
+
 def local_values(tensor: Tensor | LocalShard) -> Tensor:
     """This process's part of a tensor."""
+    if type(tensor) in _PLAIN:  # asked of thousands at each update
+        return tensor  # type: ignore[return-value]
     if isinstance(tensor, LocalShard):
-        return tensor.tensor
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+        return unwrapped(tensor.tensor)
+    return unwrapped(tensor.to_local() if is_dtensor(tensor) else tensor)
 
 
 def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
