@@ -274,8 +274,11 @@ def test_use_in_the_wrong_state(tmp_path, monkeypatch):
     engine = build_engine(path, optimizer=False)
     with pytest.raises(RuntimeError, match="already"):
         engine.initialize()
+    for train in (engine.train_batch, engine.forward_backward_batch):
+        with pytest.raises(RuntimeError, match="no optimizer"):
+            train(batch, policy_like_loss)
     with pytest.raises(RuntimeError, match="no optimizer"):
-        engine.train_batch(batch, policy_like_loss)
+        engine.optimizer_step()
     with pytest.raises(ValueError, match="needs a loss_fn"):
         engine.forward_backward_batch(batch, None)
     engine.close()

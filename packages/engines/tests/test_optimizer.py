@@ -78,6 +78,21 @@ def spoiled(output, micro_batch, normalizer):
     return loss * (torch.inf if torch.distributed.get_rank() == 1 else 1.0), metrics
 
 
+def norm_beyond_float32(engine, rows):
+    """What is said of a gradient whose elements are finite, but not the sum of their squares."""
+
+    def large(output, micro_batch, normalizer):
+        loss, metrics = policy_like_loss(output, micro_batch, normalizer)
+        return loss * 1e25, metrics
+
+    with engine.train_mode():
+        engine.forward_backward_batch(rows, large, calculate_entropy=True)
+        try:
+            return engine.optimizer_step()
+        except RuntimeError as error:
+            return str(error)
+
+
 def run_nonfinite(path, batch, nonfinite, folder, backend):
     engine = build_engine(path, backend=backend, optimizer={"lr": 1e-2, "nonfinite": nonfinite})
     rows, before, out = shard(engine, batch), weights_of(engine), []
@@ -90,12 +105,15 @@ def run_nonfinite(path, batch, nonfinite, folder, backend):
             out.append(engine.train_batch(rows, spoiled, calculate_entropy=True)["grad_nonfinite"])
         except RuntimeError as error:
             out.append(str(error))
+    out.append(norm_beyond_float32(engine, rows))
     unchanged = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
     state = not any((value != 0).any() for _, state in engine.optimizer.state.items() for value in state.values())
     engine.save_checkpoint(folder / nonfinite)
     skipped = engine.skipped_steps
     engine.load_checkpoint(folder / nonfinite)
     assert engine.skipped_steps == skipped
+    with engine.train_mode():
+        assert engine.grad_norm() == 0
     good = engine.train_batch(rows, policy_like_loss, calculate_entropy=True)
     engine.close()
     return out, unchanged and state, skipped, records, good["grad_norm"]
@@ -107,14 +125,16 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(tmp_path
     batch = make_batch(6, seed=3)
     skip = run_ranks(run_nonfinite, 2, path, batch, "skip", tmp_path, backend)
     for rank, (out, unchanged, skipped, records, norm) in enumerate(skip):
-        assert (out, unchanged, skipped) == ([1.0, 1.0], True, 2)
-        assert len(records) == (2 if rank == 0 else 0)
+        assert (out, unchanged, skipped) == ([1.0, 1.0, torch.inf], True, 3)
+        assert len(records) == (3 if rank == 0 else 0)
         assert norm > 0
     assert f"skipped step 1 (2 so far): its gradient is not finite in rank 0: {name}" in skip[0][3][1]
+    assert "its gradient is not finite in the sum of its squares only" in skip[0][3][2]
     for out, unchanged, skipped, _, norm in run_ranks(run_nonfinite, 2, path, batch, "raise", tmp_path, backend):
         assert "the gradient of step 0 has the norm" in out[0]
         assert f"not finite in rank 0: {name}" in out[0]
         assert out[0] == out[1]
+        assert "not finite in the sum of its squares only" in out[2]
         assert (unchanged, skipped, norm) == (True, 0, skip[0][4])
 
 

@@ -129,7 +129,18 @@ def run_engines(path, batch):
     out = engine.infer_batch(shard(engine, batch), entropy=True)
     rank = torch.distributed.get_rank()
     caught = []
-    for bad in (shard(engine, batch)[: 5 - rank % 2], make_batch(4, seed=rank), make_batch(3, longest=60)):
+    masked = make_batch(4)
+    assert masked.batch is not None
+    if rank % 2:
+        masked.batch["response_mask"] = ragged.like(~ragged.values(masked["response_mask"]), masked["response_mask"])
+    warmer = make_batch(4, temperature=1.0 + rank % 2)
+    for bad in (
+        shard(engine, batch)[: 5 - rank % 2],
+        make_batch(4, seed=rank),
+        masked,
+        warmer,
+        make_batch(3, longest=60),
+    ):
         try:
             engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
         except ValueError as error:
@@ -153,9 +164,9 @@ def test_ranks_that_share_rows_have_the_same_outputs_and_must_have_the_same_rows
             torch.testing.assert_close(row[0], wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(row[1], wanted_entropy, rtol=1e-5, atol=1e-5)
         assert [message for message in caught if "ranks 0 and 1 share the rows of data-parallel rank 0" in message] == (
-            caught[:2]
+            caught[:4]
         )
-        assert "above max_token_len_per_gpu=20 on 2 ranks" in caught[2]
+        assert "above max_token_len_per_gpu=20 on 2 ranks" in caught[4]
 
 
 def run_training(path, batches, layouts):

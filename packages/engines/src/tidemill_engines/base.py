@@ -97,6 +97,8 @@ class BaseEngine(ABC):
     def train_mode(self) -> AbstractContextManager[None]:
         """A context in which the model trains (dropout on), with parameters, gradients and optimizer state at hand.
 
+        Gradients are recorded, even within `torch.no_grad()`, `torch.inference_mode()` or `eval_mode()`.
+
         It leaves the mode as it was, and sends away again what it had to bring back from the CPU.
         """
 
@@ -124,8 +126,7 @@ class BaseEngine(ABC):
             ValueError, TypeError: a batch that does not meet the above, on every rank.
             RuntimeError: an engine without an optimizer.
         """
-        if self.optimizer_config is None:
-            raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig to train")
+        self.check_trains()
         with self.meter.step(), self.train_mode():
             self.optimizer_zero_grad()
             metrics = self.forward_backward_batch(batch, loss_fn, calculate_entropy=calculate_entropy).metrics
@@ -180,17 +181,25 @@ class BaseEngine(ABC):
 
         Raises:
             ValueError, TypeError: a batch that does not meet what the class says, on every rank.
-            RuntimeError: a backward that is not to follow what Megatron has reduced.
+            RuntimeError: a backward without an optimizer, or one that is not to follow what Megatron has reduced.
         """
+
+    def check_trains(self) -> None:
+        """Raises RuntimeError if the engine has no optimizer."""
+        if self.optimizer_config is None:
+            raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig to train")
 
     def check_request(self, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool) -> None:
         """What every `forward_backward_batch` refuses before anything else.
 
         Raises:
             ValueError: a backward without a loss, or the entropy of a model that has none.
+            RuntimeError: a backward of an engine without an optimizer, whose weights have no gradients.
         """
-        if loss_fn is None and not forward_only:
-            raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+        if not forward_only:
+            if loss_fn is None:
+                raise ValueError("a backward needs a loss_fn; pass one, or forward_only=True")
+            self.check_trains()
         if calculate_entropy and not self.has_entropy:
             raise ValueError("a value model has no entropy; leave calculate_entropy out")
 
@@ -224,14 +233,15 @@ class BaseEngine(ABC):
             The norm before clipping, the same on every rank.
 
         Raises:
-            RuntimeError: the gradient is not finite and the policy is "raise"; on every rank.
+            RuntimeError: the gradient is not finite and the policy is "raise"; on every rank. Or there is no optimizer.
         """
+        self.check_trains()
         assert self.optimizer_config is not None
         norm = self.grad_norm()
         if math.isfinite(norm):
             self.apply_gradient(norm)
             return norm
-        where = "; ".join(self.find_nonfinite())
+        where = "; ".join(self.find_nonfinite()) or "the sum of its squares only"
         if self.optimizer_config.nonfinite == "raise":
             self.optimizer_zero_grad()
             raise RuntimeError(
@@ -346,7 +356,7 @@ class BaseEngine(ABC):
     def load_checkpoint(self, path: str | Path) -> None:
         """Continues exactly where `save_checkpoint` was called, on any number of ranks in any layout. Collective.
 
-        On as many ranks as saved it, the random states are restored too.
+        Gradients are forgotten. On as many ranks as saved it, the random states are restored too.
 
         Raises:
             FileNotFoundError: `path` holds no whole checkpoint.

@@ -85,7 +85,7 @@ class _Report:
     part: int
     error: tuple[str, str] | None = None
     columns: frozenset[str] = frozenset()
-    fingerprint: tuple[int, ...] = ()
+    fingerprint: tuple[float, ...] = ()
     num_micro_batches: int = 0
     trained: tuple[float, float] = (0.0, 0.0)
     vision_kinds: frozenset[str] = frozenset()
@@ -205,14 +205,17 @@ def _normalizer(parts: list[_Report]) -> Normalizer:
     return Normalizer(num_tokens=max(tokens, 1.0), num_sequences=max(sequences, 1.0))
 
 
-def _fingerprint(batch: DataProto) -> tuple[int, ...]:
-    """Differs where the tokens of two batches differ, but for an unlikely accident."""
+def _fingerprint(batch: DataProto) -> tuple[float, ...]:
+    """Differs where tokens, their mask or the temperature of two batches differ, but for an unlikely accident."""
     tokens = ragged.values(batch["input_ids"]).long()
-    lengths = torch.cat([ragged.lengths(batch["input_ids"]), ragged.lengths(batch["responses"])])
+    compared = [tokens, torch.cat([ragged.lengths(batch["input_ids"]), ragged.lengths(batch["responses"])])]
+    if "response_mask" in batch:
+        compared.append(ragged.values(batch["response_mask"]).float().view(torch.int32).long())
     return (
         len(batch),
         len(tokens),
-        *(int((x * (torch.arange(1, len(x) + 1) * 0x9E3779B1)).sum()) for x in (tokens, lengths)),
+        batch.meta_info.get("temperature", 1.0),
+        *(int((x * (torch.arange(1, len(x) + 1) * 0x9E3779B1)).sum()) for x in compared),
     )
 
 

@@ -198,12 +198,12 @@ class FSDP2Engine(BaseEngine):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self._parking.at_hand("params", "grads", "optimizer"), self._mode(training=True):
+        with self._mode(training=True), self._parking.at_hand("params", "grads", "optimizer"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self._parking.at_hand("params"), self._mode(training=False), torch.no_grad():
+        with self._mode(training=False), self._parking.at_hand("params"):
             yield
 
     @contextmanager
@@ -211,7 +211,8 @@ class FSDP2Engine(BaseEngine):
         was_training = self.model.training
         self.model.train(training)
         try:
-            yield
+            with torch.inference_mode(False), torch.set_grad_enabled(training):
+                yield
         finally:
             self.model.train(was_training)
 
@@ -312,6 +313,7 @@ class FSDP2Engine(BaseEngine):
         if rng:
             checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
+        self.optimizer_zero_grad()
 
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE

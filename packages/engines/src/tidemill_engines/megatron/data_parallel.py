@@ -77,6 +77,22 @@ def _tell_ready(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> N
     chunk.param_to_bucket_group[weight].register_grad_ready(weight, chunk.force_all_reduce)
 
 
+def gather_afresh(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Lets the next forward of training gather the weights, whatever was gathered before.
+
+    Megatron forgets that at the end of a backward only (`param_and_grad_buffer.py:516`), so that the forward behind an
+    update would leave out weights that were read between backward and update.
+    """
+    for group in _bucket_groups(chunks):
+        group.param_gather_dispatched = False
+
+
+def _bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    for chunk in chunks:
+        groups: Any = chunk.bucket_groups  # a list, unlike that of other modules
+        yield from [*groups, *chunk.expert_parallel_bucket_groups]
+
+
 def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
     """The tensors in which all gradients lie."""
     for chunk in chunks:
@@ -127,13 +143,11 @@ class Gradients:
 
     def _settle(self) -> None:
         """Waits for what a backward that failed has begun, and lets Megatron forget what was ready in it."""
-        for chunk in self._chunks:
-            groups: Any = chunk.bucket_groups
-            for group in [*groups, *chunk.expert_parallel_bucket_groups]:
-                handle, group.grad_reduce_handle = group.grad_reduce_handle, None
-                group.per_param_grad_ready_counts = {}
-                if handle is not None:
-                    handle.wait()
+        for group in _bucket_groups(self._chunks):
+            handle, group.grad_reduce_handle = group.grad_reduce_handle, None
+            group.per_param_grad_ready_counts = {}
+            if handle is not None:
+                handle.wait()
 
     def reduce(self) -> None:
         """Adds them up over the ranks that have a share of them, unless that is done. Collective.

@@ -23,7 +23,7 @@ from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
 from tidemill_engines.megatron.cpu import on_cpu
-from tidemill_engines.megatron.data_parallel import Gradients, grad_buffers, wait_for, wrap_chunks
+from tidemill_engines.megatron.data_parallel import Gradients, gather_afresh, grad_buffers, wait_for, wrap_chunks
 from tidemill_engines.megatron.dispatcher import forget_tokens
 from tidemill_engines.megatron.gaps import closed_gaps
 from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
@@ -227,13 +227,12 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self._parking.at_hand("params", "grads", "optimizer"), self._mode(training=True):
+        with self._mode(training=True), self._parking.at_hand("params", "grads", "optimizer"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self._parking.at_hand("params"), self._mode(training=False), torch.no_grad():
-            self._gather_updates()
+        with self._mode(training=False), self._whole_weights():
             yield
 
     @contextmanager
@@ -242,7 +241,8 @@ class MegatronEngine(BaseEngine):
         was_training = self.chunks[0].training
         self._train(training=training)
         try:
-            yield
+            with torch.inference_mode(False), torch.set_grad_enabled(training):
+                yield
         finally:
             self._train(training=was_training)
 
@@ -284,6 +284,7 @@ class MegatronEngine(BaseEngine):
         self.check_at_hand("params", "grads", "optimizer")
         self._weights_are_whole = not self.config.overlap_param_gather
         apply_gradient(self.optimizer, self.optimizer_config, norm, learning_rate(self.optimizer_config, self.step))
+        gather_afresh(self.chunks)
 
     def find_nonfinite(self) -> list[str]:
         own = [
@@ -342,6 +343,7 @@ class MegatronEngine(BaseEngine):
             model = (self.chunks, self._optimizer, self.architecture.vocab_size, self.device)
             checkpoint.load(Path(path), *model, progress, self.groups.control)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
+        self.optimizer_zero_grad()
 
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
