@@ -43,7 +43,8 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("actor.ppo_mini_batch_size=65", r"65 is more than the 64 prompts of data\.train_batch_size"),
         ("trainer.max_ckpt_to_keep=0", r"max_ckpt_to_keep must be at least 1"),
         ("reward.timeout_s=0", r"timeout_s must be above 0 seconds; got 0"),
-        ("trainer.seed=-1", r"seed must be 0 or more; got -1"),
+        ("trainer.seed=-1", r"seed must be 0 or more and have at most 64 bits; got -1"),
+        ("trainer.seed=18446744073709551616", r"at most 64 bits; got 18446744073709551616"),
         ("engine.max_token_len_per_gpu=100", r"is 1024, more than a micro-batch may hold"),
         ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy needs data\.val_files"),
         ("rollout.top_k=0", r"rollout: top_k must be at least 1, or -1 for all; got 0"),
@@ -127,6 +128,9 @@ def test_a_missing_key_file_or_syntax(tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text("[model\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        load_config(bad)
+    bad.write_bytes('[model]\npath = "modèle"\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: 'utf-8' codec can't decode byte"):
         load_config(bad)
     bad.write_text("")
     with pytest.raises(ConfigError, match="config key model is required"):

@@ -69,10 +69,18 @@ def test_long_prompts(tmp_path, tokenizer):
         ("a.jsonl", '{"prompt": ""}\n', r"the prompt '' has no tokens"),
         ("a.csv", "x\n", r"expected a \.jsonl or \.parquet file"),
         ("a.jsonl", "", r"no problems in "),
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": "é"}\n', r"row 2: not JSON in UTF-8: .*can't decode byte 0xe9"),
+        ("a.jsonl", '{"prompt": "1", "response": 2}\n', r"a\.jsonl, row 1: expected `response` as a string, got 2"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "1"}]}\n',
+            r"a\.jsonl, row 1: the model's chat template does not take .*chat_template is not set",
+        ),
+        ("a.parquet", "PAR1 and no more", r"a\.parquet cannot be read as parquet: "),
     ],
 )
 def test_bad_files(tmp_path, tokenizer, name, text, message):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=message):
         load_prompts([str(tmp_path / name)], tokenizer, DataConfig())
 

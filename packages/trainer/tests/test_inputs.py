@@ -1,5 +1,8 @@
 import io
 import json
+import resource
+import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -41,6 +44,22 @@ def test_the_inputs_of_the_demo(assets, shown):
 def test_a_model_that_does_not_fit(assets, shown, override, message):
     with pytest.raises(ConfigError, match=message):
         _load(assets, shown, override)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", r"model\.path: .*config\.json is not JSON: "),
+        ("config.json", "[]", r"model\.path: .*config\.json has to be an object, not \[\]"),
+        ("tokenizer.json", '{"version": 3}', r"model\.path: no tokenizer could be loaded from "),
+    ],
+)
+def test_a_damaged_model(assets, shown, tmp_path, file, text, message):
+    model = Path(assets[0].removeprefix("model.path="))
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        _load(assets, shown, f"model.path={tmp_path / 'model'}")
 
 
 def test_a_warm_up_without_responses(assets, shown, tmp_path):
@@ -93,6 +112,18 @@ def test_a_demo_that_cannot_write_says_so(tmp_path, capfd, monkeypatch):
     err = capfd.readouterr().err
     assert "error: [Errno 20] Not a directory: " in err
     assert "Traceback" not in err
+
+
+def test_a_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # writing more fails as on a full disk
+    try:
+        assert main(["demo", f"trainer.run_dir={tmp_path}", "trainer.name=full"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "error: the demo's model could not be written to " in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_lists_the_options(capsys):

@@ -126,6 +126,9 @@ def test_a_file_that_cannot_be_imported_and_one_with_a_dataclass(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
     with pytest.raises(RewardError, match=r"bad\.py:f' cannot be imported: SyntaxError"):
         load_reward(f"{tmp_path / 'bad.py'}:f")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(RewardError, match=r"leaves\.py:f' cannot be imported: SystemExit: 3"):
+        load_reward(f"{tmp_path / 'leaves.py'}:f")
     (tmp_path / "good.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass A:\n    x: int\ndef f(*_): return A(1).x\n"

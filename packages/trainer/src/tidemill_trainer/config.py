@@ -263,7 +263,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         _require(self.total_steps >= 1, f"total_steps must be at least 1; got {self.total_steps}")
         _require(self.max_ckpt_to_keep >= 1, f"max_ckpt_to_keep must be at least 1; got {self.max_ckpt_to_keep}")
-        _require(self.seed >= 0, f"seed must be 0 or more; got {self.seed}")
+        _require(0 <= self.seed < 2**64, f"seed must be 0 or more and have at most 64 bits; got {self.seed}")
         _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
         _require(self.save_freq >= 0, f"save_freq must be 0 or more; got {self.save_freq}")
         _require(self.save_samples >= 0, f"save_samples must be 0 or more; got {self.save_samples}")

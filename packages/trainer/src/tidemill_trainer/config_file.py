@@ -36,8 +36,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
-        data = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply(data, override)
@@ -85,7 +85,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Writes the whole config, so that `load_config(path)` gives an equal one."""
-    path.write_text(tomli_w.dumps(config_to_dict(config)))
+    path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -26,8 +26,8 @@ def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, confi
         rows left out because their prompt is longer than `max_prompt_length`.
 
     Raises:
-        DataError: a missing or unreadable file, a row without a prompt, a prompt that is too long (unless skipped), or
-            no rows at all.
+        DataError: a missing or unreadable file, a row without a prompt or with one that the chat template does not
+            take, a prompt that is too long (unless skipped), or no rows at all.
     """
     prompts: list[torch.Tensor] = []
     columns: dict[str, list[Any]] = {"data_source": [], "ground_truth": [], "extra_info": [], "response": []}
@@ -48,7 +48,10 @@ def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, confi
             columns["data_source"].append(row.get("data_source") or "data")
             columns["ground_truth"].append(_ground_truth(row))
             columns["extra_info"].append(row.get("extra_info"))
-            columns["response"].append(row.get("response"))
+            response = row.get("response")
+            if response is not None and not isinstance(response, str):
+                raise DataError(f"{where}: expected `response` as a string, got {response!r}")
+            columns["response"].append(response)
     if not prompts:
         left_out = f" ({num_skipped} had a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
         raise DataError(f"no problems in {', '.join(files) or 'an empty list of files'}{left_out}")
@@ -108,20 +111,25 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"there is no data file {path}")
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        yield from table.to_pylist()
         return
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a .jsonl or .parquet file")
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, row {number}: not JSON: {error}") from error
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}, row {number}: not JSON in UTF-8: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}, row {number}: expected an object, got {line.strip()[:60]}")
+                raise DataError(f"{path}, row {number}: expected an object, got {str(row)[:60]}")
             yield row
 
 
@@ -130,7 +138,10 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, wher
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special_tokens=False)
     elif isinstance(prompt, list):
-        encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        except Exception as error:  # a template may raise anything, and there may be none
+            raise DataError(f"{where}: the model's chat template does not take these messages: {error}") from error
         ids = encoded["input_ids"]  # type: ignore[index]
     else:
         raise DataError(f"{where}: expected `prompt` as a string or a list of messages, got {prompt!r}")

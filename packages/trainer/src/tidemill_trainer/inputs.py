@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tidemill_dataproto import DataProto
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -45,18 +46,28 @@ def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if not (path / "config.json").is_file():
         raise ConfigError(f"config key model.path: there is no Hugging Face model in {path} (no config.json)")
     longest = config.data.max_prompt_length + config.rollout.response_length
-    limit = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+    limit = _model_config(path).get("max_position_embeddings")
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.max_prompt_length + rollout.response_length is {longest}; the model has {limit} positions"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises no narrower one for a damaged file
         raise ConfigError(f"config key model.path: no tokenizer could be loaded from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"config key model.path: the tokenizer in {path} has no end token (eos_token)")
     return tokenizer
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"config key model.path: {path / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"config key model.path: {path / 'config.json'} has to be an object, not {str(config)[:60]}")
+    return config
 
 
 def _load_problems(

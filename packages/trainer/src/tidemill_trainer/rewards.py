@@ -67,7 +67,7 @@ def load_reward(function: str) -> RewardFn:
         raise RewardError(f"reward function {function!r}: there is no file {target}")
     try:
         module = _import_file(Path(target)) if target.endswith(".py") else importlib.import_module(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward function {function!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error

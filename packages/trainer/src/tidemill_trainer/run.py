@@ -1,11 +1,13 @@
 """A run from configuration to closing sentence."""
 
 import logging
+import shutil
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 
 from tidemill_trainer.checkpoints import CheckpointError
@@ -25,8 +27,6 @@ _WORKER_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError)
 
 def demo(config_path: Path, overrides: Sequence[str]) -> int:
     """`tidemill demo`: makes model and problems in the run's own folder and trains on them."""
-    from tidemill_trainer.demo import write_assets
-
     progress = Progress()
     _quiet_libraries()
     try:
@@ -37,13 +37,27 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
             folder.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(f"{folder} exists; choose another trainer.name") from None
-        with progress.waiting("making a tiny Qwen3 and its problems"):
-            assets = write_assets(folder / "assets", config.trainer.seed)
-        config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
-    except (ConfigError, OSError) as error:  # a full disk, for example
+        try:
+            assets = _make_assets(folder / "assets", config.trainer.seed, progress)
+            config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
+        except BaseException:  # Ctrl-C, too: half of it would be in the way of the next try
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except (ConfigError, OSError) as error:
         progress.fail(str(error))
         return 1
     return _run(config, "demo", progress, resume=False)
+
+
+def _make_assets(folder: Path, seed: int, progress: Progress) -> list[str]:
+    """Returns the overrides that point at them; raises OSError, of a full disk for example."""
+    from tidemill_trainer.demo import write_assets
+
+    try:
+        with progress.waiting("making a tiny Qwen3 and its problems"):
+            return write_assets(folder, seed)
+    except SafetensorError as error:
+        raise OSError(f"the demo's model could not be written to {folder}: {error}") from error
 
 
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
