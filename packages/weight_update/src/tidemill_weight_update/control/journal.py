@@ -79,7 +79,7 @@ def list_from_json(text: bytes) -> list[tuple[int, int]]:
 
 def memory_to_dict(memory: Memory) -> dict[str, Any]:
     if isinstance(memory, HostMemory):
-        return {"path": memory.path, "num_bytes": memory.num_bytes}
+        return {"path": memory.path, "num_bytes": memory.num_bytes, "inode": memory.inode}
     return {
         "pid": memory.pid,
         "buffer_id": memory.buffer_id,

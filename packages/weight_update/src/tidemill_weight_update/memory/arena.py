@@ -54,7 +54,8 @@ class HostArena:
             raise
 
     def publish(self) -> HostMemory:
-        return HostMemory(path=f"/proc/{os.getpid()}/fd/{self._fd}", num_bytes=self._num_bytes)
+        path, inode = f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
+        return HostMemory(path=path, num_bytes=self._num_bytes, inode=inode)
 
     def close(self) -> None:
         del self.data

@@ -8,10 +8,14 @@ from tidemill_weight_update.send.bucket import TensorEntry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Memory of the sender that other processes of this machine and user can map as the file `path`."""
+    """Memory of the sender that other processes of this machine and user can map as the file `path`.
+
+    `inode` tells whether it is still there: the number in the path may lead to another file of the sender meanwhile.
+    """
 
     path: str
     num_bytes: int
+    inode: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,14 +33,18 @@ class MappedMemories:
         """uint8 [num_bytes], sharing the trainer's host memory; not to be written to.
 
         Raises:
-            RuntimeError: it cannot be opened.
+            RuntimeError: it cannot be opened, or something else has come into its place.
         """
+        key = (memory.path, memory.inode, memory.num_bytes)
         try:
-            key = (memory.path, os.stat(memory.path).st_ino, memory.num_bytes)
+            found = os.stat(memory.path)
         except OSError as error:
             raise RuntimeError(f"cannot open the trainer's memory {memory.path}: {error.strerror}") from error
+        if (found.st_ino, found.st_size) != (memory.inode, memory.num_bytes):
+            raise RuntimeError(f"the trainer's memory {memory.path} is gone, another file of it has that number now")
         if key not in self._host:
-            self._host[key] = torch.from_file(memory.path, True, memory.num_bytes, dtype=torch.uint8)
+            # A private mapping neither writes nor grows what it maps; pages not written to here are the trainer's own.
+            self._host[key] = torch.from_file(memory.path, False, memory.num_bytes, dtype=torch.uint8)
         self._used.add(key)
         return self._host[key]
 
