@@ -40,7 +40,7 @@ def test_a_mix_of_versions_is_not_ended_by_a_part(mode, by_name):
         updater.update(iter(not_finite().items()), 1)
     assert engine.paused == "abort"
     named = [engine] if by_name else None
-    with pytest.raises(ValueError, match=r"engine 0 of 1 \(toy\) failed in update\(\); bring it up to date .*all tens"):
+    with pytest.raises(ValueError, match=r"engine 0 of 1 \(toy\) failed in update\(\) or is .*all tensors first"):
         updater.update(as_mode(part(2), mode), 2, partial=True, engines=named)
     assert (engine.paused, engine.version) == ("abort", "0")
     updater.update(tensors(3).items(), 3, engines=named)
@@ -102,4 +102,58 @@ def test_an_engine_that_does_not_catch_up_stays_behind():
     assert holds(late, tensors(1))
     assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).fenced == {}
     assert (late.version, good.version) == ("3", "3")
+    updater.close()
+
+
+def left_paused(engine: ToyEngine) -> None:
+    """By an updater that was closed, in an update that ended half way."""
+    updater = WeightUpdater([engine], bucket_bytes=100)
+    updater.update(tensors(0).items(), 0)
+    with pytest.raises(ValueError, match="not a number"):
+        updater.update(iter(not_finite().items()), 1)
+    updater.close()
+    assert engine.calls[-1] == "pause abort"
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort", "retract", "in_place"])
+def test_what_one_updater_paused_goes_on_when_the_next_has_updated_it(in_flight):
+    engine, other = Adapted(2), Adapted(1)
+    left_paused(engine)
+    updater = WeightUpdater([engine, other], bucket_bytes=100, in_flight=in_flight)
+    with pytest.raises(ValueError, match=r"engine 0 of 2 \(toy\) failed in update\(\) or is still paused"):
+        updater.update(part(2).items(), 2, partial=True)
+    with pytest.raises(ValueError, match=r"engine 0 of 2 \(toy\) failed in update\(\) or is still paused"):
+        updater.update_adapter(adapter(2), "policy", CONFIG, 2)
+    engine.is_down = True
+    assert list(updater.update(tensors(2).items(), 2).fenced) == ["engine 0 of 2 (toy)"]
+    assert (engine.paused, other.paused) == ("abort", None)
+    assert engine.calls.count("pause abort") == 1
+    engine.is_down = False
+    assert updater.update(tensors(3).items(), 3, engines=[engine, other]).fenced == {}
+    assert (engine.paused, engine.version) == (None, "3")
+    assert holds(engine, tensors(3))
+    updater.close()
+
+
+class Unknown(ToyEngine):
+    """Nobody can ask its client whether it has paused it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        del self.paused
+
+    def pause(self, mode) -> None:
+        self.calls.append(f"pause {mode}")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def test_an_engine_that_somebody_else_may_have_paused_is_left_as_it_is():
+    engine = Unknown()
+    left_paused(engine)
+    updater = WeightUpdater([engine])
+    updater.update(tensors(3).items(), 3)
+    assert engine.version == "3"
+    assert "resume" not in engine.calls
     updater.close()

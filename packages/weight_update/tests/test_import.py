@@ -27,8 +27,11 @@ SENDER = (
     *(f"lora.{name}" for name in ("config", "merge", "names", "pairs")),
     *(f"copy.{name}" for name in ("alignment", "copier", "digest", "host", "table", "tally")),
     *("link.group_link", "memory.allocation", "memory.arena", "memory.handle", "plan.box", "plan.plan"),
-    *(f"send.{name}" for name in ("adapter", "audience", "bucket", "fast", "fences", "fleet", "gather", "known")),
-    *(f"send.{name}" for name in ("modules", "outgoing", "packing", "plain", "ranks", "sender", "shards", "source")),
+    *(f"send.{name}" for name in ("adapter", "asking", "audience", "bucket", "fast", "fences", "fleet", "gather")),
+    *(
+        f"send.{name}"
+        for name in ("known", "modules", "outgoing", "packing", "plain", "ranks", "sender", "shards", "source")
+    ),
     "send.stock",
     *("control", "copy", "link", "lora", "memory", "plan", "send"),
 )
@@ -47,7 +50,7 @@ def test_import_loads_torch_and_the_senders_modules_and_no_sglang():
 def test_exports_are_pinned():
     assert tidemill_weight_update.__all__ == [
         *("AdapterClient", "BucketHandle", "EngineClient", "GroupLink", "HoldingClient", "LocalShard", "LoraConfig"),
-        *("PauseMode", "Request", "UpdateStats", "WeightUpdater", "merge_lora"),
+        *("PauseMode", "PausingClient", "Request", "UpdateStats", "WeightUpdater", "merge_lora"),
     ]
     assert tidemill_weight_update.sglang.__all__ == ["HttpEngine", "LocalEngine", "sglang_launch_args"]
     assert all(hasattr(tidemill_weight_update, name) for name in tidemill_weight_update.__all__)

@@ -257,7 +257,7 @@ def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
     bad.refuses = "no"
     assert list(updater.update(base().items(), 1).fenced) == ["engine 1 of 2 (bad)"]
     bad.refuses = None
-    with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\); bring it up to date"):
+    with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\) or is still paused; bring it up"):
         updater.update_adapter(adapter(1), "policy", CONFIG, 2, engines=[bad])
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).fenced == {}
     assert (bad.served(), bad.paused) == ({}, "abort")

@@ -1,6 +1,6 @@
 """Bucketed weight updates from any trainer into SGLang."""
 
-from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode
+from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode, PausingClient
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
@@ -19,6 +19,7 @@ __all__ = [
     "LocalShard",
     "LoraConfig",
     "PauseMode",
+    "PausingClient",
     "Request",
     "UpdateStats",
     "WeightUpdater",

@@ -83,6 +83,22 @@ class HoldingClient(Protocol):
 
 
 @runtime_checkable
+class PausingClient(Protocol):
+    """An `EngineClient` that remembers its own pauses, for the next updater that is given it.
+
+    An updater leaves an engine paused that may hold a mix of versions. Another, made after that was closed, lets the
+    engine go on when it has updated it completely, if its client remembers the pause, and refuses it a partial update
+    or an adapter before. If the client does not, it stays paused: somebody else may have paused it.
+    """
+
+    @property
+    def paused(self) -> PauseMode | None:
+        """The mode of the last `pause` of this object (that of `hold` is "retract"), also if that raised; None if there
+        was none, or `resume` has ended it. Nothing is asked for it."""
+        ...
+
+
+@runtime_checkable
 class AdapterClient(Protocol):
     """What `WeightUpdater.update_adapter` needs from an engine besides."""
 

@@ -264,8 +264,8 @@ class WeightUpdater:
             self._fences.recall(member)
             if member.paused and not is_whole:
                 raise ValueError(
-                    f"{member.name} failed in update(); bring it up to date with update(engines=[it]) and all tensors "
-                    f"first"
+                    f"{member.name} failed in update() or is still paused; bring it up to date with "
+                    f"update(engines=[it]) and all tensors first"
                 )
         return fleet
 

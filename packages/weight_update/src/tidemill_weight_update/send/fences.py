@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.client import EngineClient, PausingClient
 from tidemill_weight_update.send.fleet import Fleet, Member
 
 Operation = Literal["update", "update_adapter"]
@@ -35,11 +35,16 @@ class Fences:
         return any(engine is fence.client and operation == fence.behind for fence in self._closed)
 
     def recall(self, member: Member) -> None:
-        """Notes what an earlier `update` has left of the member's engine, until this one succeeds."""
+        """Notes what an earlier `update`, of this or another updater, has left of the member's engine, until this one
+        succeeds."""
         for fence in self._closed:
             if fence.client is member.client and fence.behind == "update":
                 member.paused = True
                 member.unchanged, member.stopped = not fence.mixed, fence.stopped
+                return
+        if isinstance(member.client, PausingClient) and member.client.paused is not None:
+            member.paused = True
+            member.unchanged, member.stopped = False, member.client.paused == "abort"
 
     def without(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
         """Those that `operation` does not leave out; all if it would leave out all."""

@@ -30,6 +30,10 @@ class HttpEngine:
         url: of the server, as "http://127.0.0.1:30000".
         api_key: sent as a bearer token: the server's `--admin-api-key` if it has one, else its `--api-key`.
         timeout_s: longest wait for one answer of the server, running requests included.
+
+    Attributes:
+        paused: how this object has paused the server; None if it has not, or let it go on again. An `update` that
+            succeeds lets it go on.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 300.0) -> None:
@@ -42,7 +46,8 @@ class HttpEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         self._info: dict[str, Any] | None = None
-        self._is_paused = self._is_held = False
+        self.paused: PauseMode | None = None
+        self._is_held = False
         self._flushing: http.client.HTTPConnection | None = None  # its answer comes after the load's
 
     def __repr__(self) -> str:
@@ -90,7 +95,7 @@ class HttpEngine:
         """
         self._drop_flush()
         connection = self._connect()
-        self._is_paused = True
+        self.paused = "retract"
         self._send(connection, "POST", "/pause_generation", {"mode": "retract"})
         if not wait([connection.sock], _AT_ONCE_S):
             self.get_weight_version()  # It answers others, so
@@ -126,7 +131,7 @@ class HttpEngine:
             if status == 200:
                 return
             self._request("POST", "/abort_request", {"abort_all": True})
-        self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * PATIENCE)
+        self._flush_within(DRAIN_S if self.paused is not None else self._timeout_s * PATIENCE)
 
     def get_weight_version(self) -> str:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
@@ -136,18 +141,18 @@ class HttpEngine:
 
         If it is, and not by `hold`, requests that waited for its end may be begun, and are ended with the others.
         """
+        self.paused = mode  # before it is: the server may pause and not answer
         if mode == "abort" and self._is_held:  # nothing runs, so that all end while it stays paused
             self._request("POST", "/abort_request", {"abort_all": True})
             return
         if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
             self._request("POST", "/continue_generation", {})
         self._request("POST", "/pause_generation", {"mode": mode})
-        self._is_paused = True
 
     def resume(self) -> None:
         self._drop_flush()
         self._request("POST", "/continue_generation", {})
-        self._is_paused = self._is_held = False
+        self.paused, self._is_held = None, False
 
     def set_weight_version(self, version: str) -> None:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})

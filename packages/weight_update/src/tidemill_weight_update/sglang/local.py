@@ -27,11 +27,16 @@ class LocalEngine:
     Args:
         engine: stock `sglang.Engine`, however it was launched.
         timeout_s: longest wait for one answer of the engine, running requests included.
+
+    Attributes:
+        paused: how this object has paused the engine; None if it has not, or let it go on again. An `update` that
+            succeeds lets it go on.
     """
 
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
+        self.paused: PauseMode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
 
     def __repr__(self) -> str:
@@ -87,6 +92,7 @@ class LocalEngine:
         """Stops generating; requests that come wait for `resume`. May be paused already."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+        self.paused = mode  # before it is: the engine may pause and not answer
         if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
             self._wait(self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput()))
         self._wait(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
@@ -95,6 +101,7 @@ class LocalEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         self._wait(self._manager.continue_generation(ContinueGenerationReqInput()))
+        self.paused = None
 
     def set_weight_version(self, version: str) -> None:
         self._manager.record_config_updates("tidemill.weight_update", weight_version=version)
