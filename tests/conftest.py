@@ -17,8 +17,12 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
     right = sum(a == b for a, b in zip(solution_str, ground_truth)) / max(len(solution_str), len(ground_truth))
     return {"score": right, "acc": solution_str == ground_truth}
 
+calls = 0
+
 def broken(data_source, solution_str, ground_truth, extra_info):
-    return 1 / 0
+    global calls
+    calls += 1
+    return 0.0 if calls == 1 else 1 / 0  # one that fails from the first call on would end the run
 """
 
 

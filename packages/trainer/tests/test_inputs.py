@@ -63,16 +63,26 @@ def test_a_damaged_model(assets, shown, tmp_path, file, text, message):
 
 
 def test_a_warm_up_without_responses(assets, shown, tmp_path):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n")
     file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
     with pytest.raises(DataError, match="the warm-up needs a `response` in every row"):
         _load(assets, shown, file)
     assert len(_load(assets, shown, file, "warmup.max_steps=0").train) == 1
 
 
+def test_exact_match_needs_a_ground_truth_in_every_row(assets, shown, tmp_path):
+    rows = [{"prompt": "1+1=", "ground_truth": "2", "response": "2"}, {"prompt": "1+2=", "response": "3"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def f(*_): return 1.0\n")
+    file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
+    with pytest.raises(DataError, match=r"t\.jsonl, row 2: no `ground_truth`, without which"):
+        _load(assets, shown, file)
+    assert len(_load(assets, shown, file, f"reward.function={tmp_path / 'mine.py'}:f").train) == 2
+
+
 def test_skipped_prompts_are_counted_aloud(assets, tmp_path):
     out = io.StringIO()
-    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1" * 30, "response": "2"}]
+    rows = [{"prompt": "1+1=", "ground_truth": "2", "response": "2"}, {"prompt": "1" * 30, "response": "2"}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f'data.train_files=["{tmp_path / "t.jsonl"}"]', "data.overlong_prompts=skip"]
     inputs = _load(assets, Progress(Console(file=out)), *overrides)

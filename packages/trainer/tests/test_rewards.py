@@ -78,6 +78,14 @@ def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
     assert "expected finite numbers within float32, got 1e+39" in scores.errors[2]
 
 
+def test_a_function_that_fails_on_the_whole_first_batch_ends_the_run(file, tokenizer):
+    scorer = _scorer(f"{file}:fails_on_7", tokenizer)
+    with pytest.raises(RewardError, match=r"all 2 rewards of the first batch failed; the first: .*KeyError: 'seven'"):
+        scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2))
+    assert len(scorer(_batch(tokenizer, ["6", "7"], ["0"] * 2)).errors) == 1
+    assert len(scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2)).errors) == 2  # a bad batch later on is only counted
+
+
 def test_code_that_exits_costs_its_own_sample_and_ctrl_c_ends_the_run(file, tokenizer):
     scores = _scorer(f"{file}:exits", tokenizer)(_batch(tokenizer, ["6", "7", "8"], ["0"] * 3))
     assert scores.score.tolist() == [1.0, 0.0, 1.0]

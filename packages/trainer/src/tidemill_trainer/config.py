@@ -100,6 +100,7 @@ class RewardConfig:
     Attributes:
         function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr".
         on_error: "zero" gives a sample whose function raises a reward of 0, counts and reports it; "stop" ends the run.
+            A function that fails on every sample of the run's first batch ends it, too.
         timeout_s: deadline of one call, which then counts as one that raised; inf for none. See
             `tidemill_trainer.deadline` for what it can interrupt.
     """

@@ -17,8 +17,17 @@ class DataError(ValueError):
     """A data file cannot be used; the text names file and row."""
 
 
-def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[DataProto, int]:
+def load_prompts(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    needs_ground_truth: bool = False,
+) -> tuple[DataProto, int]:
     """Reads and tokenises all rows of `files`.
+
+    Args:
+        needs_ground_truth: refuse a row that has none.
 
     Returns:
         A batch of one row per problem with the ragged int64 column `prompts` [B, j] and the object columns
@@ -44,9 +53,12 @@ def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, confi
                     f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length="
                     f'{config.max_prompt_length}; raise it, or set data.overlong_prompts="skip"'
                 )
+            ground_truth = _ground_truth(row)
+            if ground_truth is None and needs_ground_truth:
+                raise DataError(f"{where}: no `ground_truth`, without which reward.function scores 0 always")
             prompts.append(torch.tensor(ids, dtype=torch.int64))
             columns["data_source"].append(row.get("data_source") or "data")
-            columns["ground_truth"].append(_ground_truth(row))
+            columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
             response = row.get("response")
             if response is not None and not isinstance(response, str):

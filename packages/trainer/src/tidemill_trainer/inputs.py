@@ -13,7 +13,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import RewardFn, load_reward
+from tidemill_trainer.rewards import RewardFn, exact_match, load_reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,12 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
     """
     reward_fn = load_reward(config.reward.function)
     tokenizer = _load_tokenizer(config)
-    train_data = _load_problems(config.data.train_files, tokenizer, config, progress)
-    val_data = _load_problems(config.data.val_files, tokenizer, config, progress) if config.data.val_files else None
+
+    def load(files: Sequence[str]) -> DataProto:
+        return _load_problems(files, tokenizer, config, progress, needs_ground_truth=reward_fn is exact_match)
+
+    train_data = load(config.data.train_files)
+    val_data = load(config.data.val_files) if config.data.val_files else None
     if config.warmup.max_steps > 0 and any(text is None for text in train_data.non_tensor_batch["response"]):
         raise DataError("the warm-up needs a `response` in every row; set warmup.max_steps=0 to train without it")
     return Inputs(tokenizer=tokenizer, train=train_data, val=val_data, reward_fn=reward_fn)
@@ -71,9 +75,14 @@ def _model_config(path: Path) -> dict[str, Any]:
 
 
 def _load_problems(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Config, progress: Progress
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    progress: Progress,
+    *,
+    needs_ground_truth: bool,
 ) -> DataProto:
-    problems, num_skipped = load_prompts(files, tokenizer, config.data)
+    problems, num_skipped = load_prompts(files, tokenizer, config.data, needs_ground_truth=needs_ground_truth)
     if num_skipped:
         progress.warn(f"left out {num_skipped} problems of {', '.join(files)} with too long a prompt")
     return problems

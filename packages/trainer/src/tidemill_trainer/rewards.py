@@ -28,7 +28,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class RewardError(RuntimeError):
-    """The reward function cannot be found, or it raised and `reward.on_error` is "stop"."""
+    """The reward function cannot be found, or it raised on a whole batch at first, or on one sample and
+    `reward.on_error` is "stop"."""
 
 
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
@@ -110,13 +111,14 @@ class RewardScorer:
         self._config = config
         self._fn = fn
         self._tokenizer = tokenizer
+        self._has_worked = False
 
     def __call__(self, batch: DataProto) -> Scores:
         """Scores each row of `batch` (ragged `responses`; `data_source`, `ground_truth`, `extra_info`).
 
         Raises:
             RewardError: the function raised, took too long or returned no finite float32, and the configuration says to
-                stop.
+                stop, or it has done so on every row since it was first called.
             RuntimeError: there is a deadline, and this is not the main thread.
         """
         with deadline(self._config.timeout_s):
@@ -142,6 +144,9 @@ class RewardScorer:
                 if self._config.on_error == "stop":
                     raise RewardError(f'{line}; reward.on_error="zero" would count it and go on') from error
                 errors.append(line)
+        self._has_worked |= len(errors) < len(texts)
+        if errors and not self._has_worked:  # nothing would be learnt, which looks like a run that goes on
+            raise RewardError(f"all {len(texts)} rewards of the first batch failed; the first: {errors[0]}")
         return Scores(score=torch.from_numpy(score), acc=torch.from_numpy(acc), texts=texts, errors=errors)
 
 
