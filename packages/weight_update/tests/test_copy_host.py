@@ -124,3 +124,13 @@ def test_blocks_that_are_not_aligned_to_the_dtype_are_refused():
     copier = HostCopier([one_row(FP32, cols=1)], [torch.zeros(4)])
     with pytest.raises(ValueError, match="memory 0 starts at byte 2 of its storage, not at a multiple of the 4 bytes"):
         copier.run([torch.zeros(16, dtype=torch.uint8)[2:]])
+
+
+def test_blocks_need_be_aligned_to_the_dtypes_of_their_own_copies_only():
+    """A flat buffer of bfloat16 with an odd number of elements in front, beside float32."""
+    halves, singles = torch.randn(9).to(BF16), torch.randn(4)
+    parameters = torch.zeros(9, dtype=BF16), torch.zeros(4)
+    tables = [one_row(BF16, cols=8), one_row(FP32, memory=1, target=1, cols=4)]
+    HostCopier(tables, [parameters[0][1:], parameters[1]]).run([halves[1:], singles])
+    assert torch.equal(parameters[0][1:], halves[1:])
+    assert torch.equal(parameters[1], singles)

@@ -93,8 +93,9 @@ class HostCopier:
 
 
 def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> list[_Rows]:
-    sources = [_elements(memory, table.src_dtype, f"memory {i}") for i, memory in enumerate(memories)]
-    places = [_elements(target, table.dst_dtype, f"target {i}") for i, target in enumerate(targets)]
+    # Of other dtypes, which come in tables of their own, some need not be at multiples of this one's size.
+    sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
+    places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist())}
     columns = (
         *(table.tensor, table.rows, table.cols),
         *(table.memory, table.src, table.src_pitch),
