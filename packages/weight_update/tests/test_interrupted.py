@@ -1,5 +1,6 @@
-"""Ctrl-C while engines have loaded and not yet answered."""
+"""Ctrl-C while engines are waited for, paused or let go on; calls that are cancelled."""
 
+import asyncio
 import signal
 import threading
 
@@ -65,3 +66,86 @@ def test_an_engine_that_has_not_begun_goes_on_and_never_begins(updated):
     engine.answers.set()
     engine.load(engine.asked, flush_cache=False)  # late
     assert holds(engine, tensors(0))
+
+
+class Interrupting(ToyEngine):
+    """Raises what is said in `raises` where it is called: {method: error}, once each."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name)
+        self.raises: dict[str, BaseException] = {}
+
+    def _raise(self, where: str) -> None:
+        if where in self.raises:
+            raise self.raises.pop(where)
+
+    def pause(self, mode):
+        self._raise(f"pause {mode}")
+        super().pause(mode)
+
+    def resume(self):
+        self._raise("resume")
+        super().resume()
+
+    def set_weight_version(self, version):
+        self._raise("set_weight_version")
+        super().set_weight_version(version)
+
+    def get_weight_version(self):
+        self._raise("get_weight_version")
+        return super().get_weight_version()
+
+
+@pytest.fixture
+def pair():
+    """An updater that pauses its engines, and the engines, which were updated once."""
+    engines = Interrupting("first"), ToyEngine(2, "second")
+    updater = WeightUpdater(engines, in_flight="retract")
+    updater.update(tensors(0).items(), 0)
+    yield updater, *engines
+    updater.close()
+
+
+def is_brought_up_to_date(updater, *engines) -> bool:
+    """Whether one update of all engines by name is enough."""
+    updater.update(tensors(2).items(), 2, engines=engines)
+    return all((engine.paused, engine.version) == (None, "2") and holds(engine, tensors(2)) for engine in engines)
+
+
+def test_an_interrupt_as_one_engine_goes_on_does_not_keep_the_others(pair):
+    updater, first, second = pair
+    first.raises = {"resume": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        updater.update(tensors(1).items(), 1)
+    assert (second.paused, second.version) == (None, "1")
+    assert first.paused == "retract"
+    requests = len(first.requests)
+    updater.update(tensors(1).items(), 1)
+    assert len(first.requests) == requests  # fenced
+    assert is_brought_up_to_date(updater, first, second)
+
+
+def test_a_second_interrupt_leaves_no_engine_without_pause_or_fence(pair):
+    updater, first, second = pair
+    first.raises = {"get_weight_version": KeyboardInterrupt("one"), "pause abort": KeyboardInterrupt("two")}
+    with pytest.raises(KeyboardInterrupt, match="two") as caught:
+        updater.update(tensors(1).items(), 1)
+    assert str(caught.value.__context__) == "one"
+    assert (second.paused, second.version) == ("abort", "0")
+    with pytest.raises(ValueError, match="failed in update"):
+        updater.update({"temperature": tensors(1)["temperature"]}.items(), 1, partial=True)
+    with pytest.raises(ValueError, match="an empty iterable"):
+        updater.update([], 1)
+    assert first.paused == "abort"  # what did not stop it then stops it now
+    assert is_brought_up_to_date(updater, first, second)
+
+
+@pytest.mark.parametrize("where", ["pause retract", "set_weight_version", "get_weight_version", "resume"])
+def test_what_is_cancelled_in_one_client_fails_that_engine(pair, where):
+    updater, first, second = pair
+    first.raises = {where: asyncio.CancelledError()}
+    (told,) = updater.update(tensors(1).items(), 1).fenced.values()
+    assert "CancelledError" in told
+    assert (second.paused, second.version) == (None, "1")
+    assert holds(second, tensors(1))
+    assert is_brought_up_to_date(updater, first, second)

@@ -279,8 +279,10 @@ class WeightUpdater:
             fleet.abandon(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
             raise
         finally:
-            fleet.resume()
-            self._fences.settle(fleet, operation)
+            try:
+                fleet.resume()
+            finally:
+                self._fences.settle(fleet, operation)
 
     def _report(
         self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -14,6 +15,9 @@ from tidemill_weight_update.send.audience import Audience
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
+
+CLIENT_ERRORS = (Exception, CancelledError)
+"""Whatever a client raises is its failure. Asyncio's error is no `Exception`; what else is none, interrupts us."""
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class Member:
             return
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a client raises is its failure
+        except CLIENT_ERRORS as error:
             self.fail(str(error) or type(error).__name__, unchanged=unchanged)
 
 
@@ -240,16 +244,23 @@ class Fleet:
             member.attempt(lambda member=member: _check_version(member.client, version), unchanged=everywhere)
 
     def resume(self) -> None:
-        """Lets paused engines go on, and stops those that may hold a mix of versions."""
+        """Lets paused engines go on, and stops those that may hold a mix of versions.
+
+        An interrupt is raised when all have had their turn; that of one engine may have been cut short.
+        """
+        interrupts: list[BaseException] = []
         for member in self.members:
-            if member.error is not None and not member.unchanged:
-                self._stop(member)
-            elif member.paused:
-                try:
-                    member.client.resume()
-                except Exception as error:  # noqa: BLE001
-                    told = f"it did not go on after its pause: {error}"
-                    member.error = told if member.error is None else f"{member.error}; {told}"
+            try:
+                if member.error is not None and not member.unchanged:
+                    self._stop(member)
+                elif member.paused:
+                    _resume(member)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                why = f"the trainer was interrupted before it was paused or went on: {type(error).__name__}"
+                member.fail(why, unchanged=member.unchanged)
+                interrupts.append(error)
+        if interrupts:
+            raise interrupts[0]
 
     def _stop(self, member: Member) -> None:
         if member.stopped:
@@ -257,8 +268,16 @@ class Fleet:
         try:
             member.client.pause("abort")
             member.stopped = True
-        except Exception as error:  # noqa: BLE001
-            member.error = f"{member.error}; nor could it be paused: {error}"
+        except CLIENT_ERRORS as error:
+            member.error = f"{member.error}; nor could it be paused: {str(error) or type(error).__name__}"
+
+
+def _resume(member: Member) -> None:
+    try:
+        member.client.resume()
+    except CLIENT_ERRORS as error:
+        told = f"it did not go on after its pause: {str(error) or type(error).__name__}"
+        member.error = told if member.error is None else f"{member.error}; {told}"
 
 
 def _hold(member: Member) -> None:

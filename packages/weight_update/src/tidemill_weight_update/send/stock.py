@@ -9,7 +9,7 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_stock_arena
 from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
 from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
-from tidemill_weight_update.send.fleet import Member
+from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
 from tidemill_weight_update.send.gather import gather
 from tidemill_weight_update.send.ranks import Ranks
 from tidemill_weight_update.send.source import NamedTensors
@@ -131,7 +131,7 @@ class StockPath:
             member.unchanged = False
             try:
                 member.client.load_bucket(handle)
-            except Exception as error:  # noqa: BLE001 - whatever a client raises is its failure
+            except CLIENT_ERRORS as error:
                 member.fail(
                     f"did not load bucket {bucket.index} ({tensor_range(bucket.entries)}): {error}", unchanged=False
                 )
@@ -142,7 +142,7 @@ class StockPath:
 def _flush(member: Member, version: str) -> None:
     try:
         member.client.flush_cache()
-    except Exception as error:  # noqa: BLE001
+    except CLIENT_ERRORS as error:
         member.fail(
             f"has version {version!r} but did not flush its prefix cache: {error}. It may answer from the old weights' "
             f"cache; flush it before using it",
