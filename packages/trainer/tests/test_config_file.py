@@ -69,6 +69,12 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("trainer.test_freq=-1", r"trainer: test_freq must be 0 or more; got -1"),
         ("trainer.save_freq=-1", r"save_freq must be 0 or more; got -1"),
         ("trainer.save_samples=-4", r"save_samples must be 0 or more; got -4"),
+        ("rollout.max_total_tokens=1023", r"^rollout\.max_total_tokens=1023 holds no response .* = 1024"),
+        ("engine.fsdp_size=2", r"^engine\.fsdp_size = 2 does not divide actor\.num_workers=1"),
+        (
+            "engine.ulysses_sequence_parallel_size=4",
+            r"^engine\.ulysses_sequence_parallel_size = 4 does not divide actor\.num_workers=1",
+        ),
         ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
         ("rollout.device=tpu", r"rollout\.device: Input should be 'auto', 'cpu' or 'cuda' \(got 'tpu'\)"),
         ("optimizer=3", r"optimizer is a section and needs a table, got 3"),
@@ -142,7 +148,8 @@ def test_a_missing_key_file_or_syntax(tmp_path):
 
 def test_the_engine_is_chosen_by_its_backend(tmp_path):
     model = {"path": "m"}
-    config = parse_config({"model": model, "engine": {"backend": "megatron", "tensor_model_parallel_size": 2}})
+    megatron = {"backend": "megatron", "tensor_model_parallel_size": 2}
+    config = parse_config({"model": model, "actor": {"num_workers": 2}, "engine": megatron})
     assert config.engine == MegatronConfig(tensor_model_parallel_size=2)
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
@@ -162,7 +169,7 @@ def test_the_command_line_has_short_names_for_parallel_sizes():
         f"engine.{name}={size}"
         for name, size in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), (2, 4, 3, 5, 6, 1), strict=True)
     ]
-    config = load_config(DEMO_CONFIG, ["engine.backend=megatron", *short])
+    config = load_config(DEMO_CONFIG, ["engine.backend=megatron", "actor.num_workers=40", *short])
     assert isinstance(config.engine, MegatronConfig)
     assert {name: getattr(config.engine, name) for name in made_by_name} == made_by_name
     recipe = load_config(DEMO_CONFIG.parent / "demo_megatron.toml")
@@ -190,6 +197,13 @@ def test_router_replay_needs_an_engine_that_has_it(empty, mode, tmp_path):
     save_config(config, tmp_path / "saved.toml")
     assert load_config(tmp_path / "saved.toml") == config
     assert engine_config(load_config(empty, ["engine.backend=megatron"])) == MegatronConfig()
+
+
+def test_megatron_divides_the_workers(empty):
+    sizes = ["engine.backend=megatron", "engine.tp=2", "engine.cp=2", "actor.num_workers=6"]
+    with pytest.raises(ConfigError, match=r"^engine\.tensor_model_.* = 4 does not divide actor\.num_workers=6"):
+        load_config(empty, sizes)
+    load_config(empty, [*sizes, "actor.num_workers=8"])
 
 
 def test_router_replay_of_the_engine_alone_is_refused(empty):

@@ -1,10 +1,12 @@
 import io
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from tidemill_trainer.cli import DEMO_CONFIG, main
 from tidemill_trainer.config_file import ConfigError, load_config
@@ -39,6 +41,7 @@ def test_the_inputs_of_the_demo(assets, shown):
     [
         ("model.path=nowhere", r"model\.path: there is no Hugging Face model in nowhere \(no config\.json\)"),
         ("rollout.response_length=60", r"is 76; the model has 64 positions"),
+        ("rollout.tensor_parallel_size=3", r"rollout\.tensor_parallel_size=3 does not divide the model's 4 attention"),
     ],
 )
 def test_a_model_that_does_not_fit(assets, shown, override, message):
@@ -47,17 +50,50 @@ def test_a_model_that_does_not_fit(assets, shown, override, message):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine\.ulysses_.*=3 does not divide"),
+        (["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"], r"config key engine: pp x vpp = 3 does"),
+        (["engine.backend=megatron", "model.frozen=['x']"], r"config key engine: .*has no ModelConfig\.frozen"),
+    ],
+)
+def test_an_engine_that_does_not_fit_the_model(assets, shown, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        _load(assets, shown, *overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.parametrize("key", ["engine.device", "rollout.device"])
+def test_a_gpu_that_is_not_there(assets, shown, key):
+    with pytest.raises(ConfigError, match=rf'{key}="cuda", but torch sees no CUDA device here'):
+        _load(assets, shown, f"{key}=cuda")
+
+
+def test_more_workers_than_cpus(assets):
+    cpus, out = len(os.sched_getaffinity(0)), io.StringIO()
+    with pytest.raises(ConfigError, match=rf"actor\.num_workers={9 * cpus} is more than the {cpus} CPUs .*, by far"):
+        _load(assets, Progress(Console(file=out)), f"actor.num_workers={9 * cpus}", "engine.device=cpu")
+    assert out.getvalue() == ""
+    _load(assets, Progress(Console(file=out)), f"actor.num_workers={cpus + 1}", "engine.device=cpu")
+    assert f"actor.num_workers={cpus + 1} is more than the {cpus} CPUs" in out.getvalue()
+
+
+@pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("config.json", "{", r"model\.path: .*config\.json is not JSON: "),
         ("config.json", "[]", r"model\.path: .*config\.json has to be an object, not \[\]"),
+        ("model.safetensors", "cut off", r"model\.path: .*model\.safetensors is damaged"),
+        ("model.safetensors", None, r"model\.path: expected model\.safetensors or "),
         ("tokenizer.json", '{"version": 3}', r"model\.path: no tokenizer could be loaded from "),
     ],
 )
 def test_a_damaged_model(assets, shown, tmp_path, file, text, message):
     model = Path(assets[0].removeprefix("model.path="))
     shutil.copytree(model, tmp_path / "model")
-    (tmp_path / "model" / file).write_text(text)
+    (tmp_path / "model" / file).unlink()
+    if text is not None:
+        (tmp_path / "model" / file).write_text(text)
     with pytest.raises(ConfigError, match=message):
         _load(assets, shown, f"model.path={tmp_path / 'model'}")
 

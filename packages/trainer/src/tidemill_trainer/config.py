@@ -300,6 +300,13 @@ class Config:
             f"data.max_prompt_length + rollout.response_length is {longest}, more than a micro-batch may hold; "
             f"raise engine.max_token_len_per_gpu={cap}",
         )
+        pool = self.rollout.max_total_tokens
+        _require(
+            pool is None or pool >= longest,
+            f"rollout.max_total_tokens={pool} holds no response of the longest, data.max_prompt_length + "
+            f"rollout.response_length = {longest}",
+        )
+        self._check_division()
         size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
         _require(
             size is None or size <= prompts,
@@ -324,3 +331,19 @@ class Config:
             not wants_val or len(self.data.val_files) > 0,
             "trainer.stop_at_accuracy needs data.val_files to validate on",
         )
+
+    def _check_division(self) -> None:
+        """The training workers are divided without remainder."""
+        engine, workers = self.engine, self.actor.num_workers
+        if isinstance(engine, MegatronConfig):
+            sizes = {
+                "engine.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size": (
+                    engine.ranks_per_row
+                )
+            }
+        else:
+            sizes = {"engine.ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size}
+            if engine.fsdp_size != -1:
+                sizes["engine.fsdp_size"] = engine.fsdp_size
+        for key, size in sizes.items():
+            _require(workers % size == 0, f"{key} = {size} does not divide actor.num_workers={workers}")

@@ -1,10 +1,8 @@
 """What a configuration refers to: tokenizer, problems and reward function."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tidemill_dataproto import DataProto
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -12,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
+from tidemill_trainer.preflight import check_machine, check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import RewardFn, exact_match, load_reward
 
@@ -27,11 +26,13 @@ class Inputs:
 
 
 def load_inputs(config: Config, progress: Progress) -> Inputs:
-    """Loads tokenizer, problems and reward function.
+    """Checks model and machine, and loads tokenizer, problems and reward function.
 
     Raises:
         ConfigError, DataError, RewardError: something the user can mend.
     """
+    check_machine(config, progress)
+    check_model(config)
     reward_fn = load_reward(config.reward.function)
     tokenizer = _load_tokenizer(config)
 
@@ -47,14 +48,6 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     path = Path(config.model.path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"config key model.path: there is no Hugging Face model in {path} (no config.json)")
-    longest = config.data.max_prompt_length + config.rollout.response_length
-    limit = _model_config(path).get("max_position_embeddings")
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.response_length is {longest}; the model has {limit} positions"
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # tokenizers raises no narrower one for a damaged file
@@ -62,16 +55,6 @@ def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"config key model.path: the tokenizer in {path} has no end token (eos_token)")
     return tokenizer
-
-
-def _model_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"config key model.path: {path / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"config key model.path: {path / 'config.json'} has to be an object, not {str(config)[:60]}")
-    return config
 
 
 def _load_problems(
