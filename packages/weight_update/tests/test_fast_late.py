@@ -121,3 +121,57 @@ def test_whatever_ends_a_call_is_a_failure():
     assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (cancelled)": "CancelledError"}
     assert (cancelled.version, good.version) == ("first", "1")
     updater.close()
+
+
+def left_by_a_closed_updater() -> Silent:
+    """An engine that keeps the first request of an updater that was closed."""
+    late = Silent(1, "late")
+    first = WeightUpdater([late])
+    with pytest.raises(RuntimeError, match="no answer within 300 s"):
+        first.update(tensors(0).items(), "old")
+    first.close()
+    return late
+
+
+def test_a_request_of_an_updater_that_was_closed_is_not_carried_out_in_the_next_one():
+    """Which is at the same number, and has a mailbox at the same place."""
+    late = left_by_a_closed_updater()
+    (old,) = late.requests
+    before = state(late)
+
+    class Other(ToyEngine):
+        def load(self, request, *, flush_cache):
+            assert request.sequence == old.sequence
+            assert request.mailboxes[0].partition("#")[0] == old.mailboxes[0].partition("#")[0]
+            with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is gone, another file has its number"):
+                late.receivers[0].handle(old)
+            super().load(request, flush_cache=flush_cache)
+
+    other = Other(1, "other")
+    second = WeightUpdater([other])
+    assert second.update(tensors(1).items(), "new").fenced == {}
+    assert holds(other, tensors(1))
+    assert same(state(late), before)
+    second.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 100])
+def test_nor_before_the_request_of_that_one(bucket_bytes):
+    """SGLang carries out what came first, first; our loader lets it live whatever is raised."""
+    late = left_by_a_closed_updater()
+    (old,) = late.requests
+    done: list[str] = []
+
+    def load(request, *, flush_cache):
+        with pytest.raises(RuntimeError, match="is gone, another file has its number"):
+            late.receivers[0].handle(old)
+        done.append("refused")
+        ToyEngine.load(late, request, flush_cache=flush_cache)
+
+    late.load = load  # type: ignore[method-assign]
+    second = WeightUpdater([late], bucket_bytes=bucket_bytes, timeout_s=5.0)
+    stats = second.update(tensors(1).items(), "new")
+    assert (stats.fenced, done) == ({}, ["refused"])
+    assert holds(late, tensors(1))
+    assert (late.version, late.paused) == ("new", None)
+    second.close()

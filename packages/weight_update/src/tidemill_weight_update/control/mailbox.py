@@ -1,7 +1,8 @@
 """Shared memory in which one trainer rank and all engine ranks tell each other how far they are.
 
 A mailbox belongs to a trainer rank. It is a memfd, so nothing is left behind however a process ends, and other
-processes of the same user open it as `/proc/<pid>/fd/<n>`. It is large and sparse: pages exist once they are written.
+processes of the same user open it as `/proc/<pid>/fd/<n>` and look whether it is the one that was meant: the number may
+have gone to a later mailbox. It is large and sparse: pages exist once they are written.
 
 Every word has one writer. Words that announce something carry the sequence number of the update in their upper half,
 and are written after what they announce, by aligned stores of 8 bytes; what they announce is read after them.
@@ -69,9 +70,10 @@ def _stamp(sequence: int, value: int) -> int:
     return sequence << 32 | value
 
 
-def path_of(pid: int, fd: int) -> str:
-    """Where other processes of the same user open an open file of process `pid`."""
-    return f"/proc/{pid}/fd/{fd}"
+def path_of(identity: tuple[int, int]) -> str:
+    """By which other processes open the mailbox with this `Mailbox.identity`."""
+    where, inode = identity
+    return f"/proc/{where >> 32}/fd/{where & _LOW}#{inode}"
 
 
 class Mailbox:
@@ -81,8 +83,7 @@ class Mailbox:
 
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
-        self.fd = fd
-        self._inode = os.fstat(fd).st_ino
+        self._fd = fd
         self._map = mmap.mmap(fd, _SIZE)
         self._words = np.frombuffer(self._map, dtype=np.int64, count=_REPLIES // 8)
         self._rows = self._words[_ROWS // 8 :][: MAX_RECEIVERS * _ROW_WORDS].reshape(MAX_RECEIVERS, _ROW_WORDS)
@@ -92,7 +93,7 @@ class Mailbox:
     def create(cls) -> "Mailbox":
         fd = os.memfd_create("tidemill-mailbox")
         os.ftruncate(fd, _SIZE)
-        box = cls(fd, path_of(os.getpid(), fd))
+        box = cls(fd, path_of((os.getpid() << 32 | fd, os.fstat(fd).st_ino)))
         box._words[_PID] = os.getpid()
         return box
 
@@ -101,29 +102,43 @@ class Mailbox:
         """Opens the mailbox of another process.
 
         Raises:
-            RuntimeError: that process has ended, or runs on another machine, in another container or as another user.
+            RuntimeError: that process has ended or closed it, or runs on another machine, in another container or as
+                another user.
         """
+        file, _, inode = path.partition("#")
         try:
-            fd = os.open(path, os.O_RDWR)
+            fd = os.open(file, os.O_RDWR)
         except OSError as error:
             raise RuntimeError(
-                f"cannot open the trainer's memory {path} ({error.strerror}): engine and trainer must run on one "
+                f"cannot open the trainer's memory {file} ({error.strerror}): engine and trainer must run on one "
                 f"machine, in one PID namespace and under one user, and the trainer must be alive; for engines on "
                 f"other machines pass link=GroupLink(...) to WeightUpdater"
             ) from error
+        if str(os.fstat(fd).st_ino) != inode:
+            os.close(fd)
+            raise RuntimeError(
+                f"the trainer's memory {file} is gone, another file has its number: the WeightUpdater was closed, or "
+                f"runs in another PID namespace"
+            )
         return cls(fd, path)
 
     def close(self) -> None:
         del self._words, self._rows, self.digests
         self._map.close()
-        os.close(self.fd)
+        os.close(self._fd)
 
     def is_current(self) -> bool:
         """Whether `path` still leads here, and not to nothing or to another mailbox."""
+        file, _, inode = self.path.partition("#")
         try:
-            return os.stat(self.path).st_ino == self._inode
+            return str(os.stat(file).st_ino) == inode
         except OSError:
             return False
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Its owner's process and number of the file there in one, and what tells the file from others."""
+        return self.owner_pid << 32 | self._fd, os.fstat(self._fd).st_ino
 
     @property
     def owner_pid(self) -> int:

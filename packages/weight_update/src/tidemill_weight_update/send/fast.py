@@ -91,7 +91,7 @@ class FastPath:
             self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
         assert self._mailbox is not None
         self._mailbox.begin(sequence)
-        return self._mailbox.owner_pid, self._mailbox.fd
+        return self._mailbox.identity
 
     def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
         """The paths of all ranks' mailboxes, in their order; this rank's is open for the update.
@@ -103,7 +103,7 @@ class FastPath:
             RuntimeError: over a link, rank 0 cannot be reached.
         """
         if self._link is None:
-            return tuple(path_of(pid, fd) for pid, fd in begun)
+            return tuple(path_of(identity) for identity in begun)
         if not self._link.is_at(begun[0]):
             self.close()
         mailbox = self._link.connect(begun[0], num_receivers)
