@@ -369,3 +369,27 @@ def _same_plain() -> bool:
 
 def test_a_rank_that_sends_nothing_takes_part_again_and_again():
     assert run_ranks(_same_plain, 2) == [True, True]
+
+
+def _partial_sums() -> list[bool]:
+    """On a tensor of which rank 0 sends the sum, and rank 1 nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, engines = init_device_mesh("cpu", (2,)), engines_of(2)
+    updater = WeightUpdater(engines, timeout_s=10.0)
+    told = []
+    checkpoint = tensors()  # written to, as in training
+    part = DTensor.from_local(torch.zeros(10, 8), mesh, [Partial()])
+    for version in range(3):
+        for tensor in checkpoint.values():
+            tensor.add_(version)
+        part.to_local().copy_(checkpoint["embed.weight"] / 2)
+        told.append(updater.update((checkpoint | {"embed.weight": part}).items(), version).verified)
+        told += [holds(engine, checkpoint) for engine in engines]
+    updater.close()
+    return told
+
+
+def test_partial_sums_that_come_again_are_summed_again():
+    assert run_ranks(_partial_sums, 2) == [[True] * 6, [True] * 3]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.send.shards import Held, LocalShard, is_dtensor, local_values
+from tidemill_weight_update.send.shards import Held, LocalShard, has_partial_sums, is_dtensor, local_values
 
 
 class Known:
@@ -24,12 +24,14 @@ class Known:
         self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
         self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
         self._forms = [_form(tensor) for _, tensor in items]
+        # Ranks that send nothing of such a tensor take part in its sum all the same.
+        self._are_summed = any(is_dtensor(t) and has_partial_sums(t) for _, t in items if isinstance(t, Tensor))
         kinds = {_kind(tensor) for _, tensor in items if isinstance(tensor, Tensor)}
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def hold(self, pieces: Sequence[Held]) -> bool:
-        """Whether all pieces lie where the tensors lie, and none was made for the purpose."""
-        return {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
+        """Whether all pieces lie where the tensors lie, and none was made for the purpose, here or on another rank."""
+        return not self._are_summed and {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
 
     def are(self, items: Sequence[object]) -> bool:
         """Whether these are the same places in memory under the same names, in the same order."""

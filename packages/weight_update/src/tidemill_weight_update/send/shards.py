@@ -203,11 +203,15 @@ def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_partial_sums(tensor: "DTensor") -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
 def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Held | None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if any(placement.is_partial() for placement in tensor.placements):
+    if has_partial_sums(tensor):
         tensor = tensor.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         )
