@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import WeightUpdater
@@ -123,3 +124,21 @@ def _overlapping() -> list[list[int]]:
 
 def test_groups_may_overlap():
     assert run_ranks(_overlapping, 3) == [[], [[0, 1], [1, 1]], [[0, 1], [1, 1]]]
+
+
+def _with_default_device(device: str) -> tuple[list[list[int]], list[str], list[str], str]:
+    rank = dist.get_rank()
+    ranks = Ranks(None)
+    with torch.device(device):
+        rows = ranks.exchange(None, [rank])
+        texts = ranks.gather_texts("a" * rank)
+        long = [ranks.from_first(text if rank == 0 else "") for text in ("short", "long" * 2000)]
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            ranks.exchange(KeyError("lost") if rank == 1 else None, [])
+    return rows, texts, long, str(caught.value)
+
+
+def test_ranks_talk_whatever_the_trainers_default_device():
+    common = [[0], [1]], ["", "a"], ["short", "long" * 2000]
+    told = "weight update failed on rank 1 of 2: KeyError: 'lost'"
+    assert run_ranks(_with_default_device, 2, "meta") == [(*common, told), (*common, "'lost'")]

@@ -18,6 +18,9 @@ from torch.distributed.distributed_c10d import (
 _SHORT = 4096
 """Bytes that are sent at once, their number included."""
 
+_HOST = "cpu"
+"""What is exchanged lies there, whatever the trainer's `torch.set_default_device`."""
+
 
 class RankLostError(RuntimeError):
     """A rank of the trainer has ended, or did not answer in time. Its `WeightUpdater` is of no further use."""
@@ -102,7 +105,7 @@ class Ranks:
         if self._group is None:
             return text
         data = text.encode()
-        head = torch.zeros(_SHORT, dtype=torch.uint8)
+        head = torch.zeros(_SHORT, dtype=torch.uint8, device=_HOST)
         if self.rank == 0:
             start = len(data).to_bytes(8, "little") + data[: _SHORT - 8]
             head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
@@ -110,7 +113,7 @@ class Ranks:
         size = int.from_bytes(received[:8], "little")
         if size <= _SHORT - 8:
             return received[8 : 8 + size].decode()
-        tail = torch.zeros(size, dtype=torch.uint8)
+        tail = torch.zeros(size, dtype=torch.uint8, device=_HOST)
         if self.rank == 0:
             tail[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._broadcast(tail).decode()
@@ -124,8 +127,8 @@ class Ranks:
         return data.numpy().tobytes()
 
     def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
         self._all_gather(list(gathered.unbind()), mine, timeout_s)
         return gathered.tolist()
 
@@ -133,8 +136,8 @@ class Ranks:
         """The texts of all ranks, on all ranks."""
         data = text.encode()
         sizes = [row[0] for row in self._gather([len(data)])]
-        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=_HOST)
+        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=_HOST)
         gathered = [torch.empty_like(mine) for _ in sizes]
         self._all_gather(gathered, mine, None)
         texts = [bytes(item[:size].tolist()) for item, size in zip(gathered, sizes, strict=True)]
