@@ -168,6 +168,7 @@ def test_a_signal_ends_everything_and_resume_continues(start, recipe, ctrl_c, nu
     else:
         command.process.terminate()
     assert command.end() == 130
+    assert re.search(r"stopped\. The run is in .* from its checkpoint of step \d+ with: tidemill train", command.output)
     run = _run_dir(recipe) / name
     done = max(_steps(run))
     resumed = start("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
@@ -220,6 +221,7 @@ def test_a_killed_process_ends_the_run_with_one_message(start, recipe, victim, m
     command.find(victim).kill()
     assert command.end() == 1
     _check_one_error(command, message)
+    assert "no checkpoint to continue from (trainer.save_freq makes them)" in command.output
 
 
 def test_a_port_that_is_taken_ends_the_start_with_one_message(start, recipe):

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from datetime import date
@@ -115,6 +116,15 @@ def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
             _open(_config(tmp_path, "trainer.name=a", "trainer.total_steps=7"), "x", resume=resume)
         assert run.config.read_bytes() == before
     _open(config, "x", resume=True)
+
+
+def test_a_run_that_ended_too_soon_says_how_to_continue(tmp_path):
+    run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    assert "a; nothing was measured yet, so the same command starts it over" in run.how_to_continue()
+    _begin(run, saved=False)
+    assert re.search(r"a, step 1 was the last; it has no checkpoint .*trainer\.save_freq", run.how_to_continue())
+    _begin(run)
+    assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue()
 
 
 _HOLDS = """

@@ -46,6 +46,10 @@ class Progress:
         """Says why the run ends, on standard error."""
         Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
+    def stop(self, text: str) -> None:
+        """Says that the run was stopped from outside, on standard error."""
+        Console(stderr=True).print(f"[bold]stopped.[/] {escape(text)}", highlight=False, soft_wrap=True)
+
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Shows that something takes its time, and how long it took."""

@@ -80,8 +80,14 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
         with open_run(config, stem, resume=resume) as run:
             _fit(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
-        progress.fail(str(error))
+        hint = f"\n{run.how_to_continue()}" if run is not None and isinstance(error, RewardError) else ""
+        progress.fail(f"{error}{hint}")
         return 1
+    except KeyboardInterrupt:
+        if run is None:
+            raise
+        progress.stop(run.how_to_continue())
+        return 130
     except Exception as error:  # noqa: BLE001 - the top of the program: the message goes to the user, the rest to a file
         progress.fail(_summary_of(error) + _details(error, run, progress))
         return 1
@@ -117,7 +123,7 @@ def _summary_of(error: Exception) -> str:
 
 
 def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
-    """Keeps the whole error in a file of the run, and says where."""
+    """Keeps the whole error in a file of the run, and says where, and how to go on."""
     if run is None:
         return ""
     file = run.logs / "error.log"
@@ -130,7 +136,7 @@ def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
     last = ""
     if isinstance(error, WorkerDiedError) and (lines := tail(run.logs / f"{error.group}_{error.rank}.log", 8)):
         last = f"\nIts last output:\n{lines}"
-    return f"{last}\nThe whole error is in {file}, the workers' output beside it."
+    return f"{last}\nThe whole error is in {file}, the workers' output beside it.\n{run.how_to_continue()}"
 
 
 def _quiet_libraries() -> None:

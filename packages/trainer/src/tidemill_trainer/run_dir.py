@@ -66,6 +66,17 @@ class RunDir:
                 "one at the end only; choose another trainer.name to start again"
             )
 
+    def how_to_continue(self) -> str:
+        """What to tell the user of a run that has ended too soon."""
+        done = max((row["step"] for row in self.read_metrics()), default=0)
+        saved = self.newest_checkpoint()
+        text = f"The run is in {self.path}, step {done} was the last"
+        if saved is not None:
+            return f"{text}; continue from its checkpoint of step {saved} with: tidemill train {self.config} --resume"
+        if self.has_begun():
+            return f"{text}; it has no checkpoint to continue from (trainer.save_freq makes them)"
+        return f"The run is in {self.path}; nothing was measured yet, so the same command starts it over"
+
     def forget_after(self, step: int) -> None:
         """Drops metrics and rollouts of steps after `step`, which a resumed run makes again."""
         for file in (self.metrics, self.rollouts):
