@@ -1,5 +1,6 @@
 import math
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -29,6 +30,28 @@ def test_a_logarithmic_axis_spaces_powers_of_ten_evenly():
     assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1], abs=0.2)
 
 
+def _texts(svg, kind):
+    return [text for text in ElementTree.fromstring(svg).iter("text") if text.get("class") == kind]
+
+
+def test_the_legend_is_above_the_lines_and_names_only_what_is_drawn():
+    names = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "testing", "save_checkpoint")
+    svg = line_chart("Seconds per phase", {name: [(1, 0.0), (2, 5.0)] for name in names} | {"empty": []})
+    legend = _texts(svg, "legend")
+    assert [text.text for text in legend] == list(names)
+    assert max(float(text.get("y")) for text in legend) < min(y for line in _lines(svg) for _, y in line)
+    places = sorted((float(text.get("y")), float(text.get("x")), 6 * len(text.text)) for text in legend)
+    assert all(x + width <= 460 for _, x, width in places)
+    assert all(y != next_y or x + width < next_x for (y, x, width), (next_y, next_x, _) in pairwise(places))
+    assert _texts(line_chart("t", {"a": [(1, 1.0)], "b": [(1, math.nan)]}), "legend") == []
+
+
+def test_ticks_are_plain_numbers_and_steps_are_whole():
+    svg = line_chart("t", {"a": [(1, 0.0), (2, 15000.0)]})
+    assert [text.text for text in _texts(svg, "tick-x")] == ["1", "2"]
+    assert [text.text for text in _texts(svg, "tick-y")] == ["0", "5000", "10000", "15000"]
+
+
 @pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, math.nan), (2, math.inf)], [(0, 0.0)]])
 def test_odd_data_still_gives_a_picture(points):
     assert ElementTree.fromstring(line_chart("a < b", {"x": points})).tag == "svg"
@@ -56,6 +79,20 @@ def test_the_report_is_one_file_and_shows_text_of_the_model_as_text(tmp_path):
     assert "held-out accuracy 0.250 before and 0.750 after" in page
     assert not re.search(r"(src|href|url)\s*[=(]", page)
     assert page.count("<svg") == 7
+
+
+def test_the_report_has_failed_rewards_if_there_were_any_and_what_a_demo_is_about(tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text("")
+    run.append_metrics({"step": 1, "phase": "rl", "reward/num_errors": 0.0})
+    write_report(run)
+    assert "Rewards that failed" not in run.report.read_text()
+    run.append_metrics({"step": 2, "phase": "rl", "reward/num_errors": 3.0})
+    run.about.parent.mkdir()
+    run.about.write_text("from right <to> left")
+    write_report(run)
+    assert "Rewards that failed" in run.report.read_text()
+    assert "from right &lt;to&gt; left" in run.report.read_text()
 
 
 def test_a_run_that_never_made_a_step_has_a_report_too(tmp_path):

@@ -6,19 +6,22 @@ from html import escape
 
 _WIDTH, _HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 34
+_TITLE_CHAR, _LEGEND_CHAR, _LEGEND_GAP, _LEGEND_LINE = 8, 6, 10, 14  # pixels; of characters about
 _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774", "#cb912f", "#d44c47")
 
 Points = Sequence[tuple[float, float]]
 
 
 def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False) -> str:
-    """An SVG chart of one line per series, with a legend where there are several.
+    """An SVG chart of one line per series, with a legend beside the title where there are several.
 
     Args:
-        series: name to (x, y) points; points that are not finite (or not positive with `log_y`) are left out.
+        series: name to (x, y) points; points that are not finite (or not positive with `log_y`) are left out, and
+            so are series without any.
         log_y: a logarithmic y axis.
     """
-    clean = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
+    drawable = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
+    clean = {name: points for name, points in drawable.items() if points}
     points = [point for line in clean.values() for point in line]
     head = (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
@@ -26,20 +29,37 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
     )
     if not points:
         return head + f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" class="empty">no data</text></svg>'
-    x_axis = _Axis.around([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, log=False)
-    y_axis = _Axis.around([y for _, y in points], _HEIGHT - _BOTTOM, _TOP, log=log_y)
-    parts = [head, *_grid(x_axis, y_axis)]
-    for number, (name, line) in enumerate(clean.items()):
+    legend, num_lines = _legend(title, list(clean)) if len(clean) > 1 else ([], 0)
+    top = _TOP + _LEGEND_LINE * num_lines
+    x_axis = _Axis.around([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, log=False, whole=_are_whole(points))
+    y_axis = _Axis.around([y for _, y in points], _HEIGHT - _BOTTOM, top, log=log_y)
+    parts = [head, *legend, *_grid(x_axis, y_axis)]
+    for number, line in enumerate(clean.values()):
         color = _COLORS[number % len(_COLORS)]
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" style="stroke:{color}"/>')
         if len(line) <= 40:
             dots = (f'<circle cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2" fill="{color}"/>' for x, y in line)
             parts.extend(dots)
-        if len(clean) > 1:
-            y = _TOP + 12 * number + 4
-            parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y}" class="legend" fill="{color}">{escape(name)}</text>')
     return "".join(parts) + "</svg>"
+
+
+def _legend(title: str, names: Sequence[str]) -> tuple[list[str], int]:
+    """The names in the colours of their lines, beside the title and below it, and how many lines are below it."""
+    parts, x, line = [], _LEFT + _TITLE_CHAR * len(title) + _LEGEND_GAP, 0
+    for number, name in enumerate(names):
+        width = _LEGEND_CHAR * len(name)
+        if x + width > _WIDTH - _RIGHT:
+            x, line = _LEFT, line + 1
+        color = _COLORS[number % len(_COLORS)]
+        y = 18 + _LEGEND_LINE * line
+        parts.append(f'<text x="{x}" y="{y}" class="legend" fill="{color}">{escape(name)}</text>')
+        x += width + _LEGEND_GAP
+    return parts, line
+
+
+def _are_whole(points: Points) -> bool:
+    return all(float(x).is_integer() for x, _ in points)
 
 
 def _drawable(point: tuple[float, float], log_y: bool) -> bool:
@@ -54,7 +74,7 @@ class _Axis:
         self.ticks = ticks
 
     @classmethod
-    def around(cls, numbers: list[float], start: float, end: float, *, log: bool) -> "_Axis":
+    def around(cls, numbers: list[float], start: float, end: float, *, log: bool, whole: bool = False) -> "_Axis":
         if log:
             low, high = (bound(math.log10(edge(numbers))) for bound, edge in ((math.floor, min), (math.ceil, max)))
             high = max(high, low + 1)
@@ -62,6 +82,7 @@ class _Axis:
             return cls(low, high, start, end, ticks, True)
         low, high = min(numbers), max(numbers)
         step = _round_step((high - low) / 4 if high > low else max(abs(high), 1.0))
+        step = max(step, 1.0) if whole else step  # half a step is none
         first, last = math.floor(low / step), math.ceil(high / step)
         last = max(last, first + 1)
         return cls(first * step, last * step, start, end, [n * step for n in range(first, last + 1)], False)
@@ -82,9 +103,13 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     for tick in y_axis.ticks:
         y = y_axis.at(tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick-y">{tick:.4g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick-y">{_number(tick)}</text>')
     parts.extend(
-        f'<text x="{x_axis.at(tick):.1f}" y="{_HEIGHT - _BOTTOM + 18}" class="tick-x">{tick:.4g}</text>'
+        f'<text x="{x_axis.at(tick):.1f}" y="{_HEIGHT - _BOTTOM + 18}" class="tick-x">{_number(tick)}</text>'
         for tick in x_axis.ticks
     )
     return parts
+
+
+def _number(tick: float) -> str:
+    return f"{tick:.10g}" if abs(tick) < 1e7 else f"{tick:.4g}"

@@ -35,17 +35,20 @@ svg text {{ font: 11px system-ui, sans-serif; }}
 .grid {{ stroke: var(--line); }}
 .title {{ font-size: 14px; font-weight: 600; fill: var(--ink); }}
 .tick-x, .tick-y, .empty {{ fill: var(--soft); }}
-.tick-y, .legend {{ text-anchor: end; }}
+.tick-y {{ text-anchor: end; }}
 .tick-x, .empty {{ text-anchor: middle; }}
 table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); }}
-.text {{ font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
+th, td {{ text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid var(--line); }}
+.text {{
+  font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+  max-height: 15rem; overflow-y: auto;
+}}
 .good {{ color: var(--good); }}
 pre {{ overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: .8rem; font-size: 13px; }}
 </style></head><body>
 <h1>{title}</h1><p class="sub">{summary}</p>
 <div class="charts">{charts}</div>
-<h2>Rollouts</h2>
+<h2>Rollouts</h2>{about}
 <table><thead><tr><th>step</th><th>prompt</th><th>response</th><th>ground truth</th><th>score</th></tr></thead>
 <tbody>{rollouts}</tbody></table>
 <h2>Configuration</h2><pre>{config}</pre>
@@ -60,6 +63,7 @@ def write_report(run: RunDir) -> None:
         title=escape(run.path.name),
         summary=escape(_summary(metrics)),
         charts="".join(_charts(metrics)),
+        about=f"<p>{escape(run.about.read_text())}</p>" if run.about.is_file() else "",
         rollouts="".join(_rollout_rows(run.read_rollouts())),
         config=escape(run.config.read_text()),
     )
@@ -99,12 +103,15 @@ def _charts(metrics: Sequence[dict[str, Any]]) -> list[str]:
     charts += [
         line_chart(title, {label: line})
         for title, label, name in (
-            ("Training speed", "tokens per second", "perf/tokens_per_s/actor"),
+            ("Training speed (tokens per second)", "all ranks", "perf/tokens_per_s/actor"),
             ("Model FLOPs utilisation of training", "share of the peak", "perf/mfu/actor"),
             ("Peak memory of training (GiB)", "rank with the most", "perf/max_memory_allocated_gb"),
         )
         if (line := _line(rl, name))
     ]
+    errors = {"training": _line(rl, "reward/num_errors"), "validation": _line(rl, "val/num_errors")}
+    if any(number > 0 for line in errors.values() for _, number in line):
+        charts.append(line_chart("Rewards that failed", errors))
     if warmup:
         loss = _line(warmup, "sft/loss", lambda row: row["sft/step"])
         charts.append(line_chart("Warm-up: SFT loss", {"loss": loss}))
@@ -133,7 +140,8 @@ def _rollout_rows(rollouts: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
     for row in (row for step in shown for row in by_step[step]):
         texts = "".join(
-            f'<td class="text">{escape(str(row[key]))}</td>' for key in ("prompt", "response", "ground_truth")
+            f'<td><div class="text">{escape(str(row[name]))}</div></td>'
+            for name in ("prompt", "response", "ground_truth")
         )
         style = ' class="good"' if row["acc"] >= 1 else ""
         rows.append(f"<tr><td>{row['step']}</td>{texts}<td{style}>{row['score']:g}</td></tr>")

@@ -29,6 +29,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.report = path / "report.html"
+        self.about = path / "assets" / "about.txt"  # of a demo, what its problems are
         self.lock = path / "lock"
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:

@@ -7,10 +7,11 @@ from tidemill_trainer.demo.task import CHARACTERS, addition_rows, write_jsonl
 NUM_DIGITS = 2
 NUM_TRAIN = 8192
 NUM_VAL = 512
+ABOUT = "The digits of a sum are written from right to left, as one adds by hand: the answer to 47+85= is 231."
 
 
 def write_assets(folder: Path, seed: int = 0) -> list[str]:
-    """Writes `model/`, `train.jsonl` and `val.jsonl` to `folder`.
+    """Writes `model/`, `train.jsonl`, `val.jsonl` and, for the report, `about.txt` to `folder`.
 
     Returns:
         `key=value` overrides that point a configuration at them.
@@ -22,6 +23,7 @@ def write_assets(folder: Path, seed: int = 0) -> list[str]:
     train, val = addition_rows(NUM_DIGITS, NUM_TRAIN, NUM_VAL, seed)
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "val.jsonl", val)
+    (folder / "about.txt").write_text(ABOUT)
     return [
         f"model.path={folder / 'model'}",
         f'data.train_files=["{folder / "train.jsonl"}"]',
