@@ -290,3 +290,42 @@ def _on_its_way() -> tuple[type, list[float]]:
 
 def test_values_that_a_collective_still_brings_are_waited_for():
     assert run_ranks(_on_its_way, 2) == [(Tensor, [2.0, 2.0, 2.0])] * 2
+
+
+def test_what_torch_has_put_off_is_done_before_a_tensor_is_sent():
+    numbers = torch.complex(torch.randn(4), torch.randn(4))
+    for name, tensor in {"negated": numbers.conj().imag, "conjugated": numbers.conj()}.items():
+        assert tensor.is_neg() or tensor.is_conj()
+        items = [(name, tensor)]
+        piece = held(name, tensor, None, 0)
+        assert piece is not None
+        assert not piece.local.is_neg()
+        assert not piece.local.is_conj()
+        assert piece.local.tolist() == tensor.tolist()
+        known = Known(items)
+        assert known.are(items)
+        assert not known.hold([piece])
+        plain = numbers.imag if tensor.is_neg() else numbers
+        assert plain.data_ptr() == tensor.data_ptr()
+        assert not known.are([(name, plain)])
+
+
+def _uneven() -> tuple[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = torch.zeros(5 if dist.get_rank() == 0 else 3, 2)
+    sizes = {"shape": torch.Size((8, 2)), "stride": (2, 1), "run_check": False}
+    tensor = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], **sizes)
+    with pytest.raises(ValueError, match="tensor 'w' holds values") as caught:
+        held("w", tensor, None, 0)
+    told, _, rest = str(caught.value).partition(", where")
+    return told, rest.partition(":")[0]
+
+
+def test_a_dtensor_whose_values_do_not_fit_its_placements_is_refused():
+    say = " its placements (Shard(dim=0),) of (8, 2) say (4, 2)"
+    assert run_ranks(_uneven, 2) == [
+        ("tensor 'w' holds values of the shape (5, 2) on rank 0", say),
+        ("tensor 'w' holds values of the shape (3, 2) on rank 1", say),
+    ]

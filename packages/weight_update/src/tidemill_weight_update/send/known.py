@@ -73,7 +73,7 @@ def _kind(tensor: Tensor) -> str:
 def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
     """All that is described of a tensor, but its address and values."""
     local = local_values(tensor)
-    own = (local.shape, local.stride(), local.dtype, local.device)
+    own = (local.shape, local.stride(), local.dtype, local.device, local.is_neg(), local.is_conj())
     if isinstance(tensor, LocalShard):
         place = (tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.start)
         return *own, *place, tensor.replica, tensor.num_replicas

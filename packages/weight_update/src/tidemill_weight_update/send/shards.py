@@ -105,7 +105,7 @@ def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, grou
 
     Raises:
         TypeError: the tensor has no dense storage, or is of a class that hides where its values are.
-        ValueError: a LocalShard that does not fit.
+        ValueError: a LocalShard that does not fit, or a DTensor whose values do not fit its placements.
     """
     if isinstance(tensor, LocalShard):
         try:
@@ -167,7 +167,7 @@ def dense_values(name: str, tensor: Tensor) -> Tensor:
             f"own and not exactly one tensor of its shape {tuple(values.shape)} and dtype {values.dtype} inside; pass "
             f"its values as a plain tensor"
         )
-    return values
+    return values.resolve_conj().resolve_neg()  # what torch has put off is not in memory yet
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -239,7 +239,14 @@ def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) ->
         offset, shape[dim] = shard_range(shape[dim], coordinate[axis], mesh.size(axis))
         start[dim] += offset
     box = Box(start=tuple(start), shape=tuple(shape))
-    return _held(name, tensor.to_local(), tuple(tensor.shape), box, dtype, (replica, num_replicas))
+    local = tensor.to_local()
+    if tuple(local.shape) != box.shape and (local.numel() or box.numel):
+        raise ValueError(
+            f"tensor {name!r} holds values of the shape {tuple(local.shape)} on rank {mesh.get_rank()}, where its "
+            f"placements {tensor.placements} of {tuple(tensor.shape)} say {box.shape}: they cut a tensor as "
+            f"torch.chunk does; pass parts of other sizes as LocalShard(start=...)"
+        )
+    return _held(name, local, tuple(tensor.shape), box, dtype, (replica, num_replicas))
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
