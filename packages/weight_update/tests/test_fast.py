@@ -310,3 +310,13 @@ def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
     assert all(len(receiver._parsed) < 6 and len(receiver._incoming) < 6 for receiver in engine.receivers)
     assert all(len(receiver._mailboxes) == 1 for receiver in engine.receivers)
     updater.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_default_device_of_the_trainer_changes_nothing(mode):
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    with torch.device("meta"):
+        assert updater.update(as_mode(tensors(), mode), 1).verified
+    assert holds(engine, tensors())
+    updater.close()

@@ -121,7 +121,7 @@ def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             f"{name} starts at byte {start} of its storage, not at a multiple of the {dtype.itemsize} bytes of {dtype}"
         )
     num_elements = (tensor.untyped_storage().nbytes() - start) // dtype.itemsize
-    whole = torch.empty(0, dtype=dtype)
+    whole = torch.empty(0, dtype=dtype, device="cpu")
     return whole.set_(tensor.detach().untyped_storage(), start // dtype.itemsize, (num_elements,), (1,))
 
 
