@@ -316,7 +316,8 @@ def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
 def test_a_default_device_of_the_trainer_changes_nothing(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)
+    given = as_mode(tensors(), mode)
     with torch.device("meta"):
-        assert updater.update(as_mode(tensors(), mode), 1).verified
+        assert updater.update(given, 1).verified
     assert holds(engine, tensors())
     updater.close()
