@@ -59,6 +59,11 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ("actor.omp_num_threads=0", r"omp_num_threads must be at least 1; got 0"),
         ("actor.timeout_s=-1", r"actor: timeout_s must be above 0 seconds; got -1"),
         ("warmup.lr=-1", r"warmup: lr must be 0 or more; got -1"),
+        ("warmup.lr=inf", r"warmup: lr must be finite; got inf"),
+        ("optimizer.lr=inf", r"^optimizer\.lr must be finite; got inf"),
+        ("warmup.until_accuracy=2", r"until_accuracy must be between 0 and 1; got 2"),
+        ("trainer.stop_at_accuracy=90", r"stop_at_accuracy must be between 0 and 1; got 90"),
+        ("trainer.stop_at_accuracy=nan", r"stop_at_accuracy must be between 0 and 1; got nan"),
         ("warmup.test_freq=-1", r"warmup: test_freq must be 0 or more; got -1"),
         ("weight_update.bucket_bytes=0", r"bucket_bytes must be at least 1; got 0"),
         ("weight_update.timeout_s=0", r"weight_update: timeout_s must be above 0 seconds; got 0"),
@@ -128,9 +133,10 @@ def test_names_of_verl_lead_to_keys_that_there_are():
     assert {name for names in RENAMED.values() for name in names} | set(SHORT.values()) <= keys
 
 
-def test_a_missing_key_file_or_syntax(tmp_path):
-    with pytest.raises(ConfigError, match="there is no config file"):
-        load_config(tmp_path / "none.toml")
+def test_a_missing_key_file_or_syntax(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no config file {tmp_path / 'none.toml'}"):
+        load_config("none.toml")
     bad = tmp_path / "bad.toml"
     bad.write_text("[model\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
@@ -144,6 +150,14 @@ def test_a_missing_key_file_or_syntax(tmp_path):
     bad.write_text("[model]\n")
     with pytest.raises(ConfigError, match=r"config key model\.path is required"):
         load_config(bad)
+
+
+def test_paths_may_begin_at_home(empty, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["model.path=~/m", "data.train_files=['~/t.jsonl']", "reward.function=~/r.py:f", "trainer.run_dir=~/runs"]
+    config = load_config(empty, paths)
+    assert (config.model.path, config.data.train_files) == ("/home/me/m", ("/home/me/t.jsonl",))
+    assert (config.reward.function, config.trainer.run_dir) == ("/home/me/r.py:f", "/home/me/runs")
 
 
 def test_the_engine_is_chosen_by_its_backend(tmp_path):
@@ -185,6 +199,9 @@ def test_the_command_takes_keys_before_and_after_options(empty, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", str(empty), "--resume", "trainer.seed=1", "--bogus"])
     assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(empty), "--res"])
+    assert "unrecognized arguments: --res" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

@@ -39,7 +39,7 @@ def test_the_inputs_of_the_demo(assets, shown):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.path=nowhere", r"model\.path: there is no Hugging Face model in nowhere \(no config\.json\)"),
+        ("model.path=nowhere", r"model\.path: there is no .* model in /.*/nowhere \(no config\.json\); .*hf download"),
         ("rollout.response_length=60", r"is 76; the model has 64 positions"),
         ("rollout.tensor_parallel_size=3", r"rollout\.tensor_parallel_size=3 does not divide the model's 4 attention"),
     ],
@@ -131,7 +131,7 @@ def test_skipped_prompts_are_counted_aloud(assets, tmp_path):
     [
         (["reward.function=exactmatch"], "unknown reward function 'exactmatch'; registered: exact_match"),
         (["optimizer.learning_rate=1"], "unknown config key optimizer.learning_rate"),
-        (['data.train_files=["none.jsonl"]'], "there is no data file none.jsonl"),
+        (['data.train_files=["none.jsonl"]'], f"there is no data file {Path('none.jsonl').absolute()}"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing(assets, tmp_path, capfd, monkeypatch, arguments, message):
@@ -170,6 +170,15 @@ def test_a_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path, capfd, monke
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "error: the demo's model could not be written to " in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_that_are_seldom_meant_are_told(assets, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2", "response": "2"}) + "\n")
+    out = io.StringIO()
+    sizes = ["trainer.total_steps=4", "actor.ppo_mini_batch_size=32", "data.train_batch_size=100"]
+    _load(assets, Progress(Console(file=out)), f'data.train_files=["{tmp_path / "t.jsonl"}"]', *sizes)
+    assert "data.train_batch_size=100 is more than the 1 problems to train on" in out.getvalue()
+    assert "optimizer.lr_warmup_steps=20 is more than the 16 optimizer steps" in out.getvalue()
 
 
 def test_help_lists_the_options(capsys):

@@ -120,7 +120,7 @@ def test_a_module_path_and_a_registered_name(tokenizer):
     ("name", "message"),
     [
         ("exactmatch", "unknown reward function 'exactmatch'; registered: exact_match"),
-        ("none.py:f", r"there is no file none\.py"),
+        ("none.py:f", r"there is no file /.*/none\.py"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("tidemill_trainer.rewards:nothing", "has no function 'nothing'"),
     ],

@@ -87,7 +87,10 @@ class Checkpoints:
         try:
             state = json.loads((path / _STATE).read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a whole checkpoint ({error}); {self._newest(path)}") from error
+            raise CheckpointError(
+                f"{path} is not a whole checkpoint ({error}); {self._newest(path)}; remove the damaged folder to go on "
+                "without it"
+            ) from error
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
         return state["step"]

@@ -45,11 +45,15 @@ def _interrupt(_signum: int, _frame: object) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tidemill", description="Reinforcement learning for language models.")
+    parser = argparse.ArgumentParser(
+        prog="tidemill", description="Reinforcement learning for language models.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"tidemill {version('tidemill-trainer')}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    demo = commands.add_parser("demo", help="train a tiny model on this machine, no GPU and no download needed")
+    demo = commands.add_parser(
+        "demo", help="train a tiny model on this machine, no GPU and no download needed", allow_abbrev=False
+    )
     demo.add_argument(
         "--config",
         type=Path,
@@ -57,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONFIG.toml",
         help="another configuration than the demo's own",
     )
-    train = commands.add_parser("train", help="train with your own configuration")
+    train = commands.add_parser("train", help="train with your own configuration", allow_abbrev=False)
     train.add_argument("config", type=Path, metavar="CONFIG.toml")
     train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     for command in (demo, train):

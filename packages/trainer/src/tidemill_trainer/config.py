@@ -208,6 +208,9 @@ class WarmupConfig:
         _require(self.batch_size >= 1, f"batch_size must be at least 1; got {self.batch_size}")
         _require(self.lr >= 0, f"lr must be 0 or more; got {self.lr}")
         _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
+        _require(math.isfinite(self.lr), f"lr must be finite; got {self.lr}")
+        goal = self.until_accuracy
+        _require(0 <= goal <= 1, f"until_accuracy must be between 0 and 1; got {goal}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +241,7 @@ class TrainerConfig:
         total_steps: steps of the reinforcement learning, each on one batch of prompts; with mini-batches or epochs a
             step is several optimizer steps, which `optimizer.total_steps` and `lr_warmup_steps` count.
         val_before_train: validate before the first step (after a warm-up this is always done).
-        stop_at_accuracy: ends the run at the first validation that reaches it.
+        stop_at_accuracy: ends the run at the first validation that reaches it; between 0 and 1.
         test_freq: validate every so many steps; 0 means at the end only.
         save_freq: a checkpoint every so many steps. 0 means at the end only: what is interrupted before that cannot be
             resumed (but from the end of its warm-up, if it has one).
@@ -262,6 +265,8 @@ class TrainerConfig:
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
+        goal = self.stop_at_accuracy
+        _require(goal is None or 0 <= goal <= 1, f"stop_at_accuracy must be between 0 and 1; got {goal}")
         _require(self.total_steps >= 1, f"total_steps must be at least 1; got {self.total_steps}")
         _require(self.max_ckpt_to_keep >= 1, f"max_ckpt_to_keep must be at least 1; got {self.max_ckpt_to_keep}")
         _require(0 <= self.seed < 2**64, f"seed must be 0 or more and have at most 64 bits; got {self.seed}")
@@ -306,6 +311,7 @@ class Config:
             f"rollout.max_total_tokens={pool} holds no response of the longest, data.max_prompt_length + "
             f"rollout.response_length = {longest}",
         )
+        _require(math.isfinite(self.optimizer.lr), f"optimizer.lr must be finite; got {self.optimizer.lr}")
         self._check_division()
         size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
         _require(

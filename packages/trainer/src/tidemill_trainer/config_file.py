@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,21 +28,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: TOML with one table per field of `Config`.
         overrides: "section.key=value", where value is TOML, or else taken as a string. Megatron's parallel sizes may
-            be called "engine.tp", "pp", "vpp", "cp", "ep" and "etp".
+            be called "engine.tp", "pp", "vpp", "cp", "ep" and "etp". A path may begin with "~".
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key (the nearest known one is named), or a wrong value.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path}")
+        raise ConfigError(f"there is no config file {path.absolute()}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply(data, override)
-    return parse_config(data)
+    return _with_paths(parse_config(data), os.path.expanduser)
 
 
 def parse_config(data: dict[str, Any]) -> Config:
@@ -60,21 +61,23 @@ def parse_config(data: dict[str, Any]) -> Config:
 def with_absolute_paths(config: Config) -> Config:
     """The same configuration for any working directory: relative paths are those of the current one."""
 
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute())
+    return _with_paths(config, lambda path: str(Path(path).absolute()))
 
+
+def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
+    """The same configuration with every path changed."""
     data, function = config.data, config.reward.function
     file, colon, attr = function.rpartition(":")
     return replace(
         config,
-        model=replace(config.model, path=absolute(config.model.path)),
+        model=replace(config.model, path=change(config.model.path)),
         data=replace(
             data,
-            train_files=tuple(absolute(path) for path in data.train_files),
-            val_files=tuple(absolute(path) for path in data.val_files),
+            train_files=tuple(change(path) for path in data.train_files),
+            val_files=tuple(change(path) for path in data.val_files),
         ),
-        reward=replace(config.reward, function=f"{absolute(file)}{colon}{attr}" if file.endswith(".py") else function),
-        trainer=replace(config.trainer, run_dir=absolute(config.trainer.run_dir)),
+        reward=replace(config.reward, function=f"{change(file)}{colon}{attr}" if file.endswith(".py") else function),
+        trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
     )
 
 

@@ -121,7 +121,7 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise DataError(f"there is no data file {path}")
+        raise DataError(f"there is no data file {path.absolute()}")
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet

@@ -43,7 +43,26 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
     val_data = load(config.data.val_files) if config.data.val_files else None
     if config.warmup.max_steps > 0 and any(text is None for text in train_data.non_tensor_batch["response"]):
         raise DataError("the warm-up needs a `response` in every row; set warmup.max_steps=0 to train without it")
+    _warn_of_sizes(config, len(train_data), progress)
     return Inputs(tokenizer=tokenizer, train=train_data, val=val_data, reward_fn=reward_fn)
+
+
+def _warn_of_sizes(config: Config, num_problems: int, progress: Progress) -> None:
+    """Says what is possible and seldom meant."""
+    prompts, optimizer = config.data.train_batch_size, config.optimizer
+    if prompts > num_problems:
+        progress.warn(
+            f"data.train_batch_size={prompts} is more than the {num_problems} problems to train on: "
+            "each step has some of them more than once"
+        )
+    size = config.actor.ppo_mini_batch_size
+    per_step = config.actor.ppo_epochs * (1 if size is None else -(-prompts // size))
+    num_steps = config.trainer.total_steps * per_step
+    if optimizer.lr_warmup_steps > num_steps:
+        progress.warn(
+            f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is more than the {num_steps} optimizer steps of "
+            "the run: the learning rate stays below optimizer.lr"
+        )
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

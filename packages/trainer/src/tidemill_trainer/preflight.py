@@ -26,7 +26,11 @@ def check_model(config: Config) -> None:
     """
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"config key model.path: there is no Hugging Face model in {path} (no config.json)")
+        hub = "; one of the Hugging Face hub is downloaded first: hf download ORG/NAME --local-dir FOLDER"
+        raise ConfigError(
+            f"config key model.path: there is no Hugging Face model in {path.absolute()} (no config.json)"
+            f"{'' if path.exists() else hub}"
+        )
     model = _read_config(path / "config.json")
     longest = config.data.max_prompt_length + config.rollout.response_length
     limit = model.get("max_position_embeddings")

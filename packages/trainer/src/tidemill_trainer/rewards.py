@@ -65,7 +65,7 @@ def load_reward(function: str) -> RewardFn:
             f'or give "pkg.mod:attr" or "path/file.py:attr"'
         )
     if target.endswith(".py") and not Path(target).is_file():
-        raise RewardError(f"reward function {function!r}: there is no file {target}")
+        raise RewardError(f"reward function {function!r}: there is no file {Path(target).absolute()}")
     try:
         module = _import_file(Path(target)) if target.endswith(".py") else importlib.import_module(target)
     except (Exception, SystemExit) as error:
