@@ -78,8 +78,9 @@ def _late() -> list[list[int]]:
     rows = ranks.exchange(None, [rank])  # as long as the process group waits
     if rank == 1:
         time.sleep(2)
-    with pytest.raises(RankLostError):
-        ranks.exchange(None, [rank], timeout_s=0.5)
+    with pytest.raises(RankLostError) as caught:
+        ranks.exchange(KeyError("t7") if rank == 0 else None, [rank], timeout_s=0.5)
+    assert getattr(caught.value, "__notes__", []) == ["this rank had failed before: KeyError: 't7'"] * (rank == 0)
     return rows
 
 

@@ -109,6 +109,29 @@ def test_an_iterator_that_raises_on_one_rank_raises_on_all(bad_rank):
     assert results[0][1] == "2"
 
 
+def _part_does_not_fit(bad_rank: int):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.zeros(5 if dist.get_rank() == bad_rank else 4, 3)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, 3)), stride=(3, 1), run_check=False)
+    engine = MemoryEngine()
+    items = [("good", torch.zeros(40)), ("uneven", tensor)]
+    told = _outcome(items, [engine] if dist.get_rank() == 0 else [])
+    dist.barrier()  # nobody waits in another collective
+    return told, engine.calls
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_part_that_does_not_fit_on_one_rank_is_an_error_on_all(bad_rank):
+    results = run_ranks(_part_does_not_fit, 2, bad_rank, timeout_s=60)
+    told = "ValueError: tensor 'uneven' holds values of the shape (5, 3) on this rank, where its placements"
+    assert results[bad_rank][0].startswith(told)
+    assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {told}")
+    assert results[0][1] == ["load 0 None", "pause abort", "load 0 2", "flush", "resume"]
+
+
 def _engine_fails():
     items = [(f"t{i}", torch.zeros(32)) for i in range(4)]
     return _outcome(items, [MemoryEngine(fail_at=2)] if dist.get_rank() == 0 else [])

@@ -15,7 +15,7 @@ from tidemill_weight_update.memory.arena import HostArena
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
 from tidemill_weight_update.send.fleet import Member
-from tidemill_weight_update.send.gather import gather
+from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
 from tidemill_weight_update.stages import Stages
 
@@ -55,6 +55,7 @@ class AdapterPath:
         arena: HostArena | None = None
         with failure, stages("prepare"):
             bucket = _bucket(named_tensors, config, self._dtype)
+            check_parts(bucket)
             arena = HostArena(bucket.num_bytes) if self._ranks.rank == 0 else None
         digest = 0 if bucket is None else bucket.digest(name, config, replaces)
         told = "" if bucket is None else f"adapter {name!r} of {config} ({tensor_range(bucket.entries)})"

@@ -1,5 +1,6 @@
 """From the trainer's tensors to the rank that owns the arena: one collective for all shards of a bucket."""
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.send.bucket import Bucket, TensorEntry
-from tidemill_weight_update.send.shards import shard_range
+from tidemill_weight_update.send.shards import is_dtensor, shard_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +45,26 @@ class _Sharded:
         shape = list(self.entry.shape)
         shape[self.dim] = shard_range(shape[self.dim], rank, num_ranks)[1]
         return tuple(shape)
+
+
+def check_parts(bucket: Bucket) -> None:
+    """Looks at this rank's parts before `gather`, in which other ranks would wait for it.
+
+    Raises:
+        ValueError: a DTensor holds other values than its placement says.
+    """
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        axes = _sharded_axes(tensor) if is_dtensor(tensor) else None
+        if not is_dtensor(tensor) or axes is None or len(axes) != 1 or tensor.device_mesh.get_coordinate() is None:
+            continue
+        ((axis, dim),) = axes.items()
+        sharded = _Sharded(entry=entry, local=tensor.to_local(), dim=dim)
+        expected = sharded.shard_shape(tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis))
+        if tuple(sharded.local.shape) != expected and (sharded.local.numel() or math.prod(expected)):
+            raise ValueError(
+                f"tensor {entry.name!r} holds values of the shape {tuple(sharded.local.shape)} on this rank, where its "
+                f"placements {tensor.placements} of {entry.shape} say {expected}: they cut a tensor as torch.chunk does"
+            )
 
 
 def gather(bucket: Bucket, owner: int) -> list[Piece]:

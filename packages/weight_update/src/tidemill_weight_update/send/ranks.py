@@ -71,7 +71,12 @@ class Ranks:
             if error is not None:
                 raise error
             return [list(numbers)]
-        gathered = self._gather([error is not None, *numbers], timeout_s)
+        try:
+            gathered = self._gather([error is not None, *numbers], timeout_s)
+        except RankLostError as lost:
+            if error is not None:
+                lost.add_note(f"this rank had failed before: {type(error).__name__}: {error}")
+            raise
         failed = [rank for rank, row in enumerate(gathered) if row[0]]
         if not failed:
             return [row[1:] for row in gathered]

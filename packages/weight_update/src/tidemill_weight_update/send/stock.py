@@ -10,7 +10,7 @@ from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_stock_aren
 from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
 from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
 from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
-from tidemill_weight_update.send.gather import gather
+from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
 from tidemill_weight_update.send.source import NamedTensors
 from tidemill_weight_update.stages import Stages
@@ -60,10 +60,10 @@ class StockPath:
             bucket, arena = self._next(buckets, failure)
             self._agree(failure, bucket, version)
             assert bucket is not None
-            with stages("gather"):
-                pieces = gather(bucket, self._ranks.owner)
-            if arena is not None:
-                with failure:
+            with failure:
+                with stages("gather"):
+                    pieces = gather(bucket, self._ranks.owner)
+                if arena is not None:
                     with stages("fill"):
                         for piece in pieces:
                             piece.copy_to(arena.data)
@@ -93,6 +93,7 @@ class StockPath:
             return None, None
         with failure:
             bucket = next(buckets)
+            check_parts(bucket)
             if self._ranks.rank != 0:
                 return bucket, None
             if self._arenas is None:
