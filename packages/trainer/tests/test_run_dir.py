@@ -120,7 +120,8 @@ def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
 
 def test_a_run_that_ended_too_soon_says_how_to_continue(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
-    assert "a; nothing was measured yet, so the same command starts it over" in run.how_to_continue()
+    assert f"a; nothing was measured yet, start it over with: tidemill train {run.config}" in run.how_to_continue()
+    assert _open(load_config(run.config), "config", resume=False).path == run.path
     _begin(run, saved=False)
     assert re.search(r"a, step 1 was the last; it has no checkpoint .*trainer\.save_freq", run.how_to_continue())
     _begin(run)

@@ -53,7 +53,7 @@ class RunDir:
 
     def has_begun(self) -> bool:
         """Whether anything was measured or saved; a run whose start failed has not, and may be started over."""
-        return self.newest_checkpoint() is not None or bool(self.read_metrics())
+        return self.newest_checkpoint() is not None or next(_read(self.metrics), None) is not None
 
     def check_resumable(self) -> None:
         """Refuses to start over a run that has measured something, which would erase it.
@@ -76,7 +76,7 @@ class RunDir:
             return f"{text}; continue from its checkpoint of step {saved} with: tidemill train {self.config} --resume"
         if self.has_begun():
             return f"{text}; it has no checkpoint to continue from (trainer.save_freq makes them)"
-        return f"The run is in {self.path}; nothing was measured yet, so the same command starts it over"
+        return f"The run is in {self.path}; nothing was measured yet, start it over with: tidemill train {self.config}"
 
     def forget_after(self, step: int) -> None:
         """Drops metrics and rollouts of steps after `step`, which a resumed run makes again."""
