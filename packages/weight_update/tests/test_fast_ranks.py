@@ -327,6 +327,8 @@ def _plain(kind: str, mode: str, *, partial: bool) -> str:
             updater.update(as_mode(given, mode), version, partial=partial)
         except (ValueError, RuntimeError) as error:
             told = f"{type(error).__name__}: {error}"
+            if partial:  # the engine holds a mix
+                updater.update(as_mode(tensors(0).items(), mode), 0)
     if engines:
         assert holds(engines[0], tensors(1)) == (holder == 0)
         assert engines[0].version == ("0" if holder else "2")
