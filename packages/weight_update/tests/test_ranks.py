@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
-from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
-from toy_engines import ToyEngine, holds, tensors
+from toy_engines import SHAPES, ToyEngine, holds, tensors
 
 TIMEOUT_S = 1.0
 
@@ -68,6 +68,31 @@ def test_a_rank_that_is_stopped_is_lost_to_the_others_in_time(victim, kind):
         if rank != victim:
             assert "a trainer rank does not answer" in told, (rank, told)
             assert seconds < 3 * TIMEOUT_S + 3
+
+
+def _of_mixed_kinds(streaming: int, partial: bool) -> tuple[str, bool]:
+    rank = dist.get_rank()
+    engines = [ToyEngine(2)] if rank == 0 else []
+    updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=5, in_flight="retract")
+    updater.update(tensors(0).items(), 0)
+    whole = tensors(1)
+    norm = LocalShard(tensor=whole.pop("norm.weight"), global_shape=tuple(SHAPES["norm.weight"]))
+    items = [("norm.weight", norm)] if rank == 1 else list(whole.items())
+    with pytest.raises(TypeError) as caught:
+        updater.update(iter(items) if rank == streaming else items, 1, partial=partial)
+    for engine in engines:
+        assert holds(engine, tensors(0))
+        assert (engine.paused, engine.version, engine.calls.count("pause retract")) == (None, "0", 1)
+    updater.update(iter(items), 2)
+    updater.close()
+    return str(caught.value), all(holds(engine, tensors(1)) for engine in engines)
+
+
+@pytest.mark.parametrize(("streaming", "partial"), [(0, False), (1, False), (1, True)])
+def test_ranks_that_pass_a_collection_and_a_generator_are_told_so_before_anything_changes(streaming, partial):
+    for told, is_well in run_ranks(_of_mixed_kinds, 2, streaming, partial):
+        assert told.startswith(f"rank {streaming} of 2 passed a generator and the others a collection")
+        assert is_well
 
 
 def _late() -> list[list[int]]:

@@ -138,7 +138,8 @@ class WeightUpdater:
                 can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
                 fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent),
                 a partial update of an engine that needs a complete one.
-            TypeError: an item that is not `(name, dense tensor)`, or a generator for engines of both paths.
+            TypeError: an item that is not `(name, dense tensor)`, a generator for engines of both paths, or (fast path)
+                on some ranks only.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
                 as it is. An error on one rank is an error on all. If a rank is lost (`RankLostError`), close the
@@ -154,8 +155,11 @@ class WeightUpdater:
             self._check_ready(version)
             fleet = self._assemble(engines, "update", self._in_flight, is_whole=not partial)
             begun = self._fast.begin(self._sequence)
-        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock)])
-        _, _, num_receivers, num_stock = rows[0]
+        is_stream = isinstance(named_tensors, Iterator)
+        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), is_stream])
+        _, _, num_receivers, num_stock, _ = rows[0]
+        if num_receivers:
+            _check_kinds([bool(row[-1]) for row in rows])
         fast = stock = (0, 0, 0)
         with self._settled(fleet, "update"):
             if num_receivers:
@@ -380,3 +384,13 @@ class WeightUpdater:
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["fenced"].items()))
         return outcome
+
+
+def _check_kinds(are_streams: Sequence[bool]) -> None:
+    """What may be missing, engines are told once for all ranks."""
+    if len(set(are_streams)) > 1:
+        streams = ", ".join(str(rank) for rank, is_stream in enumerate(are_streams) if is_stream)
+        raise TypeError(
+            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all must pass the "
+            f"same kind: list(...) makes a collection of a generator, iter(...) an iterator of a collection"
+        )
