@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Elements of `parameter` that loading sets to a constant, such as padding: to be written once, before any copy.
+    """Elements of `parameter` that loading sets to a constant, such as padding: to be written before any copy.
 
     Counted as in `Copy`: element `offset + sum(i_d * strides[d])` for all `i` below `shape`.
     """

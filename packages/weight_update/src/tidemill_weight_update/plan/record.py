@@ -133,7 +133,7 @@ def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
 
 
 def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None:
-    """Writes the constants of a plan, `parameters` being the model's. Needed once for an engine, before any copy."""
+    """Writes the constants of a plan, `parameters` being the model's. Needed before any copy."""
     for fill in fills:
         data = parameters[fill.parameter].detach()
         data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)

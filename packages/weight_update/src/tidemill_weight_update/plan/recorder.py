@@ -29,6 +29,7 @@ class Recorder:
         self.sources: dict[str, SourceSpec] = {}
         self.plan = CopyPlan(copies=())
         self._fills: list[Fill] = []
+        self._filled: dict[str, nn.Parameter] = {}  # thousands of others are not looked for at each update
         self._proven = False
 
     def cover(self, sources: Sequence[SourceSpec]) -> None:
@@ -42,9 +43,14 @@ class Recorder:
         if self.plan is not before:
             self._fills = list(self.plan.fills)
 
-    def begin(self) -> None:
-        """Starts an update whose sources are not known before, for `extend`."""
+    def begin(self, *, all_come: bool) -> None:
+        """Starts an update; its sources are those of `cover`, or come to `extend`.
+
+        If all parameters are written anew, so are the constants: memory may have been given back and taken again since.
+        """
         self._came = {}
+        if all_come and self._proven:
+            self._fills = list(self.plan.fills)
 
     def extend(self, sources: Sequence[SourceSpec]) -> None:
         """Adds sources to `plan`, which proves nothing about coverage then.
@@ -85,7 +91,12 @@ class Recorder:
             self._proven = True
 
     def write_fills(self) -> None:
-        """Writes the constants that came to the plan since the last call. Copies of their sources come afterwards."""
-        if self._fills:
-            write_fills(dict(self._model.named_parameters()), self._fills)
-            self._fills = []
+        """Writes the constants that came to the plan since the last call, or all, if an update that brings all begins.
+        Copies of their sources come afterwards."""
+        if not self._fills:
+            return
+        if any(fill.parameter not in self._filled for fill in self._fills):
+            names = {fill.parameter for fill in (*self._fills, *self.plan.fills)}
+            self._filled = {name: p for name, p in self._model.named_parameters() if name in names}
+        write_fills(self._filled, self._fills)
+        self._fills = []

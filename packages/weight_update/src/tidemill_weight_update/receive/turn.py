@@ -64,7 +64,7 @@ class Turn:
             listed = [self._wait_until_open(box) for box in self._boxes]
         with self._stages("check"):
             manifest = self._prepare(listed) if self._request.complete else None
-            self._receiver.recorder.begin()
+            self._receiver.recorder.begin(all_come=not self._request.partial)
             self.peers.report(CHECKED)
             self.peers.wait(CHECKED)
             if manifest is not None:
