@@ -6,7 +6,7 @@ from html import escape
 
 _WIDTH, _HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 34
-_TITLE_CHAR, _LEGEND_CHAR, _LEGEND_GAP, _LEGEND_LINE = 8, 6, 10, 14  # pixels; of characters about
+_TITLE_CHAR, _LEGEND_CHAR, _LEGEND_GAP, _LEGEND_LINE = 9, 7, 10, 14  # pixels; of characters at most about
 _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774", "#cb912f", "#d44c47")
 
 Points = Sequence[tuple[float, float]]
@@ -23,17 +23,14 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
     drawable = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
     clean = {name: points for name, points in drawable.items() if points}
     points = [point for line in clean.values() for point in line]
-    head = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f'<text x="{_LEFT}" y="18" class="title">{escape(title)}</text>'
-    )
+    heading = _heading(title, list(clean) if len(clean) > 1 else [])
+    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(heading)}'
     if not points:
         return head + f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" class="empty">no data</text></svg>'
-    legend, num_lines = _legend(title, list(clean)) if len(clean) > 1 else ([], 0)
-    top = _TOP + _LEGEND_LINE * num_lines
+    top = _TOP + _LEGEND_LINE * (len(heading) - 1)
     x_axis = _Axis.around([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, log=False, whole=_are_whole(points))
     y_axis = _Axis.around([y for _, y in points], _HEIGHT - _BOTTOM, top, log=log_y)
-    parts = [head, *legend, *_grid(x_axis, y_axis)]
+    parts = [head, *_grid(x_axis, y_axis)]
     for number, line in enumerate(clean.values()):
         color = _COLORS[number % len(_COLORS)]
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line)
@@ -44,18 +41,19 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
     return "".join(parts) + "</svg>"
 
 
-def _legend(title: str, names: Sequence[str]) -> tuple[list[str], int]:
-    """The names in the colours of their lines, beside the title and below it, and how many lines are below it."""
-    parts, x, line = [], _LEFT + _TITLE_CHAR * len(title) + _LEGEND_GAP, 0
+def _heading(title: str, names: Sequence[str]) -> list[str]:
+    """The title, and behind it and in lines below it the names in the colours of their lines; each line is a text."""
+    lines, x = [f'<tspan class="title">{escape(title)}</tspan>'], _LEFT + _TITLE_CHAR * len(title)
     for number, name in enumerate(names):
         width = _LEGEND_CHAR * len(name)
-        if x + width > _WIDTH - _RIGHT:
-            x, line = _LEFT, line + 1
-        color = _COLORS[number % len(_COLORS)]
-        y = 18 + _LEGEND_LINE * line
-        parts.append(f'<text x="{x}" y="{y}" class="legend" fill="{color}">{escape(name)}</text>')
-        x += width + _LEGEND_GAP
-    return parts, line
+        is_first = x + _LEGEND_GAP + width > _WIDTH - _RIGHT
+        if is_first:
+            lines.append("")
+            x = _LEFT - _LEGEND_GAP
+        color, gap = _COLORS[number % len(_COLORS)], "" if is_first else f' dx="{_LEGEND_GAP}"'
+        lines[-1] += f'<tspan class="legend" fill="{color}"{gap}>{escape(name)}</tspan>'
+        x += _LEGEND_GAP + width
+    return [f'<text x="{_LEFT}" y="{18 + _LEGEND_LINE * n}">{line}</text>' for n, line in enumerate(lines)]
 
 
 def _are_whole(points: Points) -> bool:
