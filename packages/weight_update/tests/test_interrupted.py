@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 import threading
 
 import pytest
@@ -149,3 +150,59 @@ def test_what_is_cancelled_in_one_client_fails_that_engine(pair, where):
     assert (second.paused, second.version) == (None, "1")
     assert holds(second, tensors(1))
     assert is_brought_up_to_date(updater, first, second)
+
+
+class Tracing:
+    """Interrupts the trainer at line number `at` of those it comes to while it starts a thread."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_name != "_start" or not frame.f_code.co_filename.endswith("fleet.py"):
+            return None
+        sys.settrace(self.within)
+        return self.line
+
+    def within(self, frame, event, arg):
+        return self.line if frame.f_code.co_qualname == "Thread.start" else None
+
+    def line(self, frame, event, arg):
+        lock = threading._active_limbo_lock  # type: ignore[attr-defined]
+        if event == "line" and not lock._is_owned():  # where Python would lose it, no signal comes
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        elif event == "return" and frame.f_code.co_name == "_start":
+            sys.settrace(None)
+        return self.line
+
+
+def test_an_interrupt_anywhere_as_an_engine_is_asked_leaves_no_call_behind():
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine])
+    updater.update(tensors(0).items(), 0)
+    for at in range(200):
+        before = set(threading.enumerate())
+        tracing = Tracing(at)
+        sys.settrace(tracing)
+        try:
+            updater.update(tensors(1).items(), 1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if tracing.left >= 0:
+            break
+        for thread in set(threading.enumerate()) - before:
+            if thread.ident is not None:
+                thread.join(5)
+                assert not thread.is_alive()
+        assert engine.version == "0"
+        assert engine.paused == "abort" or (engine.paused is None and holds(engine, tensors(0)))
+        updater.update(tensors(0).items(), 0)
+        assert (engine.paused, holds(engine, tensors(0))) == (None, True)
+    assert at > 8
+    assert (engine.version, holds(engine, tensors(1))) == ("1", True)
+    updater.close()

@@ -31,7 +31,7 @@ class Asking:
 
     def ask(self) -> None:
         """Asks the engines, unless they were asked before; threads wait for their answers."""
-        if not self._fleet.threads:
+        if not self._fleet.calls:
             self._asked = time.monotonic()
             self._fleet.load(self._request, self._fast.mailbox)
 
@@ -43,7 +43,7 @@ class Asking:
         """
         if is_reading:
             self.ask()
-        if self._fleet.threads:
+        if self._fleet.calls:
             time.sleep(max(0.0, self._asked + ASKING_S - time.monotonic()))
 
     def hold(self, audience: Audience) -> None:
@@ -53,7 +53,7 @@ class Asking:
     def give_up(self) -> None:
         """Tells engines that wait for this rank that it failed; if none was asked, other ranks that none will read."""
         self._fast.fail()
-        if not self._fleet.threads:
+        if not self._fleet.calls:
             self._fleet.exclude(self._sequence, self._fast.mailbox)
 
     def join(self) -> None:

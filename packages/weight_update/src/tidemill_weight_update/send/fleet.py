@@ -4,6 +4,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -70,7 +71,7 @@ class Fleet:
 
     Attributes:
         stock: those of the members that are without our loader, as far as they could tell.
-        threads: that wait for answers of engines.
+        calls: of engines, in threads that wait for their answers.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: InFlight) -> None:
@@ -79,7 +80,7 @@ class Fleet:
             Member(client, f"engine {index} of {len(clients)} ({client!r})") for index, client in enumerate(clients)
         ]
         self.num_receivers = 0
-        self.threads: list[threading.Thread] = []
+        self.calls: list[Future[None]] = []
         for member in self.members:
             member.attempt(lambda member=member: self._number(member), unchanged=True)
         self.stock = [member for member in self.members if not member.rows and member.error is None]
@@ -131,23 +132,24 @@ class Fleet:
         if not held:
             return
         audience.await_begin(row for member in held for row in member.rows)
-        threads = []
+        calls = []
         for member in held:
             if all(control.state(sequence, row) != IDLE for row in member.rows):
-                threads.append((member, self._start(_hold, member)))
+                calls.append((member, self._start(_hold, member)))
             else:
                 self._give_up(member, "its ranks did not begin in time", sequence, control)
         deadline = time.monotonic() + audience.patience_s
-        for member, thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
+        for member, call in calls:
+            wait([call], max(0.0, deadline - time.monotonic()))
+            if not call.done():
                 self._give_up(member, "it did not hold back requests in time", sequence, control)
 
     def join(self, sequence: int, control: Channel) -> None:
         """Waits for the answers of the engines. An interrupt gives up those that have not answered."""
         try:
-            for thread in self.threads:
-                thread.join()
+            for call in self.calls:
+                if not call.cancelled():
+                    call.result()
         except BaseException as error:
             for member in self.members:
                 if member.rows and member.error is None and not member.replies:
@@ -160,10 +162,16 @@ class Fleet:
         member.fail(why, unchanged=True)
         self._exclude(member, sequence, control)
 
-    def _start(self, action: Callable[..., None], *args: object) -> threading.Thread:
-        self.threads.append(threading.Thread(target=action, args=args, daemon=True))
-        self.threads[-1].start()
-        return self.threads[-1]
+    def _start(self, action: Callable[..., None], *args: object) -> Future[None]:
+        """Calls in another thread. Wherever an interrupt comes, either the call never begins, or it is waited for."""
+        call: Future[None] = Future()
+        try:
+            self.calls.append(call)
+            threading.Thread(target=_carry_out, args=(call, action, *args), daemon=True).start()
+        except BaseException:
+            call.cancel()  # unless it has begun
+            raise
+        return call
 
     def _load(self, member: Member, request: Request, control: Channel) -> None:
         try:
@@ -278,6 +286,14 @@ def _resume(member: Member) -> None:
     except CLIENT_ERRORS as error:
         told = f"it did not go on after its pause: {str(error) or type(error).__name__}"
         member.error = told if member.error is None else f"{member.error}; {told}"
+
+
+def _carry_out(call: Future[None], action: Callable[..., None], *args: object) -> None:
+    if call.set_running_or_notify_cancel():
+        try:
+            action(*args)
+        finally:
+            call.set_result(None)
 
 
 def _hold(member: Member) -> None:
