@@ -157,3 +157,19 @@ def test_an_engine_that_somebody_else_may_have_paused_is_left_as_it_is():
     assert engine.version == "3"
     assert "resume" not in engine.calls
     updater.close()
+
+
+def test_an_engine_that_was_refused_takes_no_part_in_later_updates():
+    known, new = ToyEngine(1, "known"), ToyEngine(1, "new")
+    updater = WeightUpdater([known])
+    updater.update(tensors(0).items(), 0)
+    new.tp_size = 257
+    with pytest.raises(ValueError, match="engines of 256 ranks in all can be updated at once, these have 257"):
+        updater.update(tensors(1).items(), 1, engines=[new])
+    new.tp_size = 1
+    assert updater.update(tensors(1).items(), 1).fenced == {}
+    assert (known.version, new.version, new.requests) == ("1", "first", [])
+    updater.update(tensors(2).items(), 2, engines=[new])
+    updater.update(tensors(3).items(), 3)
+    assert (known.version, new.version) == ("3", "3")
+    updater.close()

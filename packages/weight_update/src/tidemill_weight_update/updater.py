@@ -251,11 +251,7 @@ class WeightUpdater:
         """
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
-        if engines is None:
-            chosen = self._fences.without(self._engines, operation)
-        else:
-            chosen = distinct(engines)
-            self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
+        chosen = self._fences.without(self._engines, operation) if engines is None else distinct(engines)
         if not chosen:
             raise ValueError("rank 0 talks to the engines, but was given none")
         fleet = Fleet(chosen, in_flight)
@@ -271,6 +267,7 @@ class WeightUpdater:
                     f"{member.name} failed in update() or is still paused; bring it up to date with "
                     f"update(engines=[it]) and all tensors first"
                 )
+        self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         return fleet
 
     @contextmanager
