@@ -159,6 +159,17 @@ def test_an_engine_that_somebody_else_may_have_paused_is_left_as_it_is():
     updater.close()
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_the_user_has_paused_stays_so(mode):
+    engine = ToyEngine(1)
+    engine.pause(mode)
+    updater = WeightUpdater([engine])
+    updater.update(tensors(1).items(), 1)
+    updater.update(dict([tensors(2).popitem()]).items(), 2, partial=True)
+    assert (engine.version, engine.paused) == ("2", mode)
+    updater.close()
+
+
 def test_an_engine_that_was_refused_takes_no_part_in_later_updates():
     known, new = ToyEngine(1, "known"), ToyEngine(1, "new")
     updater = WeightUpdater([known])

@@ -86,9 +86,10 @@ class HoldingClient(Protocol):
 class PausingClient(Protocol):
     """An `EngineClient` that remembers its own pauses, for the next updater that is given it.
 
-    An updater leaves an engine paused that may hold a mix of versions. Another, made after that was closed, lets the
-    engine go on when it has updated it completely, if its client remembers the pause, and refuses it a partial update
-    or an adapter before. If the client does not, it stays paused: somebody else may have paused it.
+    An updater leaves an engine paused, with "abort", that may hold a mix of versions. Another, made after that was
+    closed, lets the engine go on when it has updated it completely, if its client remembers the pause, and refuses it a
+    partial update or an adapter before. If the client does not, or remembers another mode, it stays paused: somebody
+    else has paused it.
     """
 
     @property

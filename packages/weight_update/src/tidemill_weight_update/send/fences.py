@@ -42,9 +42,9 @@ class Fences:
                 member.paused = True
                 member.unchanged, member.stopped = not fence.mixed, fence.stopped
                 return
-        if isinstance(member.client, PausingClient) and member.client.paused is not None:
-            member.paused = True
-            member.unchanged, member.stopped = False, member.client.paused == "abort"
+        if isinstance(member.client, PausingClient) and member.client.paused == "abort":
+            member.paused = member.stopped = True
+            member.unchanged = False
 
     def without(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
         """Those that `operation` does not leave out; all if it would leave out all."""

@@ -33,7 +33,7 @@ class HttpEngine:
 
     Attributes:
         paused: how this object has paused the server; None if it has not, or let it go on again. An `update` that
-            succeeds lets it go on.
+            succeeds ends an "abort", which is how updaters leave a mix of versions.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 300.0) -> None:

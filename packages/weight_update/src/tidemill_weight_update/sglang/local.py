@@ -30,7 +30,7 @@ class LocalEngine:
 
     Attributes:
         paused: how this object has paused the engine; None if it has not, or let it go on again. An `update` that
-            succeeds lets it go on.
+            succeeds ends an "abort", which is how updaters leave a mix of versions.
     """
 
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
