@@ -1,7 +1,5 @@
 """Arenas: memory that the sender fills and an engine's processes read."""
 
-import contextlib
-import mmap
 import os
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -60,11 +58,7 @@ class HostArena:
         return HostMemory(path=path, num_bytes=self._num_bytes, inode=inode)
 
     def close(self) -> None:
-        """Gives the memory back at once. Who has it mapped, as engines have until they hear of another, finds zeros."""
         del self.data
-        # A kernel that cannot do this (gVisor's) gives it back when the last mapping ends.
-        with mmap.mmap(self._fd, self._num_bytes) as pages, contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_REMOVE)
         os.close(self._fd)
 
 
