@@ -56,7 +56,8 @@ def send_all(engine, tensors, group):
             for partial in (False, True):
                 items = ((name, factor * tensor) for name, tensor in tensors.items())
                 try:
-                    stats = updater.update(items if stream else list(items), number, partial=partial)
+                    tensors_sent = items if stream else list(items)
+                    stats = updater.update(tensors_sent, number, partial=partial, engines=[engine])
                 except RuntimeError as error:
                     refused.append(str(error))
                     continue

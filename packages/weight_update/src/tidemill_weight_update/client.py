@@ -87,9 +87,9 @@ class PausingClient(Protocol):
     """An `EngineClient` that remembers its own pauses, for the next updater that is given it.
 
     An updater leaves an engine paused, with "abort", that may hold a mix of versions. Another, made after that was
-    closed, lets the engine go on when it has updated it completely, if its client remembers the pause, and refuses it a
-    partial update or an adapter before. If the client does not, or remembers another mode, it stays paused: somebody
-    else has paused it.
+    closed, lets the engine go on when it has updated it completely, if its client remembers the pause. Before, it
+    refuses it an adapter, and a partial update unless the engine is named. If the client does not remember a pause, or
+    one of another mode, the engine stays paused: somebody else has paused it.
     """
 
     @property

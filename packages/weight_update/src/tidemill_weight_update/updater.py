@@ -130,14 +130,14 @@ class WeightUpdater:
             named_tensors: all parameters of the model, as pairs of name and tensor.
             weight_version: what the engines report afterwards, as a string.
             partial: parameters that nothing was sent for keep their values; else that is an error. Engines that failed
-                in an earlier update need a complete one first.
+                in an earlier update take part only if they are named: then nothing else may be older in them.
             engines: update these only, fenced ones and new ones too; they take part in later updates. On rank 0.
 
         Raises:
             ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
                 can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
                 fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent),
-                a partial update of an engine that needs a complete one.
+                a partial update of an engine that failed before and is not named.
             TypeError: an item that is not `(name, dense tensor)`, a generator for engines of both paths, or (fast path)
                 on some ranks only.
             RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
@@ -153,7 +153,7 @@ class WeightUpdater:
         self._sequence += 1
         with failure:
             self._check_ready(version)
-            fleet = self._assemble(engines, "update", self._in_flight, is_whole=not partial)
+            fleet = self._assemble(engines, "update", self._in_flight, catches_up=not partial or engines is not None)
             begun = self._fast.begin(self._sequence)
         is_stream = isinstance(named_tensors, Iterator)
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), is_stream])
@@ -219,7 +219,7 @@ class WeightUpdater:
             if not name:
                 raise ValueError("name must not be empty")
             in_flight: InFlight = "abort" if self._in_flight == "abort" else "wait"
-            fleet = self._assemble(engines, "update_adapter", in_flight, is_whole=False)
+            fleet = self._assemble(engines, "update_adapter", in_flight, catches_up=False)
         self._ranks.exchange(failure.error, [])
         with self._settled(fleet, "update_adapter"):
             with torch.inference_mode(False), torch.no_grad():
@@ -242,12 +242,12 @@ class WeightUpdater:
             raise ValueError("weight_version must not be empty")
 
     def _assemble(
-        self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight, *, is_whole: bool
+        self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight, *, catches_up: bool
     ) -> Fleet:
         """The engines of this update, on rank 0.
 
         Args:
-            is_whole: engines get all weights, so that those that are behind in them can take part.
+            catches_up: engines get all that they lack, so that those that failed before can take part.
         """
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
@@ -262,10 +262,10 @@ class WeightUpdater:
             )
         for member in fleet.members:
             self._fences.recall(member)
-            if member.paused and not is_whole:
+            if member.paused and not catches_up:
                 raise ValueError(
                     f"{member.name} failed in update() or is still paused; bring it up to date with "
-                    f"update(engines=[it]) and all tensors first"
+                    f"update(engines=[it]) first, and with all tensors that may be older in it"
                 )
         self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         return fleet
