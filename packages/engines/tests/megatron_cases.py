@@ -17,7 +17,7 @@ from tidemill_engines.safetensors_files import SafetensorsFiles
 
 def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, bool], list[dict[str, Any]]]:
     """On each of four ranks: `_redirections`, and for every (folder, sizes) what the rank saw."""
-    from tidemill_engines.megatron.cpu import on_cpu
+    from tidemill_engines.megatron.patches.cpu import on_cpu
 
     redirections = _redirections()
     with on_cpu():
@@ -30,7 +30,7 @@ def _redirections() -> dict[str, bool]:
 
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
-    from tidemill_engines.megatron.cpu import on_cpu
+    from tidemill_engines.megatron.patches.cpu import on_cpu
 
     def state() -> tuple[object, ...]:
         modules = {
@@ -57,9 +57,9 @@ def _redirections() -> dict[str, bool]:
 
 
 def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
-    from tidemill_engines.megatron.groups import close_groups, make_groups, own_placement
-    from tidemill_engines.megatron.model import build_chunks, transformer_config
-    from tidemill_engines.megatron.weights import MegatronWeights
+    from tidemill_engines.megatron.model.build import build_chunks, transformer_config
+    from tidemill_engines.megatron.parallel.groups import close_groups, make_groups, own_placement
+    from tidemill_engines.megatron.weights.hf_weights import MegatronWeights
 
     architecture = Architecture.read(folder)
     parallel.check(architecture, dist.get_world_size())
@@ -132,7 +132,7 @@ def save_and_load(
         metrics and weights of the uninterrupted steps, and of those after loading under each layout.
     """
     from engine_cases import policy_like_loss
-    from tidemill_engines.megatron import data_parallel
+    from tidemill_engines.megatron.parallel import data_parallel
 
     if bucket_size is not None:
         config = data_parallel.DistributedDataParallelConfig

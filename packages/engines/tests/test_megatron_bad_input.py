@@ -75,7 +75,7 @@ def long_rows() -> DataProto:
 def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
     """What is said to each case, then to a row that is too long; how many rows an engine still infers then; and how
     many threads another engine leaves behind."""
-    from tidemill_engines.megatron.weights import unwrapped
+    from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
     said = []
     for model, settings, _ in CASES:

@@ -7,7 +7,7 @@ from tidemill_engines.packing import PackedLayout
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.context_parallel import PartLayout, _padded, own_tokens
+from tidemill_engines.megatron.parallel.context_parallel import PartLayout, _padded, own_tokens
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

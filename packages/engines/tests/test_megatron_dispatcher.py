@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
-from tidemill_engines.megatron.dispatcher import Places, copied, moved, summed, turned
+from tidemill_engines.megatron.patches.dispatcher import Places, copied, moved, summed, turned
 
 TOKENS, EXPERTS, TOP_K, HIDDEN = 50, 8, 3, 16
 

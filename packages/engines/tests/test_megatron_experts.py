@@ -8,7 +8,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.experts import Matrices, Rows, as_one, grouped_linear
+from tidemill_engines.megatron.patches.experts import Matrices, Rows, as_one, grouped_linear
 
 
 def _devices() -> list[str]:
@@ -90,7 +90,7 @@ def train_in_bfloat16(folder: str) -> list[Any]:
     from engine_cases import make_batch, shard
     from mixture_cases import build
     from tidemill_engines import sft_loss
-    from tidemill_engines.megatron.experts import GroupedExperts
+    from tidemill_engines.megatron.patches.experts import GroupedExperts
 
     seen = []
     for way, (settings, recomputed) in WAYS.items():

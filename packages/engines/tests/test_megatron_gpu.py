@@ -181,7 +181,7 @@ def test_training_goes_on_where_it_was_saved(folders, tmp_path, world_size):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
-    from tidemill_engines.megatron.context_parallel import PartLayout, _padded, _varlen
+    from tidemill_engines.megatron.parallel.context_parallel import PartLayout, _padded, _varlen
 
     torch.manual_seed(0)
     device = torch.device("cuda")

@@ -32,7 +32,7 @@ def step(engine: Any, batch: Any) -> float:
 
 def failing_step(engine: Any, batch: Any, where: str, number: int) -> None:
     """One that fails in the forward or the backward of its `number`th micro-batch."""
-    from tidemill_engines.megatron.weights import unwrapped
+    from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
     calls = []
 
@@ -60,7 +60,7 @@ INTERRUPTIONS += [(0, "forward", 3), (1, "forward", 1), (2, "forward", 3)]
 
 def run_failing_steps(path: Path, batch: Any) -> Any:
     """With several buckets: norms and weights of an engine without a failure, and of others with one."""
-    from tidemill_engines.megatron import data_parallel
+    from tidemill_engines.megatron.parallel import data_parallel
 
     config = data_parallel.DistributedDataParallelConfig
     data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=3000)  # type: ignore[misc]

@@ -161,7 +161,7 @@ def test_layers_for_further_predictions_are_left_out(tmp_path):
 
 
 def test_there_is_no_balance_loss_beside_the_bias(paths):
-    from tidemill_engines.megatron.mixture import check_mixture
+    from tidemill_engines.megatron.moe.batch import check_mixture
 
     architecture = Architecture.read(paths["yarn"])
     model = ModelConfig(path=str(paths["yarn"]), router_aux_loss_coef=0.1)

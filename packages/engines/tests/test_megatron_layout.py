@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, ParallelConfig
-from tidemill_engines.megatron.layout import Part, Placement, blocks_of
+from tidemill_engines.megatron.weights.names import Part, Placement, blocks_of
 from tidemill_testing import tiny_model
 from transformers import AutoConfig
 

@@ -179,7 +179,7 @@ def test_recomputing_changes_no_number(tmp_path):
 
 def run_reference(path: Path, batch: Any, folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Log-probabilities of a policy, those of an engine without an optimizer, and what its gradients take."""
-    from tidemill_engines.megatron.data_parallel import grad_buffers
+    from tidemill_engines.megatron.parallel.data_parallel import grad_buffers
 
     engine = build_engine(path, backend="megatron", **{TP: 2})
     expected = engine.infer_batch(batch)["log_probs"].values()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.rms_norm import _Normed, rms_norm
+from tidemill_engines.megatron.patches.rms_norm import _Normed, rms_norm
 
 EPS = 1e-6
 

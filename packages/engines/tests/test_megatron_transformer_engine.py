@@ -28,7 +28,7 @@ def latent(dense):
 
 
 def installed(monkeypatch, is_installed: bool) -> None:
-    from tidemill_engines.megatron import transformer_engine
+    from tidemill_engines.megatron.model import transformer_engine
 
     monkeypatch.setattr(transformer_engine, "IS_INSTALLED", is_installed)
 
@@ -46,14 +46,14 @@ def installed(monkeypatch, is_installed: bool) -> None:
     ],
 )
 def test_layers_are_made_of_what_there_is(dense, monkeypatch, wanted, device, dtype, is_installed, chosen):
-    from tidemill_engines.megatron.transformer_engine import implementation
+    from tidemill_engines.megatron.model.transformer_engine import implementation
 
     installed(monkeypatch, is_installed)
     assert implementation(wanted, dense, device, dtype) == chosen
 
 
 def test_latent_attention_stays_as_it_is(latent, monkeypatch):
-    from tidemill_engines.megatron.transformer_engine import implementation
+    from tidemill_engines.megatron.model.transformer_engine import implementation
 
     installed(monkeypatch, True)
     assert implementation("auto", latent, CUDA, torch.bfloat16) == "local"
@@ -69,7 +69,7 @@ def test_latent_attention_stays_as_it_is(latent, monkeypatch):
     ],
 )
 def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(dense, monkeypatch, device, is_installed, message):
-    from tidemill_engines.megatron.transformer_engine import implementation
+    from tidemill_engines.megatron.model.transformer_engine import implementation
 
     installed(monkeypatch, is_installed)
     with pytest.raises(ValueError, match=message):

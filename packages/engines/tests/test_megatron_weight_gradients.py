@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.weight_gradients import WeightGradients
+from tidemill_engines.megatron.patches.weight_gradients import WeightGradients
 
 
 @pytest.mark.gpu

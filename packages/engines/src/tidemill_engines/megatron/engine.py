@@ -21,19 +21,25 @@ from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, Optimi
 from tidemill_engines.hf_export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
 from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.batch.packed import Division
+from tidemill_engines.megatron.batch.pipeline import is_last_stage
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
-from tidemill_engines.megatron.cpu import on_cpu
-from tidemill_engines.megatron.data_parallel import Gradients, gather_afresh, grad_buffers, wait_for, wrap_chunks
-from tidemill_engines.megatron.dispatcher import forget_tokens
-from tidemill_engines.megatron.gaps import closed_gaps
-from tidemill_engines.megatron.groups import MegatronGroups, close_groups, make_groups, own_placement
-from tidemill_engines.megatron.mixture import check_mixture
-from tidemill_engines.megatron.model import HiddenStatesModel, build_chunks, transformer_config
+from tidemill_engines.megatron.model.build import HiddenStatesModel, build_chunks, transformer_config
+from tidemill_engines.megatron.model.transformer_engine import implementation
+from tidemill_engines.megatron.moe.batch import check_mixture
 from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors, start_afresh
-from tidemill_engines.megatron.packed import Division
-from tidemill_engines.megatron.pipeline import is_last_stage
-from tidemill_engines.megatron.transformer_engine import implementation
-from tidemill_engines.megatron.weights import MegatronWeights, global_name, unwrapped
+from tidemill_engines.megatron.parallel.data_parallel import (
+    Gradients,
+    gather_afresh,
+    grad_buffers,
+    wait_for,
+    wrap_chunks,
+)
+from tidemill_engines.megatron.parallel.groups import MegatronGroups, close_groups, make_groups, own_placement
+from tidemill_engines.megatron.patches.cpu import on_cpu
+from tidemill_engines.megatron.patches.dispatcher import forget_tokens
+from tidemill_engines.megatron.patches.without_te import closed_gaps
+from tidemill_engines.megatron.weights.hf_weights import MegatronWeights, global_name, unwrapped
 from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
 from tidemill_engines.process_group import resolve_device

@@ -16,10 +16,10 @@ from tidemill_engines.batch_check import BatchRules, TokenLimit
 from tidemill_engines.batch_loop import collect, with_normalizer
 from tidemill_engines.log_probs import Head, head_log_probs
 from tidemill_engines.losses import LossFn, ModelOutput, Outputs
+from tidemill_engines.megatron.batch.packed import MegatronInputs, pack_rows
+from tidemill_engines.megatron.batch.pipeline import run_schedule
 from tidemill_engines.megatron.engine import MegatronEngine
-from tidemill_engines.megatron.mixture import MixtureBatch
-from tidemill_engines.megatron.packed import MegatronInputs, pack_rows
-from tidemill_engines.megatron.pipeline import run_schedule
+from tidemill_engines.megatron.moe.batch import MixtureBatch
 from tidemill_engines.metrics import as_metrics
 from tidemill_engines.micro_batches import BatchPlan, plan_batch
 from tidemill_engines.routing import ROUTED_EXPERTS, with_router_loss

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tidemill_engines.megatron.compiled import for_any_length
+from tidemill_engines.megatron.patches.compiled import for_any_length
 
 FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 """The rope types of transformers whose angles are the same however long a row is."""

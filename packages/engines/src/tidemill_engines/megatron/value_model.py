@@ -9,10 +9,10 @@ from transformers import AutoModelForTokenClassification, PretrainedConfig
 from tidemill_engines import value_head
 from tidemill_engines.losses import Outputs, ValueOutput
 from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.batch.packed import MegatronInputs
 from tidemill_engines.megatron.language_model import MegatronLanguageModel
-from tidemill_engines.megatron.model import HiddenStatesModel
-from tidemill_engines.megatron.packed import MegatronInputs
-from tidemill_engines.megatron.weights import unwrapped
+from tidemill_engines.megatron.model.build import HiddenStatesModel
+from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
 
 class MegatronValueModel(MegatronLanguageModel):

@@ -11,7 +11,7 @@ from torch import nn
 
 from tidemill_engines.agreement import gather, together
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.layout import Block, Placement, blocks_of
+from tidemill_engines.megatron.weights.names import Block, Placement, blocks_of
 from tidemill_engines.safetensors_files import SafetensorsFiles
 from tidemill_engines.weight_shard import WeightShard
 

@@ -10,11 +10,11 @@ from tidemill_engines.agreement import gather, together
 from tidemill_engines.config import ModelConfig
 from tidemill_engines.losses import Normalizer
 from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.batch.packed import Division, MegatronInputs, num_packed
 from tidemill_engines.megatron.config import MegatronConfig
-from tidemill_engines.megatron.groups import MegatronGroups
-from tidemill_engines.megatron.packed import Division, MegatronInputs, num_packed
-from tidemill_engines.megatron.router import Routing
-from tidemill_engines.megatron.stage_sums import StageSums
+from tidemill_engines.megatron.moe.router import Routing
+from tidemill_engines.megatron.parallel.groups import MegatronGroups
+from tidemill_engines.megatron.parallel.stage_sums import StageSums
 from tidemill_engines.micro_batches import restore_order
 from tidemill_engines.padded import is_padded, to_padded
 from tidemill_engines.routing import ROUTED_EXPERTS

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tidemill_engines.megatron.redirect import Changes, Redirection
+from tidemill_engines.megatron.patches.monkeypatch import Changes, Redirection
 
 _CPU = torch.device("cpu")
 # Modules that others import only when they are needed; they have to be there to be redirected.

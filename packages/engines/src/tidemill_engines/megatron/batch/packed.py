@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.megatron.context_parallel import PartLayout, own_tokens
+from tidemill_engines.megatron.parallel.context_parallel import PartLayout, own_tokens
 from tidemill_engines.packing import PackedLayout, response_positions
 
 if TYPE_CHECKING:
-    from tidemill_engines.megatron.router import Routing
+    from tidemill_engines.megatron.moe.router import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

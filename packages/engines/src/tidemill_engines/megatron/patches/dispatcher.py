@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
-from tidemill_engines.megatron.compiled import for_any_length
+from tidemill_engines.megatron.patches.compiled import for_any_length
 
 _OfRows = Callable[[torch.Tensor], torch.Tensor]
 

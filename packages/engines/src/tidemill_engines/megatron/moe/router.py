@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 
-from tidemill_engines.megatron.dispatcher import replace_dispatchers
-from tidemill_engines.megatron.stage_sums import StageSums
+from tidemill_engines.megatron.parallel.stage_sums import StageSums
+from tidemill_engines.megatron.patches.dispatcher import replace_dispatchers
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

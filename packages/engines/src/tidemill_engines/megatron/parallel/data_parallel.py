@@ -10,9 +10,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from tidemill_engines.megatron.config import MegatronConfig
-from tidemill_engines.megatron.experts import GroupedExperts
-from tidemill_engines.megatron.model import HiddenStatesModel
-from tidemill_engines.megatron.weight_gradients import add_in_products
+from tidemill_engines.megatron.model.build import HiddenStatesModel
+from tidemill_engines.megatron.patches.experts import GroupedExperts
+from tidemill_engines.megatron.patches.weight_gradients import add_in_products
 
 
 def wrap_chunks(

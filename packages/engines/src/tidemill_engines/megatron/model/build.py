@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
-from tidemill_engines.megatron.experts import GroupedExperts
-from tidemill_engines.megatron.layout import padded_vocab_size
-from tidemill_engines.megatron.modules import PackedAttention, RMSNorm
-from tidemill_engines.megatron.router import RoutedModel, Router
-from tidemill_engines.megatron.transformer_engine import Implementation, prepare, use_transformer_engine
+from tidemill_engines.megatron.model.attention import PackedAttention, RMSNorm
+from tidemill_engines.megatron.model.transformer_engine import Implementation, prepare, use_transformer_engine
+from tidemill_engines.megatron.moe.router import RoutedModel, Router
+from tidemill_engines.megatron.patches.experts import GroupedExperts
+from tidemill_engines.megatron.weights.names import padded_vocab_size
 
 
 class HiddenStatesModel(RoutedModel):

@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from torch import nn
 
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.dispatcher import Dispatcher, replace_dispatchers
+from tidemill_engines.megatron.patches.dispatcher import Dispatcher, replace_dispatchers
 
 Implementation = Literal["local", "transformer_engine"]
 

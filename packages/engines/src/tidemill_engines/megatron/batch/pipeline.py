@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tidemill_dataproto import DataProto
 from torch import nn
 
-from tidemill_engines.megatron.packed import MegatronInputs
+from tidemill_engines.megatron.batch.packed import MegatronInputs
 
 Finish = Callable[[DataProto, MegatronInputs, torch.Tensor], tuple[torch.Tensor, Any]]
 """`(micro_batch, inputs, hidden_states) -> (loss, result)`: what the last stage makes of the model's output."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from tidemill_engines.megatron.redirect import Changes, Redirection
-from tidemill_engines.megatron.weight_gradients import WeightGradients
+from tidemill_engines.megatron.patches.monkeypatch import Changes, Redirection
+from tidemill_engines.megatron.patches.weight_gradients import WeightGradients
 
 
 def _close(changes: Changes) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tidemill_engines.megatron.compiled import for_any_length
+from tidemill_engines.megatron.patches.compiled import for_any_length
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Megatron's model and the modules of its layers."""

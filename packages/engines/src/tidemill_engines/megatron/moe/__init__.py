@@ -1,0 +1,1 @@
+"""Mixture-of-experts (MoE) models: routers, balance loss, router replay."""

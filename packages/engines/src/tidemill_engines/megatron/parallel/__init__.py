@@ -1,0 +1,1 @@
+"""Process groups, data parallelism, context parallelism, and sums over pipeline stages."""

@@ -1,0 +1,1 @@
+"""Weights under Hugging Face names: the names, and reading and exporting by them."""
