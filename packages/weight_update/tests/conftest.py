@@ -1,6 +1,5 @@
 """Serves an engine of this process to senders in other processes."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,16 +8,16 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from tidemill_weight_update import EngineClient
 
-SENDER = Path(__file__).with_name("sender.py")
+HELPERS = Path(__file__).with_name("helpers")
+TRAINER = HELPERS / "trainer_script.py"
 
-# For `toy_engines.py`, here and in the processes that tests start. Last, so that nothing else is hidden.
-sys.path.append(str(Path(__file__).parent))
+# Tests and the processes that they start import the helpers by name. Appended, so that no other module is hidden.
+sys.path.append(str(HELPERS))
 
 
 def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]:
@@ -47,7 +46,7 @@ def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **spec:
         with Listener(os.path.join(folder, "engine"), authkey=b"test") as listener:
             senders = [
                 subprocess.Popen(
-                    [sys.executable, str(SENDER), command],
+                    [sys.executable, str(TRAINER), command],
                     env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"},
                 )
                 for rank in range(world_size)
@@ -67,18 +66,6 @@ def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **spec:
 def send() -> Callable[..., list[dict[str, Any]]]:
     """`send(engine, *checkpoints, world_size=1, **spec)`: sends them one after the other, from `world_size` processes.
 
-    `spec`: device, bucket_bytes, dtype, rounds and link of `sender.py`. Returns the statistics of each update.
+    `spec`: device, bucket_bytes, dtype, rounds and link of `trainer_script.py`. Returns the statistics of each update.
     """
     return _send
-
-
-@pytest.fixture(scope="session")
-def copies() -> ModuleType:
-    """The module `copies.py` beside this file: random copy tables and what they must do."""
-    spec = importlib.util.spec_from_file_location("copies", Path(__file__).with_name("copies.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

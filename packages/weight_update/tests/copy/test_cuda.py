@@ -1,0 +1,244 @@
+"""The copy kernel, compared bit for bit with copying row by row: on a GPU, and in Triton's interpreter on any machine.
+
+`test_all_of_this_holds_in_the_interpreter` runs this file again in a process that interprets kernels: its device is the
+CPU, and addresses are those of host memory.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import copy_tables
+import numpy as np
+import pytest
+import torch
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.tiles import cut
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FP8, INT64, UINT8 = torch.float8_e4m3fn, torch.int64, torch.uint8
+SAME = [BF16, FP16, FP32, FP64, FP8, torch.float8_e5m2, INT64, UINT8]
+CASTS = [(FP32, BF16), (BF16, FP32), (FP32, FP16), (FP16, FP32), (FP16, BF16), (BF16, FP16)]
+# Types, rows of the parts that make whole rows fold, and what each is folded to.
+FOLDED = [((BF16, BF16), 120, 32), ((FP8, FP8), 30, 128), ((FP32, FP32), 8, 512), ((FP64, FP64), 120, 32)]
+FOLDED += [((FP32, BF16), 30, 128), ((BF16, FP32), 120, 32)]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+# The interpreter is slow. It also truncates where torch and a GPU round to bfloat16, and loses subnormal numbers.
+SIZE = {"num_copies": 6, "max_cols": 1500, "max_rows": 20} if INTERPRETED else {"max_cols": 3000, "max_rows": 60}
+on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
+    """Targets, digests and counts of one run.
+
+    Args:
+        skew: bytes by which every block begins after a multiple of 512.
+        far: elements by which all places are further from where the blocks are said to begin.
+    """
+    from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
+
+    def on_skew(block):
+        room = torch.empty(block.numel() + 1024, dtype=torch.uint8, device=DEVICE)
+        start = -room.data_ptr() % 512 + skew
+        return room[start : start + block.numel()].copy_(block)
+
+    sources, targets = [on_skew(memory) for memory in memories], [on_skew(target) for target in case.targets()]
+    digests = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
+    counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
+    table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
+    copier = CudaCopier([table], DEVICE, digest_of, Tiling(steps=steps))
+    addresses = [
+        [block.data_ptr() - far * dtype.itemsize for block in blocks]
+        for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
+    ]
+    copier.run(*addresses, digests, counts, write)
+    return [target.cpu() for target in targets], digests, counts
+
+
+def assert_equal(got, wanted):
+    for blocks in zip(got[0], wanted[0], strict=True):
+        assert torch.equal(*blocks)
+    if got[1] is not None:
+        assert torch.equal(got[1].cpu(), wanted[1])
+        assert torch.equal(got[2].cpu(), wanted[2])
+
+
+@pytest.mark.gpu
+@on_device
+class TestKernel:
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize("dtype", SAME, ids=str)
+    def test_it_copies_digests_and_counts(self, dtype, align):
+        case = copy_tables.random_copies(align, dtype, dtype, align, **SIZE)
+        memories = case.memories(1)
+        assert_equal(run(case, memories), case.expected(memories, "source"))
+
+    @pytest.mark.parametrize("digest_of", ["source", "target"])
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize("pair", CASTS, ids=str)
+    def test_it_casts_as_torch_does(self, pair, align, digest_of):
+        case = copy_tables.random_copies(align, *pair, align, **SIZE)
+        memories = case.memories(1, exact=INTERPRETED)
+        assert_equal(run(case, memories, digest_of), case.expected(memories, digest_of))
+
+    @pytest.mark.parametrize(
+        ("cols", "rows", "shape"),
+        [(192, 150, (128, 32)), (256, 100, (32, 128)), (1024, 20, (8, 512)), (8192, 4, (1, 4096))],
+    )
+    def test_rows_of_all_widths_are_copied(self, cols, rows, shape):
+        case = copy_tables.random_copies(cols, BF16, BF16, align=cols, num_copies=10, max_rows=rows, max_cols=cols)
+        ones = np.ones(3, bool)
+        assert shape in {group.shape for group in cut(case.table, 4096, ones, ones)}
+        memories = case.memories(1)
+        assert_equal(run(case, memories), case.expected(memories, "source"))
+
+    @pytest.mark.parametrize("pair", [(BF16, BF16), (FP32, BF16)], ids=str)
+    def test_it_copies_alone_and_reads_alone(self, pair):
+        case = copy_tables.random_copies(3, *pair, align=16, **SIZE)
+        memories = case.memories(1, exact=INTERPRETED)
+        wanted, digests, counts = case.expected(memories, "target")
+        assert_equal(run(case, memories, sums=False), (wanted, None, None))
+        assert_equal(run(case, memories, "target", write=False), (case.targets(), digests, counts))
+
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize(("pair", "part_rows", "cols"), FOLDED, ids=str)
+    def test_whole_rows_are_folded_between_parts_of_rows(self, pair, part_rows, cols, align):
+        packed = 4 // min(pair[0].itemsize, 4) if pair[0] == pair[1] and align > 1 else 1
+        skew = 0 if align > 1 else min(4, max(dtype.itemsize for dtype in pair))  # so that none is aligned by chance
+        case = copy_tables.whole_and_parts(3, *pair, align, part_rows, fold=cols * packed)
+        assert copy_tables.num_folded(case.table, 4096, aligned=skew == 0) >= 2  # the longer one may have a rest
+        memories = case.memories(1, exact=INTERPRETED)
+        wanted, *sums = case.expected(memories, "target")
+        assert_equal(run(case, memories, "target", skew=skew), (wanted, *sums))
+        got = run(case, memories, "target", write=False, steps=4, skew=skew)
+        assert_equal(got, (case.targets(), *sums))
+
+    @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (FP8, 5), (FP64, 4)])
+    def test_folded_rows_may_begin_anywhere(self, dtype, skew):
+        case = copy_tables.whole_and_parts(skew, dtype, dtype, 16, part_rows=120, fold=128)
+        memories = case.memories(1)
+        assert_equal(run(case, memories, skew=skew), case.expected(memories, "source"))
+
+    @pytest.mark.parametrize("align", [1, 16])
+    @pytest.mark.parametrize("pair", [(UINT8, UINT8), (FP64, FP64), (FP32, BF16)], ids=str)
+    def test_places_may_be_further_than_32_bits_count(self, pair, align):
+        case = copy_tables.whole_and_parts(4, *pair, align, part_rows=120, fold=128)
+        memories = case.memories(1, exact=INTERPRETED)
+        assert_equal(run(case, memories, far=3 << 30), case.expected(memories, "source"))
+
+    @pytest.mark.parametrize("write", [False, True])
+    @pytest.mark.parametrize(("cols", "rows"), [(192, 700), (1024, 90), (60_000, 3)])
+    def test_a_block_may_do_several_tiles(self, cols, rows, write):
+        case = copy_tables.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
+        memories = case.memories(1)
+        wanted, digests, counts = case.expected(memories, "source")
+        assert_equal(run(case, memories, write=write, steps=4), (wanted if write else case.targets(), digests, counts))
+
+    @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
+    def test_blocks_may_begin_anywhere(self, dtype, skew):
+        case = copy_tables.random_copies(4, dtype, dtype, align=16, **SIZE)
+        memories = case.memories(1)
+        assert_equal(run(case, memories, skew=skew), case.expected(memories, "source"))
+
+    def test_the_smallest_copies_and_none(self):
+        case = copy_tables.random_copies(5, BF16, BF16, num_copies=12, max_cols=1, max_rows=1)
+        memories = case.memories(1)
+        assert_equal(run(case, memories), case.expected(memories, "source"))
+        none = CopyTable(BF16, BF16, **{name: getattr(case.table, name)[:0] for name in COLUMNS})
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        digests = torch.zeros(7, dtype=torch.int64, device=DEVICE)
+        CudaCopier([none], DEVICE).run([], [], digests)
+        CudaCopier([], DEVICE).run([], [], digests)
+        assert digests.count_nonzero() == 0
+
+    def test_sums_add_up_over_runs_tables_and_addresses(self):
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        cases = [copy_tables.random_copies(seed, BF16, to, align=8, **SIZE) for seed, to in ((6, BF16), (7, FP32))]
+        shift = len(cases[0].memory_bytes), len(cases[0].target_bytes)
+        second = {name: getattr(cases[1].table, name) for name in COLUMNS}
+        second |= {"memory": second["memory"] + shift[0], "target": second["target"] + shift[1]}
+        copier = CudaCopier([cases[0].table, CopyTable(BF16, FP32, **second)], DEVICE)
+        digests = torch.zeros(9, dtype=torch.int64, device=DEVICE)
+        total = torch.zeros(9, dtype=torch.int64)
+        for seed in range(3 if INTERPRETED else 6):  # more sets of addresses than are kept
+            memories = [case.memories(seed, exact=INTERPRETED) for case in cases]
+            wanted = [case.expected(memory, "source") for case, memory in zip(cases, memories, strict=True)]
+            sources = [block.to(DEVICE) for memory in memories for block in memory]
+            targets = [block.to(DEVICE) for case in cases for block in case.targets()]
+            copier.run([s.data_ptr() for s in sources], [t.data_ptr() for t in targets], digests)
+            assert all(torch.equal(t.cpu(), w) for t, w in zip(targets, wanted[0][0] + wanted[1][0], strict=True))
+            total[:7] += wanted[0][1] + wanted[1][1]
+            assert torch.equal(digests.cpu(), total)
+
+    def test_what_does_not_fit_is_refused(self):
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        case = copy_tables.random_copies(8, FP32, FP32)
+        copier = CudaCopier([case.table], DEVICE)
+        with pytest.raises(ValueError, match="the tables use 3 memory blocks, got 2 addresses"):
+            copier.run([0, 0], [0, 0])
+        with pytest.raises(ValueError, match=r"target address 0x2 is not a multiple of the size of torch\.float32"):
+            copier.run([0, 0, 0], [2, 2])
+        for wrong in (torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.zeros(7, device=DEVICE)):
+            with pytest.raises(ValueError, match=r"digests must be contiguous torch\.int64 of 7 or more elements"):
+                copier.run([0] * 3, [0] * 2, wrong)
+        with pytest.raises(ValueError, match=r"got torch\.int32 to torch\.bfloat16; cast the tensor before it is sent"):
+            CudaCopier([copy_tables.random_copies(8, torch.int32, BF16).table], DEVICE)
+        odd = CudaCopier([copy_tables.random_copies(8, torch.float8_e4m3fnuz, torch.float8_e4m3fnuz).table], DEVICE)
+        with pytest.raises(ValueError, match="cannot be counted on a GPU; pass non_finite=None"):
+            odd.run([0] * 3, [0] * 2, non_finite=torch.zeros(7, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offsets_beyond_4_gib_and_rows_of_a_huge_tensor():
+    """A 5 GiB fused tensor, of which the odd quarters of all rows go to the end of another such block."""
+    from tidemill_weight_update.copy.cuda import CudaCopier
+
+    rows, cols = 5 << 17, 4096
+    source = torch.randint(-(2**63), 2**63 - 1, (rows, cols // 4), device=DEVICE).view(torch.int16)
+    target = torch.full((rows * cols + 8,), 0x5A5A, dtype=torch.int16, device=DEVICE)
+    quarters = [1, 3]
+    columns = {name: np.zeros(2, np.int64) for name in COLUMNS}
+    columns |= {"rows": np.full(2, rows), "cols": np.full(2, cols // 4), "tensor": np.array([0, 0])}
+    columns |= {"src": np.array(quarters) * cols // 4, "src_pitch": np.full(2, cols)}
+    columns |= {"dst": rows * cols // 2 + np.array([0, cols // 4]), "dst_pitch": np.full(2, cols // 2)}
+    columns |= {"pos": columns["src"], "pos_pitch": columns["src_pitch"]}
+    digests = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    copier = CudaCopier([CopyTable(torch.int16, torch.int16, **columns)], DEVICE)
+    copier.run([source.data_ptr()], [target.data_ptr()], digests)
+    parts = [source[:, q * cols // 4 : (q + 1) * cols // 4] for q in quarters]
+    wanted = sum(digest(p, (0, q * cols // 4), (rows, cols)) for p, q in zip(parts, quarters, strict=True))
+    assert digests[0] == wanted
+    half = target[rows * cols // 2 : rows * cols].view(rows, cols // 2)
+    assert torch.equal(half[:, : cols // 4], parts[0])
+    assert torch.equal(half[:, cols // 4 :], parts[1])
+    assert (target[: rows * cols // 2] == 0x5A5A).all()
+    assert (target[rows * cols :] == 0x5A5A).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.timeout(600)
+def test_all_of_this_holds_in_the_interpreter():
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        __file__,
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "-k", "TestKernel"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout

@@ -1,0 +1,137 @@
+"""Copies in host memory, compared with copying row by row."""
+
+import gc
+import weakref
+
+import copy_tables
+import numpy as np
+import pytest
+import torch
+from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PAIRS = [(d, d) for d in (BF16, FP16, FP32, FP64, torch.int64, torch.uint8, torch.float8_e4m3fn)]
+PAIRS += [(FP32, BF16), (BF16, FP32), (FP32, FP16), (FP16, BF16)]
+
+
+def one_row(dtype, **columns):
+    row = {"tensor": 0, "memory": 0, "target": 0, "rows": 1, "src_pitch": 0, "dst_pitch": 0, "pos": 0, "pos_pitch": 0}
+    row |= {"src": 0, "dst": 0} | columns
+    return CopyTable(src_dtype=dtype, dst_dtype=dtype, **{name: np.array([row[name]]) for name in COLUMNS})
+
+
+@pytest.mark.parametrize("digest_of", ["source", "target"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_it_copies_casts_digests_and_counts(pair, digest_of):
+    for seed in range(3):
+        case = copy_tables.random_copies(seed, *pair, align=1 if seed else 8)
+        memories = case.memories(seed)
+        wanted, digests, counts = case.expected(memories, digest_of)
+        targets = case.targets()
+        got = torch.zeros_like(digests), torch.zeros_like(counts)
+        HostCopier([case.table], targets, digest_of).run(memories, *got)
+        assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
+        assert torch.equal(got[0], digests)
+        assert torch.equal(got[1], counts)
+
+
+def test_reading_alone_writes_nothing_and_counts_the_same():
+    case = copy_tables.random_copies(0, FP32, BF16)
+    memories, targets = case.memories(0), case.targets()
+    _, digests, counts = case.expected(memories, "target")
+    got = torch.zeros_like(digests), torch.zeros_like(counts)
+    HostCopier([case.table], targets, "target").run(memories, *got, write=False)
+    assert all(torch.equal(target, poison) for target, poison in zip(targets, case.targets(), strict=True))
+    assert torch.equal(got[0], digests)
+    assert torch.equal(got[1], counts)
+
+
+def test_several_tables_share_memories_targets_and_digests():
+    case = copy_tables.random_copies(5, BF16, BF16)
+    halves = [slice(0, 15), slice(15, None)]
+    tables = [CopyTable(BF16, BF16, **{name: getattr(case.table, name)[half] for name in COLUMNS}) for half in halves]
+    memories, targets = case.memories(0), case.targets()
+    wanted, digests, _ = case.expected(memories, "source")
+    got = torch.zeros_like(digests)
+    HostCopier(tables, targets).run(memories, got)
+    assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
+    assert torch.equal(got, digests)
+
+
+def test_views_follow_the_memories_of_each_run():
+    case = copy_tables.random_copies(1, BF16, BF16)
+    targets = case.targets()
+    copier = HostCopier([case.table], targets)
+    slots = [case.memories(seed) for seed in range(4)]
+    for turn in (0, 1, 0, 2, 3, 0):
+        slots[turn][0] += 1
+        copier.run(slots[turn])
+        wanted, _, _ = case.expected(slots[turn], "source")
+        assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
+
+
+def test_only_the_last_two_sets_of_memories_are_kept_alive():
+    case = copy_tables.random_copies(1, BF16, BF16)
+    copier = HostCopier([case.table], case.targets())
+
+    def run(seed):
+        arrays = [memory.numpy() for memory in case.memories(seed)]
+        copier.run([torch.from_numpy(array) for array in arrays])
+        return [weakref.ref(array) for array in arrays]
+
+    alive = [run(seed) for seed in range(3)]
+    gc.collect()
+    assert [any(ref() is not None for ref in refs) for refs in alive] == [False, True, True]
+    copier.forget()
+    gc.collect()
+    assert all(ref() is None for refs in alive for ref in refs)
+
+
+def test_a_target_is_counted_from_its_first_element_whatever_its_strides():
+    storage = torch.zeros(100, dtype=BF16)
+    source = torch.randn(12).to(BF16)
+    target = storage[10:34].view(6, 4).t()  # a parameter that a loader keeps transposed
+    HostCopier([one_row(BF16, dst=3, cols=12)], [target]).run([source])
+    assert torch.equal(storage[13:25], source)
+    assert torch.count_nonzero(storage) == 12
+
+
+def test_a_parameter_that_requires_grad_is_written():
+    parameter = torch.nn.Parameter(torch.zeros(4, 6))
+    source = torch.randn(24)
+    digests = torch.zeros(1, dtype=torch.int64)
+    HostCopier([one_row(FP32, cols=24)], [parameter]).run([source.requires_grad_()], digests)
+    assert torch.equal(parameter.detach().flatten(), source.detach())
+    assert digests[0] == digest(source, (0,), (24,))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"cols": 25}, "reaches elements 0 to 25 of memory 0, which holds 24"),
+        ({"cols": 4, "src": -1}, "reaches elements -1 to 3 of memory 0"),
+        ({"cols": 4, "rows": 4, "src_pitch": 7}, "reaches elements 0 to 25 of memory 0"),
+        ({"cols": 4, "dst": 21}, "reaches elements 21 to 25 of target 0, which holds 24"),
+    ],
+)
+def test_copies_outside_of_a_block_are_refused(columns, message):
+    with pytest.raises(ValueError, match=message):
+        HostCopier([one_row(BF16, **columns)], [torch.zeros(24, dtype=BF16)]).run([torch.zeros(24, dtype=BF16)])
+
+
+def test_blocks_that_are_not_aligned_to_the_dtype_are_refused():
+    copier = HostCopier([one_row(FP32, cols=1)], [torch.zeros(4)])
+    with pytest.raises(ValueError, match="memory 0 starts at byte 2 of its storage, not at a multiple of the 4 bytes"):
+        copier.run([torch.zeros(16, dtype=torch.uint8)[2:]])
+
+
+def test_blocks_need_be_aligned_to_the_dtypes_of_their_own_copies_only():
+    """A flat buffer of bfloat16 with an odd number of elements in front, beside float32."""
+    halves, singles = torch.randn(9).to(BF16), torch.randn(4)
+    parameters = torch.zeros(9, dtype=BF16), torch.zeros(4)
+    tables = [one_row(BF16, cols=8), one_row(FP32, memory=1, target=1, cols=4)]
+    HostCopier(tables, [parameters[0][1:], parameters[1]]).run([halves[1:], singles])
+    assert torch.equal(parameters[0][1:], halves[1:])
+    assert torch.equal(parameters[1], singles)

@@ -1,0 +1,91 @@
+"""An engine whose ranks are the processes of sglang_models_script.py; the first of them is the trainer, too."""
+
+from contextlib import closing
+
+import torch
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.plan.record import finish_load
+from tidemill_weight_update.receive.receiver import Receiver
+
+
+class RankEngine:
+    """The client of an engine whose first rank is this process and whose others follow `serve`."""
+
+    has_loader = True
+
+    def __init__(self, receiver, pipes):
+        self.tp_size = 1 + len(pipes)
+        self.receiver, self.pipes = receiver, pipes
+        self.version = "none"
+
+    def load(self, request, *, flush_cache):
+        for pipe in self.pipes:
+            pipe.send(request)
+        self.receiver.handle(request)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def pause(self, mode):
+        pass
+
+    def resume(self):
+        pass
+
+    def set_weight_version(self, version):
+        self.version = version
+
+    def get_weight_version(self):
+        return self.version
+
+
+def serve(receiver, pipe):
+    """Follows the first rank until it sends None."""
+    while (request := pipe.recv()) is not None:
+        receiver.handle(request)
+        pipe.send("done")
+
+
+def send_all(engine, tensors, group):
+    """Updates in a few ways, each with other values but the last; what was refused."""
+    refused = []
+    ways = [{"bucket_bytes": 1 << 30}, {"bucket_bytes": 1 << 14}, {"bucket_bytes": 1 << 14, "stream": True}]
+    for number, way in enumerate(ways):
+        stream = way.pop("stream", False)
+        factor = len(ways) - number  # 1 in the end
+        with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
+            for partial in (False, True):
+                items = ((name, factor * tensor) for name, tensor in tensors.items())
+                try:
+                    tensors_sent = items if stream else list(items)
+                    stats = updater.update(tensors_sent, number, partial=partial, engines=[engine])
+                except RuntimeError as error:
+                    refused.append(str(error))
+                    continue
+                assert (stats.verified, stats.through_loader, engine.version) == (True, {}, str(number))
+                break
+    return refused
+
+
+def send_or_serve(model, tensors, rank, pipes):
+    """Updates `model`, a rank of one of SGLang's, on all ranks.
+
+    Args:
+        pipes: on the first rank to each of the others, there to the first one.
+
+    Returns:
+        what was refused, on the first rank.
+    """
+    tied = model.config.tie_word_embeddings
+    num_ranks = torch.distributed.get_world_size()
+    receiver = Receiver(
+        model, rank, num_ranks, lambda name: tied and name == "lm_head.weight", lambda: finish_load(model)
+    )
+    trainer = torch.distributed.new_group([0])
+    if rank != 0:
+        serve(receiver, pipes[0])
+        return []
+    try:
+        return send_all(RankEngine(receiver, pipes), tensors, trainer)
+    finally:
+        for pipe in pipes:
+            pipe.send(None)

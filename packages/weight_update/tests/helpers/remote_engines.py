@@ -1,0 +1,289 @@
+"""Engines whose ranks are processes that cannot map a trainer's memory, as if they were on another machine.
+
+remote_engines.py SOCKET [DEVICE]      one rank; started by `Rank`, or by hand in a PID namespace of its own
+"""
+
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from tidemill_testing import ranks
+from tidemill_weight_update import BucketHandle, PauseMode, Request
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
+from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.link import location, store_mailbox
+from tidemill_weight_update.link.nccl_wire import NcclWire
+from tidemill_weight_update.link.wire import GlooWire
+from tidemill_weight_update.receive.receiver import Receiver
+from torch import Tensor
+from toy_engines import TIED, ToyModel
+
+AUTHKEY = b"test"
+
+
+def _serve(path: str, device: str) -> None:
+    """One engine rank: obeys whoever is connected, one after the other, until it is told to end."""
+    received = _count_received()
+    receiver: Receiver | None = None
+    model: ToyModel | None = None
+    with Listener(path, authkey=AUTHKEY) as listener:
+        while True:
+            with listener.accept() as connection:
+                try:
+                    while True:
+                        command, *args = connection.recv()
+                        if command == "new":
+                            model = ToyModel(*args).to(device)
+                            receiver = Receiver(model, *args, lambda name: name == TIED, lambda: None)
+                        elif command == "handle":
+                            assert receiver is not None
+                            _handle(receiver, args[0])
+                        elif command == "end":
+                            return
+                        # Not `send`: torch has taught it to share tensors instead of sending them.
+                        connection.send_bytes(pickle.dumps(_answer(command, model, received)))
+                except (EOFError, ConnectionError):
+                    continue
+
+
+def _handle(receiver: Receiver, request: Request) -> None:
+    """As our loader calls it inside SGLang, which logs what is raised."""
+    try:
+        receiver.handle(request)
+    except Exception as error:  # noqa: BLE001
+        print(f"the loader refused: {error}", file=sys.stderr, flush=True)
+
+
+def _answer(command: str, model: ToyModel | None, received: list[int]) -> Any:
+    if command == "state":
+        assert model is not None
+        return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return {"received": received, "resources": resources()}.get(command)
+
+
+def _count_received() -> list[int]:
+    """The numbers of bytes that come over wires from now on."""
+    received: list[int] = []
+    for kind in (GlooWire, NcclWire):
+
+        def recv(self, data: Tensor, original=kind.recv) -> None:
+            received.append(data.numel())
+            original(self, data)
+
+        kind.recv = recv
+    return received
+
+
+def resources() -> tuple[int, int, int]:
+    """Open files, sockets among them, and threads of this process."""
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    sockets = sum(file.startswith("socket:") for file in files)
+    return len(files), sockets, len(os.listdir("/proc/self/task"))
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def listening() -> set[tuple[str, int]]:
+    """The addresses and ports on which this process listens."""
+    addresses = set()
+    for fd in os.listdir("/proc/self/fd"):
+        if _is_open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(fd))) as opened:
+                if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    addresses.add(opened.getsockname()[:2])
+    return addresses
+
+
+def _be_far() -> None:
+    """Makes this process believe that it is on another machine, and keeps it from opening other processes' files."""
+    location.here = store_mailbox.here = lambda: "another machine"
+
+    def forbid(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and re.match(rf"/proc/(?!self|{os.getpid()})[0-9]+/fd/", str(args[0])):
+            raise PermissionError(f"{args[0]} is on another machine")
+
+    def from_file(name: str, *args: Any, **kwargs: Any) -> Tensor:
+        raise PermissionError(f"{name} is on another machine")
+
+    sys.addaudithook(forbid)
+    torch.from_file = from_file
+
+
+class Rank:
+    """A process that serves as one rank of an engine.
+
+    Args:
+        folder: for its socket.
+        name: of that.
+        device: of the model.
+        is_far: whether it believes to be on another machine.
+    """
+
+    def __init__(self, folder: Path, name: str, device: str = "cpu", *, is_far: bool = True) -> None:
+        self.path = str(folder / name)
+        self._start(device, is_far)
+
+    def _start(self, device: str, is_far: bool) -> None:
+        args = (self.path, device, is_far, os.environ[TOKEN_VARIABLE])
+        self._process = ranks.context().Process(target=main, args=args, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + 100
+        while not os.path.exists(self.path):
+            assert not has_ended(self.pid), "the engine rank has ended"
+            assert time.monotonic() < deadline, "the engine rank does not start"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class RankApart(Rank):
+    """In a PID namespace of its own, where /proc shows no other process.
+
+    Attributes:
+        COMMAND: makes the namespace; not every user may.
+    """
+
+    COMMAND = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+    def _start(self, device: str, is_far: bool) -> None:
+        command = [*self.COMMAND, sys.executable, __file__, self.path, device]
+        self._process: Any = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class FarEngine:
+    """The client of an engine of `Rank`s.
+
+    Args:
+        paths: of the sockets of its ranks.
+        name: in messages.
+    """
+
+    has_loader = True
+
+    def __init__(self, paths: list[str], name: str = "far", *, fresh: bool = True) -> None:
+        self.name = name
+        self.tp_size = len(paths)
+        self.version = "first"
+        self.paused: str | None = None
+        self._connections = [Client(path, authkey=AUTHKEY) for path in paths]
+        if fresh:
+            for rank, connection in enumerate(self._connections):
+                self._ask(connection, "new", rank, len(paths))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @staticmethod
+    def _ask(connection: Connection, *command: Any) -> Any:
+        connection.send(command)
+        assert connection.poll(60), "the engine rank does not answer"
+        return connection.recv()
+
+    def ask_all(self, command: str) -> list[Any]:
+        return [self._ask(connection, command) for connection in self._connections]
+
+    def state(self) -> list[dict[str, Tensor]]:
+        return self.ask_all("state")
+
+    def load(self, request: Request, *, flush_cache: bool) -> None:
+        for connection in self._connections:
+            connection.send(("handle", request))
+        ended = []
+        deadline = time.monotonic() + request.timeout_s + 2
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(max(0, deadline - time.monotonic())):
+                    raise RuntimeError(f"rank {rank} did not answer")
+                connection.recv()
+            except (EOFError, ConnectionError):
+                ended.append(rank)
+        if ended:
+            raise RuntimeError(f"ranks {ended} have ended")
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def load_bucket(self, bucket: BucketHandle) -> None:
+        raise AssertionError("an engine with our loader gets no buckets")
+
+    def flush_cache(self) -> None:
+        raise AssertionError("an engine with our loader flushes in load()")
+
+    def pause(self, mode: PauseMode) -> None:
+        self.paused = mode
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+
+def stopwatch(action: Callable[[], Any]) -> tuple[float, Exception | None]:
+    """How long it took, and what it raised."""
+    started = time.monotonic()
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the result
+        return time.monotonic() - started, error
+    return time.monotonic() - started, None
+
+
+def settled(read: Callable[[], Any], is_wanted: Callable[[Any], bool]) -> Any:
+    """What `read` returns, once it is as wanted or three seconds are over: threads and sockets end a little later."""
+    deadline = time.monotonic() + 3
+    while not is_wanted(value := read()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+def steady(read: Callable[[], Any]) -> Any:
+    """What `read` returns, once that has been the same for half a second or three seconds are over."""
+    deadline, same_since = time.monotonic() + 3, time.monotonic()
+    value = read()
+    while time.monotonic() < min(deadline, same_since + 0.5):
+        time.sleep(0.05)
+        if (now := read()) != value:
+            value, same_since = now, time.monotonic()
+    return value
+
+
+def main(path: str, device: str, is_far: bool, token: str) -> None:
+    os.environ[TOKEN_VARIABLE] = token
+    torch.set_num_threads(1)
+    if is_far:
+        _be_far()
+    _serve(path, device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], False, os.environ[TOKEN_VARIABLE])

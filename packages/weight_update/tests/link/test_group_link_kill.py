@@ -1,0 +1,65 @@
+"""Processes at both ends of a link that are killed or stopped in the middle of an update."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from interrupted_trainer import check_survivor, check_usable, run
+from remote_engines import Rank
+from tidemill_weight_update.control.request import TOKEN_VARIABLE
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch) -> Iterator[list[Rank]]:
+    """The two ranks of an engine, and the rank of another one."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
+    started = [Rank(tmp_path, f"far{i}") for i in range(3)]
+    for rank in started:
+        rank.wait_until_up()
+    yield started
+    for rank in started:
+        rank.kill()
+
+
+def test_a_trainer_rank_that_is_killed_is_an_error_everywhere(tmp_path, ranks):
+    survivor, victim = run(tmp_path, [ranks[:2], ranks[2:]], "rank 1", signal.SIGKILL)
+    assert victim is None
+    outcome = check_survivor(survivor)
+    assert outcome.error
+    assert outcome.versions == ["2", "2"]
+    check_usable(ranks[:2])
+    check_usable(ranks[2:])
+
+
+def test_the_trainer_rank_that_hosts_the_store_is_killed(tmp_path, ranks):
+    victim, survivor = run(tmp_path, [ranks[:2], ranks[2:]], "rank 0", signal.SIGKILL)
+    assert victim is None
+    assert check_survivor(survivor).error
+    check_usable(ranks[:2])
+    check_usable(ranks[2:])
+
+
+def test_an_engine_rank_that_is_killed_is_fenced_and_other_engines_go_on(tmp_path, ranks):
+    outcomes = [
+        check_survivor(outcome) for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGKILL)
+    ]
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert [list(outcome.fenced) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * 2
+    assert outcomes[0].versions == ["2", "3"]
+    check_usable(ranks[2:])
+    check_usable(ranks[:1], fresh=True)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_an_engine_rank_that_hangs_is_fenced_within_the_deadline(tmp_path, ranks, world_size):
+    outcomes = [
+        check_survivor(outcome)
+        for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGSTOP, world_size)
+    ]
+    assert [outcome.error for outcome in outcomes] == [""] * world_size
+    assert [list(outcome.fenced) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * world_size
+    assert outcomes[0].versions == ["2", "3"]
+    check_usable(ranks[2:])
+    check_usable(ranks[:1], fresh=True)

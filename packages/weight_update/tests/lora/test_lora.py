@@ -1,0 +1,331 @@
+"""Adapters without an engine: settings, names, merging; and how they reach engines that are small classes here."""
+
+import math
+
+import pytest
+import torch
+from lora_engine import CONFIG, HIDDEN, AdapterEngine, adapter, base, merged
+from tidemill_testing import run_ranks
+from tidemill_weight_update import LocalShard, LoraConfig, WeightUpdater, merge_lora
+from torch import Tensor, nn
+
+PEFT = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "bias": "none"}
+
+
+def test_settings_are_read_as_peft_writes_them():
+    config = LoraConfig.from_peft(PEFT | {"modules_to_save": None, "rank_pattern": {}, "use_dora": False})
+    assert config == LoraConfig(r=8, lora_alpha=16, target_modules=("q_proj", "v_proj"))
+    assert config.scale == 2.0
+    assert config.to_sglang() == {
+        **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"},
+        "target_modules": ["q_proj", "v_proj"],
+    }
+
+
+def test_the_scale_of_rank_stabilised_lora_reaches_sglang():
+    config = LoraConfig.from_peft(PEFT | {"use_rslora": True})
+    assert config.scale == 16 / math.sqrt(8)
+    told = config.to_sglang()
+    assert told["lora_alpha"] / told["r"] == pytest.approx(config.scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "expected peft_type 'LORA', got 'IA3'"),
+        ({"use_dora": True}, "use_dora=True are not supported"),
+        ({"use_qalora": True}, "use_qalora=True are not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens="),
+        ({"trainable_token_indices": [7]}, "trainable_token_indices="),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "all"}, "bias='all' are not supported"),
+        ({"target_modules": "all-linear"}, "must be a list of names"),
+        ({"r": 0}, "r must be positive"),
+    ],
+)
+def test_settings_that_sglang_does_not_compute_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig.from_peft(PEFT | change)
+
+
+class LoraLinear(nn.Linear):
+    """The paper's layer: h = W x + scale * B A x."""
+
+    def __init__(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False)
+        self.weight.data, self.a, self.b, self.scale = weight, a, b, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * (x @ self.a.T) @ self.b.T
+
+
+def test_a_merged_layer_computes_what_the_adapter_does():
+    weights, matrices = base(torch.float64), dict(adapter(1, torch.float64))
+    got = dict(merge_lora(weights.items(), matrices.items(), CONFIG))
+    assert list(got) == list(weights)
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    for name in (name for name in weights if "proj" in name):
+        a, b = (matrices[f"base_model.model.{name.removesuffix('weight')}lora_{m}.weight"] for m in "AB")
+        torch.testing.assert_close(x @ got[name].T, LoraLinear(weights[name], a, b, CONFIG.scale)(x))
+    assert got["norm.weight"] is weights["norm.weight"]
+
+
+def test_low_precision_is_rounded_once():
+    weights, matrices = base(torch.bfloat16), adapter(1, torch.bfloat16)
+    wide = {name: tensor.double() for name, tensor in weights.items()}
+    exact = merged(wide, [(name, tensor.double()) for name, tensor in matrices])
+    got = dict(merge_lora(weights.items(), matrices, CONFIG))
+    for name, tensor in got.items():
+        assert tensor.dtype == torch.bfloat16
+        assert (tensor.double() - exact[name]).abs().max() <= exact[name].abs().max() * 2**-8
+
+
+def test_a_peft_model_is_taken_as_it_is():
+    """Its names, and its own adapters among its tensors."""
+    weights, matrices = base(), adapter(1)
+    live = {f"base_model.model.{n.replace('_proj.', '_proj.base_layer.')}": t for n, t in weights.items()}
+    named = [(name.replace(".weight", ".default.weight"), tensor) for name, tensor in matrices]
+    got = dict(merge_lora((live | dict(named)).items(), iter(named), CONFIG))
+    wanted = dict(merge_lora(weights.items(), matrices, CONFIG))
+    assert list(got) == list(wanted)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_one_merged_tensor_is_made_at_a_time():
+    asked: list[str] = []
+
+    def watched():
+        for name, tensor in base().items():
+            asked.append(name)
+            yield name, tensor
+
+    merging = merge_lora(watched(), adapter(1), CONFIG)
+    assert asked == []
+    next(merging)
+    assert len(asked) == 1
+
+
+def wrong(change: str) -> list[tuple[str, Tensor]]:
+    items = adapter(1)
+    (name, tensor), rest = items[0], items[1:]
+    return {
+        "lone": rest,
+        "shape": [(name, tensor[1:]), *rest],
+        "name": [(name.replace("lora_A", "lora_embedding_A"), tensor), *rest],
+        "module": [(name.replace("q_proj", "gate"), tensor), *rest],
+        "twice": [*items, (name, tensor)],
+        "two adapters": [*items, (name.replace(".weight", ".other.weight"), tensor)],
+        "shard": [(name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape))), *rest],
+        "empty": [],
+        "nan": [(name, torch.full_like(tensor, float("nan"))), *rest],
+    }[change]
+
+
+WRONG = {
+    "lone": (ValueError, r"has no 'base_model\.model\.layers\.0\.q_proj\.lora_A\.weight'"),
+    "shape": (ValueError, r"must have the shape \(r, inputs\) with r=4, got \(3, 8\)"),
+    "name": (ValueError, "expected the name of a LoRA matrix"),
+    "module": (ValueError, r"belongs to no module of target_modules"),
+    "twice": (ValueError, "came twice"),
+    "two adapters": (ValueError, "matrix A of 'layers.0.q_proj' came twice; pass one adapter at a time"),
+    "shard": (TypeError, "is a LocalShard"),
+    "empty": (ValueError, "empty iterable"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_what_is_no_adapter_of_these_settings_is_refused_by_name(change):
+    error, message = WRONG[change]
+    with pytest.raises(error, match=message):
+        merge_lora(base().items(), wrong(change), CONFIG)
+    engine = AdapterEngine()
+    with pytest.raises(error, match=message):
+        WeightUpdater([engine]).update_adapter(wrong(change), "policy", CONFIG, 1)
+    assert (engine.calls, engine.version) == ([], "first")
+
+
+def test_an_adapter_of_another_model_is_refused():
+    lacking = {name: tensor for name, tensor in base().items() if "layers.1" not in name}
+    with pytest.raises(ValueError, match=r"layers that the model does not have: 'layers.1.q_proj'"):
+        merge_lora(lacking.items(), adapter(1), CONFIG)
+    with pytest.raises(ValueError, match=r"layers that the model does not have: 'layers.1.q_proj'"):
+        list(merge_lora(iter(lacking.items()), adapter(1), CONFIG))
+    with pytest.raises(ValueError, match=r"'layers.0.q_proj.weight' as if it had the shape \(8, 8\), got \(8, 7\)"):
+        list(merge_lora((base() | {"layers.0.q_proj.weight": torch.zeros(8, 7)}).items(), adapter(1), CONFIG))
+
+
+def test_an_adapter_is_replaced_under_its_name():
+    engine = AdapterEngine()
+    updater = WeightUpdater([engine])
+    for version in (1, 2):
+        stats = updater.update_adapter(iter(adapter(version)), "policy", CONFIG, version)
+        assert engine.served() == {"policy": dict(adapter(version))}
+        assert engine.version == stats.weight_version == str(version)
+        assert (stats.num_tensors, stats.num_buckets, stats.verified, stats.fenced) == (8, 1, False, {})
+        assert stats.num_bytes == sum(tensor.nbytes for _, tensor in adapter(version))
+    assert engine.calls == ["load policy", "version 1", "unload policy", "load policy", "version 2"]
+
+
+def test_a_new_name_is_there_before_the_old_one_goes():
+    engine = AdapterEngine()
+    updater = WeightUpdater([engine], in_flight="abort")
+    updater.update_adapter(adapter(1), "policy-1", CONFIG, 1)
+    engine.calls.clear()
+    updater.update_adapter(adapter(2), "policy-2", CONFIG, 2, replaces="policy-1")
+    assert engine.calls == ["pause abort", "load policy-2", "unload policy-1", "version 2", "resume"]
+    assert list(engine.served()) == ["policy-2"]
+
+
+def test_what_an_engine_keeps_is_not_written_again():
+    """SGLang does not copy what it can use as it is."""
+    engine = AdapterEngine()
+    updater = WeightUpdater([engine])
+    updater.update_adapter(adapter(1), "one", CONFIG, 1)
+    updater.update_adapter(adapter(2), "two", CONFIG, 2)
+    updater.close()
+    assert engine.served() == {"one": dict(adapter(1)), "two": dict(adapter(2))}
+
+
+def test_an_adapter_is_cast_and_may_not_be_nan():
+    engine = AdapterEngine()
+    updater = WeightUpdater([engine], dtype=torch.bfloat16)
+    updater.update_adapter(adapter(1), "policy", CONFIG, 1)
+    assert engine.served() == {"policy": {name: tensor.bfloat16() for name, tensor in adapter(1)}}
+    with pytest.raises(
+        ValueError, match=r"not a number: 'base_model.model.layers.0.q_proj.lora_A.weight' \(1 in all\)"
+    ):
+        updater.update_adapter(wrong("nan"), "policy", CONFIG, 2)
+    assert engine.version == "1"
+    WeightUpdater([engine], allow_non_finite=True).update_adapter(wrong("nan"), "policy", CONFIG, 3)
+
+
+def test_an_engine_that_fails_is_fenced_and_brought_up_to_date_alone():
+    good, bad = AdapterEngine("good"), AdapterEngine("bad")
+    updater = WeightUpdater([good, bad])
+    updater.update_adapter(adapter(1), "policy", CONFIG, 1)
+    bad.refuses = "rank 4 is larger than --max-lora-rank"
+    stats = updater.update_adapter(adapter(2), "policy", CONFIG, 2)
+    assert stats.fenced == {"engine 1 of 2 (bad)": bad.refuses}
+    assert (good.version, bad.version, bad.served(), bad.paused) == ("2", "1", {}, None)
+    bad.refuses, calls = None, len(bad.calls)
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).fenced == {}
+    assert len(bad.calls) == calls  # left out
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad]).fenced == {}
+    updater.update_adapter(adapter(4), "policy", CONFIG, 4)
+    assert good.served() == bad.served() == {"policy": dict(adapter(4))}
+    assert (good.version, bad.version) == ("4", "4")
+
+
+class Nameless(AdapterEngine):
+    """Fails when its version is set, or read."""
+
+    fails = ""
+
+    def set_weight_version(self, version: str) -> None:
+        if self.fails == "set":
+            raise RuntimeError("no answer")
+        super().set_weight_version(version)
+
+    def get_weight_version(self) -> str:
+        if self.fails == "read":
+            raise RuntimeError("no answer")
+        return super().get_weight_version()
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+@pytest.mark.parametrize("fails", ["set", "read"])
+def test_an_engine_that_does_not_take_the_adapters_version_goes_on(fails, in_flight):
+    """With its own weights, which are those of before."""
+    good, bad = AdapterEngine("good"), Nameless("bad")
+    updater = WeightUpdater([good, bad], in_flight=in_flight)
+    bad.fails = fails
+    assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).fenced == {"engine 1 of 2 (bad)": "no answer"}
+    assert (bad.paused, good.version) == (None, "1")
+    bad.fails = ""
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).fenced == {}
+    assert (bad.paused, bad.version, bad.served()) == (None, "2", {"policy": dict(adapter(2))})
+    bad.fails = fails
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\): no answer"):
+        updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad])
+    assert bad.paused is None
+
+
+def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
+    good, bad = AdapterEngine("good"), AdapterEngine("bad")
+    updater = WeightUpdater([good, bad])
+    bad.refuses = "no"
+    assert list(updater.update(base().items(), 1).fenced) == ["engine 1 of 2 (bad)"]
+    bad.refuses = None
+    with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\) or is still paused; bring it up"):
+        updater.update_adapter(adapter(1), "policy", CONFIG, 2, engines=[bad])
+    assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).fenced == {}
+    assert (bad.served(), bad.paused) == ({}, "abort")
+    updater.update(base().items(), 1, engines=[bad])
+    updater.update_adapter(adapter(2), "policy", CONFIG, 3)
+    assert bad.served() == {}  # the adapter before this one did not reach it
+    updater.update_adapter(adapter(2), "policy", CONFIG, 3, engines=[bad])
+    updater.update_adapter(adapter(3), "policy", CONFIG, 4)
+    assert good.served() == bad.served() == {"policy": dict(adapter(3))}
+
+
+def test_an_engine_that_lacks_an_adapter_still_gets_weights():
+    good, bad = AdapterEngine("good"), AdapterEngine("bad")
+    updater = WeightUpdater([good, bad])
+    bad.refuses = "no"
+    updater.update_adapter(adapter(1), "policy", CONFIG, 1)
+    bad.refuses = None
+    updater.update(base().items(), "weights")
+    assert (good.version, bad.version) == ("weights", "weights")
+    updater.update_adapter(adapter(2), "policy", CONFIG, 2)
+    assert bad.served() == {}
+    updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad])
+    assert good.served() == bad.served() == {"policy": dict(adapter(2))}
+
+
+def test_an_engine_that_takes_no_adapters_is_told_so():
+    class Plain:
+        has_loader, tp_size = False, 1
+
+    with pytest.raises(RuntimeError, match="Plain is no AdapterClient: it cannot take adapters"):
+        WeightUpdater([Plain()]).update_adapter(adapter(1), "policy", CONFIG, 1)
+
+
+def _sharded() -> tuple[bool, bool, str]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layouts = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]]
+    weights = {
+        name: distribute_tensor(tensor, mesh, layouts[i % 3]) if tensor.ndim == 2 else tensor
+        for i, (name, tensor) in enumerate(base().items())
+    }
+    held = [(name, distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])) for name, tensor in adapter(1)]
+    wanted = merged(base(), adapter(1))
+    is_merged = True
+    for matrices in (held, adapter(1)):
+        for name, tensor in merge_lora(weights.items(), matrices, CONFIG):
+            if isinstance(tensor, DTensor):
+                assert tensor.placements == weights[name].placements
+                tensor = tensor.full_tensor()
+            is_merged &= torch.allclose(tensor, wanted[name], atol=1e-6)
+    engine = AdapterEngine()
+    updater = WeightUpdater([engine] if dist.get_rank() == 0 else [])
+    updater.update_adapter(held, "policy", CONFIG, 1)
+    is_sent = dist.get_rank() > 0 or engine.served() == {"policy": dict(adapter(1))}
+    try:
+        updater.update_adapter(wrong("lone") if dist.get_rank() == 1 else held, "policy", CONFIG, 2)
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    return is_merged, is_sent and engine.version != "2", told
+
+
+def test_sharded_weights_and_adapters():
+    for rank, (is_merged, is_sent, told) in enumerate(run_ranks(_sharded, 4)):
+        assert is_merged
+        assert is_sent
+        assert told.startswith(
+            "ValueError: the adapter has no" if rank == 1 else "RuntimeError: weight update failed on"
+        )

@@ -1,0 +1,69 @@
+"""How much memory of a GPU an update takes, whatever the largest tensor."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from large_gpu_engine import SHAPE, LargeEngine
+from tidemill_weight_update import WeightUpdater
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@contextmanager
+def taken() -> Iterator[list[int]]:
+    """Appends the most bytes of the device that all processes together took, beyond what they had before."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, most, stop, out = torch.cuda.mem_get_info()[0], 0, threading.Event(), []
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.wait(0.0005):
+            most = max(most, before - torch.cuda.mem_get_info(0)[0])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield out
+    stop.set()
+    thread.join()
+    out.append(max(most, before - torch.cuda.mem_get_info()[0]))
+
+
+@pytest.fixture
+def engine() -> Iterator[LargeEngine]:
+    # What CUDA loads when torch first fills a tensor, some 90 MiB, any trainer has loaded long before.
+    torch.zeros(1, dtype=torch.int64, device="cuda")
+    started = LargeEngine()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("bucket_mib", [16, 256])
+@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_takes_two_buckets_whatever_the_largest_tensor(engine, held, mode, bucket_mib):
+    weight = torch.empty(SHAPE, dtype=held, device="cuda")
+    for part in weight:
+        part.normal_()
+    items: list[tuple[str, Tensor]] = [("experts.weight", weight)]
+    updater = WeightUpdater([engine], bucket_bytes=bucket_mib << 20, dtype=torch.bfloat16, timeout_s=60)
+    most = 0
+    for version in range(2):
+        with taken() as extra:
+            stats = updater.update(items if mode == "complete" else iter(items), version)
+        most = max(most, extra[0])
+        assert stats.verified
+        assert stats.num_bytes == 2 * weight.numel()
+    print(f"{held}, {mode}, buckets of {bucket_mib} MiB: {most / 2**20:.0f} MiB more, {stats.num_buckets} buckets")
+    assert most <= (2 * bucket_mib + 64) << 20
+    wanted = [part.bfloat16().double().sum().item() for part in weight]
+    assert engine.ask("sums") == wanted
+    updater.close()

@@ -1,0 +1,342 @@
+"""Engines that fail: who is told what, what they hold afterwards, and that the others go on."""
+
+import re
+import threading
+import time
+
+import pytest
+from stock_engine import MemoryEngine
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.receive.receiver import Receiver
+from toy_engines import ToyEngine, holds, same, state, tensors
+
+MODES = ["complete", "streaming"]
+
+
+def given(items, mode: str):
+    return list(items) if mode == "complete" else iter(list(items))
+
+
+class Breaking(ToyEngine):
+    """Fails at `broken`, one of the client's methods or properties."""
+
+    broken = ""
+
+    def load(self, request, *, flush_cache):
+        if self.broken == "down":
+            raise ConnectionError("connection refused")
+        super().load(request, flush_cache=flush_cache)
+        if self.broken == "load":
+            raise RuntimeError("no answer within 3 s")
+
+    def set_weight_version(self, version):
+        if self.broken == "version":
+            raise RuntimeError("no answer within 4 s")
+        super().set_weight_version(version)
+
+    def get_weight_version(self):
+        return "older" if self.broken == "reported" else super().get_weight_version()
+
+    @property
+    def has_loader(self):
+        if self.broken == "loader":
+            raise RuntimeError("cannot reach the server")
+        return True
+
+    def pause(self, mode):
+        super().pause(mode)
+        if self.broken == "pause":
+            raise RuntimeError("cannot pause")
+
+    def resume(self):
+        super().resume()
+        if self.broken == "resume":
+            raise RuntimeError("cannot go on")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message", "is_mixed"),
+    [
+        ("down", "connection refused", False),
+        ("load", "no answer within 3 s", True),
+        ("version", "no answer within 4 s", True),
+        ("reported", "it reports version 'older', expected '2'", True),
+        ("loader", "cannot reach the server", False),
+        ("pause", "cannot pause", False),
+        ("resume", "it did not go on after its pause: cannot go on", None),
+    ],
+)
+def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is_mixed):
+    """`is_mixed`: whether it may hold a mix of versions; None: it holds the new one."""
+    bad, good = Breaking(2, "bad"), ToyEngine(1, "good")
+    updater = WeightUpdater([bad, good], bucket_bytes=300, in_flight="retract")
+    updater.update(tensors(1).items(), 1)
+    bad.broken = broken
+    stats = updater.update(tensors(2).items(), 2)
+    assert stats.fenced == {"engine 0 of 2 (bad)": message}
+    assert holds(good, tensors(2))
+    assert (good.version, good.paused) == ("2", None)
+    if is_mixed:
+        assert bad.paused == "abort"
+    else:
+        assert bad.paused is None  # also if only the answer to its pause did not come
+        assert holds(bad, tensors(1 if is_mixed is False else 2))
+    requests = len(bad.requests)
+    assert updater.update(tensors(3).items(), 3).fenced == {}  # it is left out
+    assert len(bad.requests) == requests
+    bad.broken = ""
+    assert updater.update(tensors(3).items(), 3, engines=[bad]).fenced == {}  # brought up to date alone
+    assert holds(bad, tensors(3))
+    assert (bad.version, bad.paused) == ("3", None)
+    updater.update(tensors(4).items(), 4)
+    assert holds(bad, tensors(4))
+    assert holds(good, tensors(4))
+    updater.close()
+
+
+def test_an_engine_with_a_mix_is_stopped_at_once_and_until_it_is_whole():
+    bad, slow = Breaking(2, "bad"), Slow(1, "slow")
+    updater = WeightUpdater([bad, slow])
+    updater.update(tensors(1).items(), 1)
+    bad.broken, slow.waits_for = "load", lambda: bad.paused
+    stats = updater.update(tensors(2).items(), 2)
+    assert list(stats.fenced) == ["engine 0 of 2 (bad)"]
+    assert slow.waited
+    bad.broken = ""
+    lacking = [item for item in tensors(3).items() if item[0] != "norm.weight"]
+    with pytest.raises(RuntimeError, match="no tensor was sent"):
+        updater.update(lacking, 3, engines=[bad])
+    assert bad.paused == "abort"
+    assert bad.calls.count("pause abort") == 1
+    assert "resume" not in bad.calls
+    assert updater.update(tensors(3).items(), 3, engines=[bad]).fenced == {}
+    assert holds(bad, tensors(3))
+    assert (bad.version, bad.paused) == ("3", None)
+    updater.close()
+
+
+def test_what_is_sent_on_both_paths_is_counted_for_both():
+    both = WeightUpdater([MemoryEngine(), ToyEngine(2)], bucket_bytes=100)
+    stats = both.update(tensors(1).items(), 1)
+    alone = [WeightUpdater([engine], bucket_bytes=100) for engine in (MemoryEngine(), ToyEngine(2))]
+    parts = [updater.update(tensors(1).items(), 1) for updater in alone]
+    assert stats.num_tensors == len(tensors())
+    assert stats.num_bytes == sum(part.num_bytes for part in parts) == 2 * parts[0].num_bytes
+    assert stats.num_buckets == sum(part.num_buckets for part in parts) > parts[0].num_buckets
+    for updater in (both, *alone):
+        updater.close()
+
+
+def test_engines_of_the_stock_path_that_fail_leave_others_their_update():
+    stock, good = MemoryEngine(fail_at=0), ToyEngine(2, "good")
+    updater = WeightUpdater([stock, good])
+    stats = updater.update(tensors(1).items(), 1)
+    assert list(stats.fenced) == ["engine 0 of 2 (MemoryEngine)"]
+    assert stock.calls[-1] == "pause abort"
+    assert holds(good, tensors(1))
+    assert (good.version, good.paused) == ("1", None)
+    stock.fail_at = None
+    assert updater.update(tensors(2).items(), 2, engines=[stock]).fenced == {}
+    assert stock.version == "2"
+    updater.close()
+
+
+class Slow(ToyEngine):
+    """Does not answer before something has happened."""
+
+    waits_for = staticmethod(lambda: True)
+    waited = False
+
+    def load(self, request, *, flush_cache):
+        super().load(request, flush_cache=flush_cache)
+        end = time.monotonic() + 20
+        while not self.waits_for() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.waited = bool(self.waits_for())
+
+
+class Raising(Receiver):
+    """Its rank 1 fails at the third bucket, or as it finishes."""
+
+    fails = ""
+
+    def arena(self, box, place):
+        memory = super().arena(box, place)
+        self.count = getattr(self, "count", 0) + 1
+        if self.fails == "copy" and self.model.rank == 1 and self.count % 20 == 3:
+            raise RuntimeError("out of memory")
+        return memory
+
+
+def test_an_engine_that_neither_answers_to_a_pause_nor_goes_on_is_named_with_both():
+    class Broken(Breaking):
+        broken = "pause"
+
+        def resume(self):
+            raise RuntimeError("cannot go on")
+
+    message = r"^engine 0 of 1 \(toy\): cannot pause; it did not go on after its pause: cannot go on$"
+    with pytest.raises(RuntimeError, match=message):
+        WeightUpdater([Broken(1)], in_flight="retract").update(tensors(1).items(), 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["copy", "finish"])
+def test_one_rank_of_an_engine_that_fails_is_named(where, mode):
+    bad, good = ToyEngine(2, "bad", receiver=Raising), ToyEngine(2, "good")
+    updater = WeightUpdater([good, bad], bucket_bytes=100)
+
+    def failing_finish():
+        raise RuntimeError("out of memory")
+
+    bad.receivers[1].fails = where  # type: ignore[attr-defined]
+    if where == "finish":
+        bad.receivers[1].finish = failing_finish
+    stats = updater.update(given(tensors(1).items(), mode), 1)
+    (told,) = stats.fenced.values()
+    assert list(stats.fenced) == ["engine 1 of 2 (bad)"]
+    assert "rank 0: RuntimeError: rank 1 of this engine failed" in told
+    assert "rank 1: RuntimeError: out of memory" in told
+    assert holds(good, tensors(1))
+    assert (good.version, bad.version, bad.paused) == ("1", "first", "abort")
+    updater.close()
+
+
+def test_an_engine_that_was_started_anew_is_loaded_anew():
+    engine = ToyEngine(2)
+    updater = WeightUpdater([engine], bucket_bytes=300)
+    updater.update(tensors(0).items(), 0)
+    fresh = ToyEngine(4)  # another process would have a new model, new receivers, and here another size, too
+    engine.tp_size, engine.models, engine.receivers = 4, fresh.models, fresh.receivers
+    updater.update(tensors(1).items(), 1)
+    assert holds(engine, tensors(1))
+    updater.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_client_that_tells_another_size_than_the_engine_has_is_refused(size):
+    engine, good = ToyEngine(2, "bad"), ToyEngine(1, "good")
+    before = state(engine)
+    engine.tp_size = size
+    updater = WeightUpdater([engine, good], bucket_bytes=300)
+    stats = updater.update(tensors(0).items(), 0)
+    (told,) = stats.fenced.values()
+    assert re.match(rf"rank 0(, 1)*(, 2)?: ValueError: the engine has 2 ranks, its client said {size}", told), told
+    assert same(state(engine), before)
+    assert holds(good, tensors(0))
+    updater.close()
+
+
+class Hanging(ToyEngine):
+    """Its ranks do not look at the request until they are let go, as if their process was stopped."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.go = threading.Event()
+
+    def load(self, request, *, flush_cache):
+        if not self.go.wait(2.0):
+            raise TimeoutError("no answer within 2 s")
+        super().load(request, flush_cache=flush_cache)
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 60.0])
+def test_an_engine_that_hangs_is_fenced_and_the_others_go_on(timeout_s):
+    """Whether the client gives up first, or the updater."""
+    hanging, good = Hanging(2, "hanging"), ToyEngine(2, "good")
+    updater = WeightUpdater([hanging, good], bucket_bytes=100, timeout_s=timeout_s)
+    started = time.monotonic()
+    stats = updater.update(tensors(1).items(), 1)
+    assert time.monotonic() - started < 10
+    assert list(stats.fenced) == ["engine 0 of 2 (hanging)"]
+    assert holds(good, tensors(1))
+    assert (good.version, hanging.version) == ("1", "first")
+    hanging.go.set()
+    assert updater.update(tensors(2).items(), 2, engines=[hanging, good]).fenced == {}
+    assert holds(hanging, tensors(2))
+    updater.close()
+
+
+def test_a_request_that_arrives_late_changes_nothing():
+    """Neither the engine nor what is told of another engine, which has its row now."""
+    late, other = ToyEngine(1, "late"), ToyEngine(1, "other")
+    updater = WeightUpdater([late], bucket_bytes=100)
+    updater.update(tensors(0).items(), 0)
+    (request,) = late.requests
+
+    def items():
+        for item in tensors(1).items():
+            with pytest.raises(RuntimeError, match="the trainer gave up update 1 before this engine came to it"):
+                late.receivers[0].handle(request)
+            yield item
+
+    assert updater.update(items(), 1, engines=[other]).verified
+    assert other.requests[0].first_receiver == request.first_receiver
+    assert holds(other, tensors(1))
+    assert holds(late, tensors(0))
+    updater.close()
+    with pytest.raises(RuntimeError, match="cannot open the trainer's memory"):
+        late.receivers[0].handle(request)
+
+
+class Stalled(Receiver):
+    """Stands still as it reads its first bucket, until it is let go."""
+
+    go: threading.Event
+
+    def arena(self, box, place):
+        self.go.wait(20)
+        return super().arena(box, place)
+
+
+class Impatient(ToyEngine):
+    """Does not wait for its ranks for longer than half a second."""
+
+    thread: threading.Thread
+
+    def load(self, request, *, flush_cache):
+        self.thread = threading.Thread(target=super().load, args=(request,), kwargs={"flush_cache": flush_cache})
+        self.thread.start()
+        self.thread.join(0.5)
+        if self.thread.is_alive():
+            raise TimeoutError("no answer within 0.5 s")
+
+
+def test_an_engine_that_wakes_up_in_a_later_update_does_not_disturb_it():
+    stalled, other = Impatient(1, "stalled", receiver=Stalled), ToyEngine(1, "other")
+    stalled.receivers[0].go = threading.Event()  # type: ignore[attr-defined]
+    updater = WeightUpdater([stalled, other], bucket_bytes=100, timeout_s=20)
+    assert "no answer within 0.5 s" in updater.update(tensors(0).items(), 0).fenced["engine 0 of 2 (stalled)"]
+
+    def items():
+        for count, item in enumerate(tensors(1).items()):
+            yield item
+            if count == 8:
+                stalled.receivers[0].go.set()  # type: ignore[attr-defined]
+                stalled.thread.join(10)
+                assert not stalled.thread.is_alive()
+
+    stats = updater.update(items(), 1)
+    assert (stats.verified, stats.fenced) == (True, {})
+    assert other.requests[1].first_receiver == stalled.requests[0].first_receiver
+    assert holds(other, tensors(1))
+    assert updater.update(tensors(2).items(), 2, engines=[stalled]).verified
+    assert holds(stalled, tensors(2))
+    updater.close()
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "calls"),
+    [
+        ("wait", ["load, flush", "finish", "version 1"]),
+        ("abort", ["pause abort", "load, flush", "finish", "version 1", "resume"]),
+        ("retract", ["pause retract", "load", "finish", "version 1", "resume"]),
+        ("in_place", ["pause in_place", "load", "finish", "version 1", "resume"]),
+    ],
+)
+def test_running_requests_are_treated_as_asked(in_flight, calls):
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine], in_flight=in_flight)
+    updater.update(tensors().items(), 1)
+    assert engine.calls == calls
+    updater.close()

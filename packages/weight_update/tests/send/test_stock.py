@@ -1,0 +1,230 @@
+"""The updater on the stock path, from one trainer process."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from stock_engine import MemoryEngine, assert_same
+from tidemill_weight_update import BucketHandle, WeightUpdater
+from tidemill_weight_update.send.gather import Piece
+from tidemill_weight_update.sglang.payload import stock_payload
+
+
+def mixed() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "scalar": torch.tensor(3.5),
+        "odd": torch.randn(3, 5).to(torch.bfloat16),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "wide": torch.randn(33, 17),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(8, 6).t(),
+        "strided": torch.randn(20)[::3],
+        "flags": torch.tensor([True, False, True]),
+        "int": torch.tensor([2**40, -1]),
+        "parameter": torch.nn.Parameter(torch.randn(4)),
+    }
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 1 << 20])
+def test_every_tensor_arrives_bit_for_bit_whatever_the_buckets(bucket_bytes):
+    engine = MemoryEngine()
+    updater = WeightUpdater([engine], bucket_bytes=bucket_bytes)
+    for version in (1, 2):
+        tensors = {name: tensor.detach() if version == 1 else tensor.detach() * 2 for name, tensor in mixed().items()}
+        stats = updater.update(tensors.items(), version)
+        assert_same(engine.weights, tensors)
+        assert stats.num_tensors == len(tensors)
+        assert stats.num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+        assert engine.version == stats.weight_version == str(version)
+        assert stats.num_buckets == sum(call.startswith("load") for call in engine.calls)
+        assert 0 < stats.gather_s + stats.fill_s + stats.load_s + stats.finish_s < stats.seconds
+        assert (stats.verified, stats.fenced, stats.prepare_s) == (False, {}, 0.0)
+        assert stats.gb_per_s == pytest.approx(stats.num_bytes / stats.seconds / 1e9)
+        engine.weights.clear()
+        engine.calls.clear()
+    updater.close()
+
+
+def test_the_cast_is_that_of_to():
+    engine = MemoryEngine()
+    tensors = mixed()
+    WeightUpdater([engine], dtype=torch.bfloat16, bucket_bytes=500).update(tensors.items(), 1)
+    expected = {n: t.detach().to(torch.bfloat16) if t.is_floating_point() else t for n, t in tensors.items()}
+    assert_same(engine.weights, expected)
+
+
+def test_the_version_comes_with_the_last_bucket_and_one_flush_ends_the_update():
+    engines = [MemoryEngine(), MemoryEngine()]
+    items = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
+    WeightUpdater(engines, bucket_bytes=64).update(items, "v7")
+    for engine in engines:
+        assert engine.calls == ["load 0 None", "load 1 None", "load 2 v7", "flush"]
+        assert_same(engine.weights, dict(items))
+
+
+def test_an_engine_that_fails_is_fenced_and_the_others_go_on():
+    engines = [MemoryEngine(), MemoryEngine(fail_at=1)]
+    updater = WeightUpdater(engines, bucket_bytes=64)
+    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(5)]
+    told = r"did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone"
+    stats = updater.update(items, 1)
+    assert list(stats.fenced) == ["engine 1 of 2 (MemoryEngine)"]
+    assert re.fullmatch(told, stats.fenced["engine 1 of 2 (MemoryEngine)"])
+    assert [engine.version for engine in engines] == ["1", "default"]
+    assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
+    engines[1].calls.clear()
+    assert updater.update(items, 2).fenced == {}
+    assert engines[1].calls == []  # left out
+    engines[1].fail_at = None
+    stats = updater.update(items, 2, engines=[engines[1]])
+    assert (stats.fenced, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
+    assert_same(engines[1].weights, dict(items))
+    updater.update(items, 3)
+    assert [engine.version for engine in engines] == ["3", "3"]
+
+
+def test_an_update_that_reaches_no_engine_is_an_error():
+    engines = [MemoryEngine(fail_at=1), MemoryEngine(fail_at=0)]
+    updater = WeightUpdater(engines, bucket_bytes=64)
+    items = [(f"t{i}", torch.zeros(8)) for i in range(5)]
+    message = (
+        r"engine 0 of 2 \(MemoryEngine\):? did not load bucket 1 .*; engine 1 of 2 \(MemoryEngine\):? did not load"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        updater.update(items, 1)
+    engines[0].fail_at = engines[1].fail_at = None
+    assert updater.update(items, 2).fenced == {}  # none is healthy, so all are tried
+    assert [engine.version for engine in engines] == ["2", "2"]
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
+def test_an_iterator_that_raises_half_way_fences_engines_that_hold_a_mix(error):
+    engine = MemoryEngine()
+    updater = WeightUpdater([engine], bucket_bytes=64)
+
+    def items():
+        yield "t0", torch.zeros(8)
+        yield "t1", torch.zeros(8)
+        yield "t2", torch.zeros(8)
+        raise error
+
+    with pytest.raises(type(error)):
+        updater.update(items(), 1)
+    assert engine.calls == ["load 0 None", "pause abort"]
+    updater.update([("t0", torch.ones(8))], 2)
+    assert (engine.version, engine.calls[-1]) == ("2", "resume")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_that_cannot_be_paused_gets_nothing(others):
+    class Busy(MemoryEngine):
+        def pause(self, mode: str) -> None:
+            super().pause(mode)
+            raise RuntimeError("requests do not end")
+
+    engines = [Busy(), *(MemoryEngine() for _ in range(others))]
+    updater = WeightUpdater(engines, in_flight="abort")
+    if others:
+        assert updater.update([("a", torch.zeros(1))], 1).fenced == {
+            "engine 0 of 2 (MemoryEngine)": "requests do not end"
+        }
+    else:
+        with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(MemoryEngine\): requests do not end$"):
+            updater.update([("a", torch.zeros(1))], 1)
+    assert engines[0].calls == ["pause abort", "resume"]  # it may be paused although it does not say so
+
+
+@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
+def test_a_bucket_that_could_not_be_filled_is_not_loaded(monkeypatch, fails_at, calls):
+    """The last one would come with the version."""
+    copied = []
+
+    def copy_to(self, arena, original=Piece.copy_to):
+        copied.append(self)
+        if len(copied) > fails_at:
+            raise RuntimeError("out of memory")
+        original(self, arena)
+
+    monkeypatch.setattr(Piece, "copy_to", copy_to)
+    engine = MemoryEngine()
+    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at + 1)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        WeightUpdater([engine], bucket_bytes=32).update(items, 1)
+    assert (engine.calls, engine.version) == (calls, "default")
+
+
+def test_a_prefix_cache_that_is_not_flushed_is_an_error():
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*did not flush its prefix cache: 1 running request"):
+        WeightUpdater([MemoryEngine(busy=True)]).update([("a", torch.zeros(1))], 1)
+
+
+class Forgetful(MemoryEngine):
+    def get_weight_version(self) -> str:
+        return "older"
+
+
+def test_an_engine_that_reports_another_version_is_an_error():
+    with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*reports version 'older', expected '1'"):
+        WeightUpdater([Forgetful()]).update([("a", torch.zeros(1))], 1)
+
+
+def test_what_cannot_be_sent_leaves_the_engine_alone():
+    engine = MemoryEngine()
+    updater = WeightUpdater([engine])
+    for items, error, message in [
+        ([], ValueError, "empty iterable"),
+        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' came twice"),
+        ({"a": torch.zeros(1)}, TypeError, "of a dict pass .items()"),
+    ]:
+        with pytest.raises(error, match=message):
+            updater.update(items, 1)
+    with pytest.raises(ValueError, match="must not be empty"):
+        updater.update([("a", torch.zeros(1))], "")
+    assert engine.calls == []
+
+
+def test_bad_arguments_are_refused():
+    for kwargs, message in [
+        ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        ({"dtype": torch.int8}, "must be a floating-point dtype as torch.bfloat16, got torch.int8"),
+        ({"dtype": "bfloat16"}, "must be a floating-point dtype as torch.bfloat16, got 'bfloat16'"),
+        ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            WeightUpdater([MemoryEngine()], **kwargs)
+    with pytest.raises(TypeError, match="engines must be a list of engine clients, got MemoryEngine"):
+        WeightUpdater(MemoryEngine())
+    with pytest.raises(TypeError, match=r"engine 1 of 2 is no engine client but .*pass LocalEngine\(engine\)"):
+        WeightUpdater([MemoryEngine(), object()])
+    twice = MemoryEngine()
+    told = r"each engine may be given once, engine 2 of 3 \(MemoryEngine\) came before"
+    with pytest.raises(ValueError, match=told):
+        WeightUpdater([twice, MemoryEngine(), twice])
+    with pytest.raises(ValueError, match=told):
+        WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, MemoryEngine(), twice])
+    with pytest.raises(ValueError, match="rank 0 talks to the engines, but was given none"):
+        WeightUpdater([]).update([("a", torch.zeros(1))], 1)
+    updater = WeightUpdater([MemoryEngine()])
+    updater.close()
+    updater.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        updater.update([("a", torch.zeros(1))], 1)
+
+
+def test_a_handle_is_small_and_a_dead_sender_is_an_error():
+    handles = []
+
+    class Keeping(MemoryEngine):
+        def load_bucket(self, bucket: BucketHandle) -> None:
+            super().load_bucket(bucket)
+            handles.append(bucket)
+
+    updater = WeightUpdater([Keeping()])
+    updater.update([(f"t{i}", torch.zeros(1000)) for i in range(50)], 1)
+    assert len(pickle.dumps(handles[0])) < 10_000
+    updater.close()
+    with pytest.raises(RuntimeError, match=r"cannot open the sender's memory /proc/.*the sender must be alive"):
+        stock_payload(handles[0])

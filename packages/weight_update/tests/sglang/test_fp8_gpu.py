@@ -1,0 +1,155 @@
+"""Engines with quantised weights on a GPU: what they hold is compared with SGLang's own load of the same files."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tidemill_testing import tiny_model
+from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.sglang import LocalEngine, sglang_launch_args
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sglang,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FP8, BLOCK = torch.float8_e4m3fn, 128
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8}
+SHAPES: dict[str, dict[str, Any]] = {"qwen3": SHAPE, "qwen3_moe": SHAPE | EXPERTS}
+PROMPT = torch.randint(128, (96,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def bf16_checkpoint(folder: Path, family: str, seed: int) -> Path:
+    return tiny_model(folder / f"{family} {seed}", family, seed=seed, dtype=torch.bfloat16, **SHAPES[family])
+
+
+def fp8_checkpoint(folder: Path, family: str, seed: int) -> Path:
+    """As DeepSeek-V3 and Qwen3-FP8 are published: matrices of layers in float8, with a float32 scale for each block."""
+    path = bf16_checkpoint(folder, family, seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantised(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix in float8, and the factor of each of its blocks, float32 [rows / 128, columns / 128]."""
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
+    return (blocks / scale[:, None, :, None]).view(rows, columns).to(FP8), scale
+
+
+class Probed:
+    """An engine whose parameters can be looked at."""
+
+    def __init__(self, model_path: Path, folder: Path, **fields: Any) -> None:
+        import sglang
+
+        loaders = Path(__file__).parents[4] / "testing" / "loaders"
+        sys.path.insert(0, str(loaders))  # for the schedulers to import the probe
+        self.engine = sglang.Engine(
+            model_path=str(model_path),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            attention_backend="triton",
+            sampling_backend="pytorch",
+            fp8_gemm_runner_backend="triton",
+            moe_runner_backend="triton",
+            disable_cuda_graph=True,
+            disable_radix_cache=True,
+            mem_fraction_static=0.2,
+            max_total_tokens=8192,
+            log_level="warning",
+            **sglang_launch_args(["engine_probe.dump", "engine_probe.scramble"]),
+            **fields,
+        )
+        sys.path.pop(0)
+        self._folder = folder
+
+    def probe(self, name: str, path: str) -> None:
+        named = [(path, torch.zeros(1, device="cuda"))]
+        done = self.engine.update_weights_from_tensor(named, load_format=f"engine_probe.{name}", flush_cache=False)
+        assert done[0], done
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """As bytes: float8 numbers cannot be compared."""
+        path = self._folder / "parameters"
+        self.probe("dump", str(path))
+        return {name: tensor.contiguous().view(torch.uint8) for name, tensor in torch.load(path).items()}
+
+    def log_probs(self) -> torch.Tensor:
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        (out,) = self.engine.generate(
+            input_ids=[PROMPT], sampling_params=sampling, return_logprob=True, logprob_start_len=0
+        )
+        return torch.tensor([logprob for logprob, *_ in out["meta_info"]["input_token_logprobs"][1:]])
+
+
+@pytest.fixture
+def probed(tmp_path) -> Iterator[Any]:
+    started: list[Probed] = []
+
+    def start(model_path: Path, **fields: Any) -> Probed:
+        started.append(Probed(model_path, tmp_path, **fields))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.engine.shutdown()
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_float8_weights_and_their_scales_arrive_as_they_are(probed, tmp_path, family):
+    first, second = (fp8_checkpoint(tmp_path, family, seed) for seed in (0, 1))
+    stock = probed(first)
+    wanted = {first: (stock.parameters(), stock.log_probs())}
+    done = stock.engine.update_weights_from_disk(str(second))
+    assert done[0], done
+    wanted[second] = (stock.parameters(), stock.log_probs())
+    assert not torch.allclose(wanted[first][1], wanted[second][1], atol=0.1)
+
+    updater = WeightUpdater([LocalEngine(stock.engine)])
+    for version, path in enumerate((first, second, first)):
+        stock.probe("scramble", "")
+        stats = updater.update(load_file(path / "model.safetensors", device="cuda").items(), version)
+        assert stats.verified
+        assert not stats.through_loader
+        parameters, log_probs = wanted[path]
+        found = stock.parameters()
+        assert found.keys() == parameters.keys()
+        assert [name for name in parameters if not torch.equal(found[name], parameters[name])] == []
+        assert torch.equal(stock.log_probs(), log_probs)
+    updater.close()
+
+
+def test_an_engine_that_quantises_what_it_loads_is_refused_and_keeps_its_weights(probed, tmp_path):
+    first, second = (bf16_checkpoint(tmp_path, "qwen3", seed) for seed in (0, 1))
+    online = probed(first, quantization="fp8")
+    log_probs = online.log_probs()
+    updater = WeightUpdater([LocalEngine(online.engine)])
+    with pytest.raises(RuntimeError) as raised:
+        updater.update(load_file(second / "model.safetensors", device="cuda").items(), 1)
+    assert "load_weights failed at source" in str(raised.value)
+    assert torch.equal(online.log_probs(), log_probs)
+    updater.close()

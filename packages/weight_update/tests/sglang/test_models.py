@@ -1,0 +1,105 @@
+"""SGLang's own model classes: a plan, replayed or used by an update, gives what a fresh `load_weights` gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+MODELS = [
+    "qwen2",
+    "qwen2 tied",
+    "qwen2 tied as state_dict",
+    "qwen3",
+    "qwen3 tied",
+    "qwen3 from float32",
+    "llama",
+    "llama tied",
+    "llama one kv head",
+    "qwen3 moe",
+    "qwen3 moe tied",
+    "qwen3 moe tied as state_dict",
+    "deepseek v3",
+]
+RANKS = [(1, 0), (2, 0), (2, 1)]
+PADDED = (1, 0), (2, 1)
+"""Ranks whose embeddings have rows beyond the vocabulary."""
+
+
+def run_script(*arguments: str) -> dict[str, list]:
+    script = Path(__file__).parents[1] / "helpers" / "sglang_models_script.py"
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])["found"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_script()
+
+
+@pytest.fixture(
+    params=[(model, *rank) for model in MODELS for rank in RANKS], ids=lambda p: f"{p[0]}, {p[2]} of {p[1]}"
+)
+def result(request, found):
+    model, tp_size, rank = request.param
+    return model, (tp_size, rank), found[str(tp_size)][rank][model]
+
+
+def test_a_replay_equals_a_fresh_load_bit_for_bit(result):
+    model, rank, got = result
+    missing = ["lm_head.weight"] if model == "qwen3 moe tied" else []
+    assert got["differs_from_stock"] == missing
+    assert got["derived_differs"] == []
+    assert got["through_loader"] == {}
+    assert got["copies"] > 0
+    padded = ["lm_head.weight", "model.embed_tokens.weight"] if rank in PADDED else []
+    assert set(got["fills"]) <= set(padded)
+    assert ("model.embed_tokens.weight" in got["fills"]) == (rank in PADDED)
+    assert got["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
+
+
+def test_an_update_equals_a_fresh_load_bit_for_bit(result):
+    """Through a `WeightUpdater` and a receiver in each rank: a whole model at once, in small buckets, and streamed."""
+    model, (_, rank), got = result
+    if model == "qwen3 moe tied":
+        lacks = "no tensor was sent for these parameters of the engine: 'lm_head.weight'"
+        assert len(got["updated"]["refused"]) == (3 if rank == 0 else 0)
+        assert all(lacks in told for told in got["updated"]["refused"])
+        assert got["updated"]["differs_from_stock"] == ["lm_head.weight"]
+    else:
+        assert got["updated"]["refused"] == []
+        assert got["updated"]["differs_from_stock"] == []
+    assert got["updated"]["derived_differs"] == []
+
+
+def test_recording_leaves_the_model_as_it_was(result):
+    _, _, got = result
+    assert got["changed_by_recording"] == []
+    assert got["same_plan_on_meta"]
+
+
+def test_each_element_is_written_exactly_once_or_reported(result):
+    """SGLang's Qwen3-MoE has an lm_head of its own even where the embeddings are tied, and nothing fills it."""
+    model, (tp_size, _), got = result
+    assert got["wrong_counts"] == list(got["uncovered"])
+    assert got["uncovered"] == ({"lm_head.weight": 192 * 64 // tp_size} if model == "qwen3 moe tied" else {})
+    assert got["overwritten"] == {}
+    assert got["unused"] == (["lm_head.weight"] if model == "qwen2 tied as state_dict" else [])
+
+
+@pytest.mark.slow
+def test_the_published_deepseek_v3_is_nothing_but_copies():
+    for ranks in run_script("--full-size").values():
+        for got in ranks:
+            assert isinstance(got, dict), got
+            got = got["deepseek v3 671b"]
+            assert got["names_as_in_a_checkpoint"]
+            assert (got["through_loader"], got["unused"], got["uncovered"], got["overwritten"]) == ({}, [], {}, {})
+            assert got["not_written"] == []
+            assert got["copies"] >= got["sources"] > 45_000
