@@ -1,12 +1,29 @@
 """The configuration of a training run: one frozen dataclass per section of the TOML file."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, FiniteFloat
+from pydantic.dataclasses import dataclass
 from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
 from tidemill_engines.megatron.config import MegatronConfig
+
+_Count = Annotated[int, Field(ge=1)]
+_CountOrZero = Annotated[int, Field(ge=0)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_Seed = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+def _group_size(n: int) -> int:
+    _require(n >= 2, "must be >= 2 (GRPO compares the responses to one prompt)")
+    return n
+
+
+def _top_k(k: int) -> int:
+    _require(k == -1 or k >= 1, "must be >= 1, or -1 for all tokens")
+    return k
 
 
 def _require(holds: bool, message: str) -> None:
@@ -30,13 +47,9 @@ class DataConfig:
 
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
-    train_batch_size: int = 64
-    max_prompt_length: int = 512
+    train_batch_size: _Count = 64
+    max_prompt_length: _Count = 512
     overlong_prompts: Literal["error", "skip"] = "error"
-
-    def __post_init__(self) -> None:
-        _require(self.train_batch_size >= 1, f"train_batch_size must be at least 1; got {self.train_batch_size}")
-        _require(self.max_prompt_length >= 1, f"max_prompt_length must be at least 1; got {self.max_prompt_length}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,38 +72,21 @@ class RolloutConfig:
         timeout_s: deadline of the engine's start and of one generation.
     """
 
-    n: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    response_length: int = 512
+    n: Annotated[int, AfterValidator(_group_size)] = 8
+    temperature: _Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, AfterValidator(_top_k)] = -1
+    response_length: _Count = 512
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    num_engines: int = 1
-    tensor_parallel_size: int = 1
-    num_gpus_per_engine: float | None = None
-    max_total_tokens: int | None = None
-    mem_fraction_static: float = 0.5
+    num_engines: _Count = 1
+    tensor_parallel_size: _Count = 1
+    num_gpus_per_engine: _Positive | None = None
+    max_total_tokens: _Count | None = None
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
     deterministic: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        _require(self.n >= 2, f"n must be at least 2, GRPO compares the responses to a prompt; got {self.n}")
-        _require(self.temperature > 0, f"temperature must be above 0 for training rollouts; got {self.temperature}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1]; got {self.top_p}")
-        _require(self.response_length >= 1, f"response_length must be at least 1; got {self.response_length}")
-        _require(self.num_engines >= 1, f"num_engines must be at least 1; got {self.num_engines}")
-        _require(
-            self.tensor_parallel_size >= 1, f"tensor_parallel_size must be at least 1; got {self.tensor_parallel_size}"
-        )
-        _require(self.top_k == -1 or self.top_k >= 1, f"top_k must be at least 1, or -1 for all; got {self.top_k}")
-        gpus, pool = self.num_gpus_per_engine, self.max_total_tokens
-        _require(gpus is None or gpus > 0, f"num_gpus_per_engine must be above 0; got {gpus}")
-        _require(pool is None or pool >= 1, f"max_total_tokens must be at least 1; got {pool}")
-        share = self.mem_fraction_static
-        _require(0 < share < 1, f"mem_fraction_static must be between 0 and 1; got {share}")
-        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
+    timeout_s: _Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +103,7 @@ class RewardConfig:
 
     function: str = "exact_match"
     on_error: Literal["zero", "stop"] = "zero"
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
+    timeout_s: _Positive = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,32 +150,18 @@ class ActorConfig:
         timeout_s: deadline of one call to the workers.
     """
 
-    ppo_mini_batch_size: int | None = None
-    ppo_epochs: int = 1
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    entropy_coeff: float = 0.0
+    ppo_mini_batch_size: _Count | None = None
+    ppo_epochs: _Count = 1
+    clip_ratio_low: _Fraction = 0.2
+    clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    entropy_coeff: FiniteFloat = 0.0
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    num_workers: int = 1
-    num_gpus_per_worker: float = 1.0
-    omp_num_threads: int = 1
-    timeout_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        _require(self.num_workers >= 1, f"num_workers must be at least 1; got {self.num_workers}")
-        size = self.ppo_mini_batch_size
-        _require(size is None or size >= 1, f"ppo_mini_batch_size must be at least 1; got {size}")
-        _require(self.ppo_epochs >= 1, f"ppo_epochs must be at least 1; got {self.ppo_epochs}")
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        _require(0 <= low <= 1, f"clip_ratio_low must be between 0 and 1; got {low}")
-        _require(high >= 0, f"clip_ratio_high must be 0 or more; got {high}")
-        _require(self.clip_ratio_c > 1, f"clip_ratio_c must be above 1; got {self.clip_ratio_c}")
-        _require(math.isfinite(self.entropy_coeff), f"entropy_coeff must be finite; got {self.entropy_coeff}")
-        _require(self.num_gpus_per_worker > 0, f"num_gpus_per_worker must be above 0; got {self.num_gpus_per_worker}")
-        _require(self.omp_num_threads >= 1, f"omp_num_threads must be at least 1; got {self.omp_num_threads}")
-        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
+    num_workers: _Count = 1
+    num_gpus_per_worker: _Positive = 1.0
+    omp_num_threads: _Count = 1
+    timeout_s: _Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,20 +176,11 @@ class WarmupConfig:
         until_accuracy: the warm-up ends once the held-out accuracy has reached this.
     """
 
-    max_steps: int = 0
-    batch_size: int = 128
-    lr: float = 1e-3
-    test_freq: int = 10
-    until_accuracy: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require(self.max_steps >= 0, f"max_steps must be 0 or more; got {self.max_steps}")
-        _require(self.batch_size >= 1, f"batch_size must be at least 1; got {self.batch_size}")
-        _require(self.lr >= 0, f"lr must be 0 or more; got {self.lr}")
-        _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
-        _require(math.isfinite(self.lr), f"lr must be finite; got {self.lr}")
-        goal = self.until_accuracy
-        _require(0 <= goal <= 1, f"until_accuracy must be between 0 and 1; got {goal}")
+    max_steps: _CountOrZero = 0
+    batch_size: _Count = 128
+    lr: Annotated[FiniteFloat, Field(ge=0)] = 1e-3
+    test_freq: _CountOrZero = 10
+    until_accuracy: _Fraction = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,13 +193,9 @@ class WeightUpdateConfig:
         timeout_s: deadline of each call to an engine; below `engine.timeout_s`, after which the other ranks give up.
     """
 
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: _Count = 512 << 20
     memory: Literal["auto", "cpu"] = "auto"
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        _require(self.bucket_bytes >= 1, f"bucket_bytes must be at least 1; got {self.bucket_bytes}")
-        _require(self.timeout_s > 0, f"timeout_s must be above 0 seconds; got {self.timeout_s}")
+    timeout_s: _Positive = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,25 +220,15 @@ class TrainerConfig:
 
     name: str | None = None
     run_dir: str = "runs"
-    total_steps: int = 100
+    total_steps: _Count = 100
     val_before_train: bool = True
-    stop_at_accuracy: float | None = None
-    test_freq: int = 10
-    save_freq: int = 0
-    max_ckpt_to_keep: int = 2
-    save_samples: int = 4
-    seed: int = 0
+    stop_at_accuracy: _Fraction | None = None
+    test_freq: _CountOrZero = 10
+    save_freq: _CountOrZero = 0
+    max_ckpt_to_keep: _Count = 2
+    save_samples: _CountOrZero = 4
+    seed: _Seed = 0
     ray_address: str | None = None
-
-    def __post_init__(self) -> None:
-        goal = self.stop_at_accuracy
-        _require(goal is None or 0 <= goal <= 1, f"stop_at_accuracy must be between 0 and 1; got {goal}")
-        _require(self.total_steps >= 1, f"total_steps must be at least 1; got {self.total_steps}")
-        _require(self.max_ckpt_to_keep >= 1, f"max_ckpt_to_keep must be at least 1; got {self.max_ckpt_to_keep}")
-        _require(0 <= self.seed < 2**64, f"seed must be 0 or more and have at most 64 bits; got {self.seed}")
-        _require(self.test_freq >= 0, f"test_freq must be 0 or more; got {self.test_freq}")
-        _require(self.save_freq >= 0, f"save_freq must be 0 or more; got {self.save_freq}")
-        _require(self.save_samples >= 0, f"save_samples must be 0 or more; got {self.save_samples}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,13 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
 
 _DEFAULT_BACKEND = "fsdp2"
+_SYMBOLS = {  # from pydantic's messages to shorter ones
+    "Input should be": "must be",
+    "greater than or equal to": ">=",
+    "less than or equal to": "<=",
+    "greater than": ">",
+    "less than": "<",
+}
 
 
 class ConfigError(ValueError):
@@ -134,7 +141,7 @@ def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
 def _engine_config(section: Any) -> type:
     backend = section.get("backend", _DEFAULT_BACKEND) if isinstance(section, dict) else _DEFAULT_BACKEND
     if backend not in BACKENDS:
-        raise ConfigError(f"config key engine.backend: must be one of {', '.join(BACKENDS)} (got {backend!r})")
+        raise ConfigError(f"config key engine.backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return BACKENDS[backend]
 
 
@@ -146,11 +153,13 @@ def _describe(problem: Any, backend: str) -> str:
     if problem["type"] == "missing":
         return f"config key {where} is required"
     message = problem["msg"].removeprefix("Value error, ")
-    if not where:  # sections that do not go together; the message names the keys
+    if not where:  # a check across sections, whose message names the keys
         return message
-    return f"config key {where}: {message}" + (
-        "" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})"
-    )
+    if isinstance(problem["input"], dict):  # a check of a whole section
+        return f"config key {where}: {message}"
+    for words, symbol in _SYMBOLS.items():
+        message = message.replace(words, symbol)
+    return f"config key {where} {message}, got {problem['input']!r}"
 
 
 def _without_none(value: Any) -> Any:
