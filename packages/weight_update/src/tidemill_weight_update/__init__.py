@@ -2,12 +2,12 @@
 
 from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode, PausingClient
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.merge import merge_lora
 from tidemill_weight_update.memory.handle import BucketHandle
-from tidemill_weight_update.send.shards import LocalShard
+from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.stats import UpdateStats
+from tidemill_weight_update.tensors.shards import LocalShard
 from tidemill_weight_update.updater import WeightUpdater
 
 __all__ = [

@@ -13,20 +13,20 @@ from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.control.mailbox import MAX_RECEIVERS
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.link.group_link import GroupLink
 from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.adapter import AdapterPath
-from tidemill_weight_update.send.asking import Asking
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.fences import Fences, Operation, distinct
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
+from tidemill_weight_update.send.load_calls import Asking
 from tidemill_weight_update.send.plain import PlainCheck
+from tidemill_weight_update.send.quarantine import Fences, Operation, distinct
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import Prepared
-from tidemill_weight_update.send.source import NamedTensors
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
+from tidemill_weight_update.tensors.source import NamedTensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox, fitting
-from tidemill_weight_update.link.signed_store import LinkError, SignedStore
-from tidemill_weight_update.link.store_mailbox import StoreMailbox
+from tidemill_weight_update.remote.store_mailbox import StoreMailbox
+from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 from torch.distributed import TCPStore
 
 
@@ -195,7 +195,7 @@ def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
     box = StoreMailbox(signed(server), "path", 0)
     box.make_room(1)
     box.begin(1)
-    monkeypatch.setattr("tidemill_weight_update.link.store_mailbox.here", lambda: "another machine")
+    monkeypatch.setattr("tidemill_weight_update.remote.store_mailbox.here", lambda: "another machine")
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     StoreMailbox(signed(client(server)), "path", 0).report(1, 0, ATTACHED, {})
     monkeypatch.undo()

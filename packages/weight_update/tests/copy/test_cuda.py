@@ -13,7 +13,7 @@ import copy_tables
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.checksum import digest
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import cut
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tidemill_weight_update.copy.digest import CHUNK_ELEMENTS, digest, digest_rows, mix32, non_finite
+from tidemill_weight_update.copy.checksum import CHUNK_ELEMENTS, digest, digest_rows, mix32, non_finite
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.int64]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tidemill_weight_update.copy import pace
+from tidemill_weight_update.copy import interleave as pace
 from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.pace import PIECE_ELEMENTS, evenly
+from tidemill_weight_update.copy.interleave import PIECE_ELEMENTS, evenly
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 BF16 = torch.bfloat16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tidemill_weight_update.copy.digest import digest_rows, non_finite
+from tidemill_weight_update.copy.checksum import digest_rows, non_finite
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 from torch import Tensor

@@ -20,10 +20,10 @@ from tidemill_testing import ranks
 from tidemill_weight_update import BucketHandle, PauseMode, Request
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.control.wait import has_ended
-from tidemill_weight_update.link import location, store_mailbox
-from tidemill_weight_update.link.nccl_wire import NcclWire
-from tidemill_weight_update.link.wire import GlooWire
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.remote import location, store_mailbox
+from tidemill_weight_update.transport.gloo import GlooWire
+from tidemill_weight_update.transport.nccl import NcclWire
 from torch import Tensor
 from toy_engines import TIED, ToyModel
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater
-from tidemill_weight_update.link import store_mailbox, wire
+from tidemill_weight_update.remote import store_mailbox
+from tidemill_weight_update.transport import gloo as wire
 
 
 class RemoteEngine:

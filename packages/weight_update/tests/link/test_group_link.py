@@ -190,7 +190,7 @@ def test_an_iterator_that_raises_half_way_ends_the_update_at_once(new, far):
 
 
 def test_wires_are_kept_and_made_anew_when_the_fleet_changes(new, far, monkeypatch):
-    from tidemill_weight_update.link import outlets
+    from tidemill_weight_update.remote import connections as outlets
 
     made: list[str] = []
 

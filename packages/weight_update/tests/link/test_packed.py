@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from tidemill_weight_update.control.journal import Line
-from tidemill_weight_update.link.outlets import Message, batches
-from tidemill_weight_update.link.packed import pack_line, parts_from_json, parts_of, parts_to_json
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.memory.mapped import MappedMemories
-from tidemill_weight_update.plan.box import Box
-from tidemill_weight_update.plan.plan import CopyPlan, SourceSpec
+from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
-from tidemill_weight_update.receive.incoming import Incoming
-from tidemill_weight_update.send.outgoing import in_arena
-from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.receive.bucket_copies import Incoming
+from tidemill_weight_update.remote.connections import Message, batches
+from tidemill_weight_update.remote.packed import pack_line, parts_from_json, parts_of, parts_to_json
+from tidemill_weight_update.send.fast_bucket import in_arena
+from tidemill_weight_update.tensors.box import Box
+from tidemill_weight_update.tensors.shards import Held
+from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor, nn
 from toy_engines import ToyModel, tensors
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from tidemill_weight_update.copy.digest import digest
+from tidemill_weight_update.copy.checksum import digest
 from tidemill_weight_update.memory.cuda_memory import DeviceArena, ImportedMemory, NotExportableError, export
 from tidemill_weight_update.memory.handle import DeviceMemory
 

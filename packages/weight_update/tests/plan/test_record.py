@@ -4,8 +4,9 @@ import concurrent.futures
 
 import pytest
 import torch
-from tidemill_weight_update.plan.plan import Copy, SourceSpec
+from tidemill_weight_update.plan.plan import Copy
 from tidemill_weight_update.plan.record import finish_load, record
+from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor
 from toy_modules import Toy, check, replay, same, specs, state
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from tidemill_weight_update.plan.plan import SourceSpec
 from tidemill_weight_update.plan.record import record
+from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor, nn
 from toy_modules import Framed, Load, Toy, check, replay, same, specs, state
 

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.known import Known
+from tidemill_weight_update.send.fingerprint import Known
 from tidemill_weight_update.stages import Stages
 from torch import Tensor
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.control.mailbox import UNCHANGED, Mailbox
-from tidemill_weight_update.link.signed_store import LinkError
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.transport.signed_store import LinkError
 from toy_engines import ToyEngine, holds, same, state, tensors
 
 GIVEN_UP = "the trainer has given this rank up"

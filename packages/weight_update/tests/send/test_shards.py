@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
-from tidemill_weight_update.send.known import Known
-from tidemill_weight_update.send.shards import held
+from tidemill_weight_update.send.fingerprint import Known
+from tidemill_weight_update.tensors.shards import held
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree

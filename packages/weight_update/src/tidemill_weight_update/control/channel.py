@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 

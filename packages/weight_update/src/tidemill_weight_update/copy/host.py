@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.copy.digest import digest_rows
-from tidemill_weight_update.copy.digest import non_finite as count_non_finite
+from tidemill_weight_update.copy.checksum import digest_rows
+from tidemill_weight_update.copy.checksum import non_finite as count_non_finite
 from tidemill_weight_update.copy.table import CopyTable
 
 CACHED_RUNS = 2

@@ -12,7 +12,7 @@ Its arithmetic is that of `digest`, which says what the numbers mean, and its ta
 import triton
 import triton.language as tl
 
-from tidemill_weight_update.copy.digest import LANE_FACTOR, MIX_FACTORS, MIX_START
+from tidemill_weight_update.copy.checksum import LANE_FACTOR, MIX_FACTORS, MIX_START
 
 _MIX_START = tl.constexpr(MIX_START)
 _MIX_0, _MIX_1 = tl.constexpr(MIX_FACTORS[0]), tl.constexpr(MIX_FACTORS[1])

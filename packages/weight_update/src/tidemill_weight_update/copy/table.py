@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tidemill_weight_update.plan.box import Box, contiguous_strides
-from tidemill_weight_update.plan.plan import Copy, SourceSpec
+from tidemill_weight_update.plan.plan import Copy
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)

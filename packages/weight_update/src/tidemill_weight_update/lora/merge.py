@@ -8,7 +8,7 @@ from torch import Tensor
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.names import base_name, is_of_adapter
 from tidemill_weight_update.lora.pairs import Pair, pairs_of
-from tidemill_weight_update.send.shards import LocalShard, is_dtensor
+from tidemill_weight_update.tensors.shards import LocalShard, is_dtensor
 
 
 def merge_lora(

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.names import parse, saved_name
-from tidemill_weight_update.send.shards import LocalShard, check_dense
-from tidemill_weight_update.send.source import checked_item
+from tidemill_weight_update.tensors.shards import LocalShard, check_dense
+from tidemill_weight_update.tensors.source import checked_item
 
 Pair = tuple[Tensor, Tensor]
 

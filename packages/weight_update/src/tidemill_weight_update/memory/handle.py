@@ -3,7 +3,27 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill_weight_update.send.bucket import TensorEntry
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a bucket: its name, what the engine sees, and its byte range `[start, end)` in the arena."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    def view(self, arena: Tensor) -> Tensor:
+        """The tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
+        return arena[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.plan.box import Box
 from tidemill_weight_update.plan.origin import Origin, UntraceableError, trace
+from tidemill_weight_update.tensors.box import Box
 
 MAX_ELEMENTWISE = 1 << 27
 """Parameters that are not written in boxes are looked at element by element up to this size."""

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill_weight_update.plan.box import Box, contiguous_strides
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
 MAX_PARTS = 1024
 """Views that fall into more boxes than this are not followed."""

@@ -4,16 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tidemill_weight_update.plan.box import Box
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSpec:
-    """A tensor that the trainer will send: its full, global shape and the dtype in which it travels."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from tidemill_weight_update.tensors.box import Box
 
 
 @dataclass(frozen=True, slots=True)

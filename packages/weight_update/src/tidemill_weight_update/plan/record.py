@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from tidemill_weight_update.plan.coverage import left_to_loader, survey
-from tidemill_weight_update.plan.plan import CopyPlan, Fill, SourceSpec
+from tidemill_weight_update.plan.plan import CopyPlan, Fill
 from tidemill_weight_update.plan.traced import Traced, Watch
 from tidemill_weight_update.plan.tracer import Tracer
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:

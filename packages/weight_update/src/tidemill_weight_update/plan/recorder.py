@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tidemill_weight_update.plan.plan import CopyPlan, Fill, SourceSpec
+from tidemill_weight_update.plan.plan import CopyPlan, Fill
 from tidemill_weight_update.plan.record import record, write_fills
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 class Recorder:

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.journal import Line
-from tidemill_weight_update.plan.box import Box, are_disjoint
-from tidemill_weight_update.plan.plan import SourceSpec
+from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.tensors.box import Box, are_disjoint
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 LineKey = tuple[Channel, tuple[int, int]]
 """A journal and the place (offset, length) of a line in it."""

@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.journal import Line, joined, line_from_json, list_from_json, memory_from_json
+from tidemill_weight_update.control.descriptor import Line, joined, line_from_json, list_from_json, memory_from_json
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.link.engine_link import EngineLinks
-from tidemill_weight_update.link.group_link import LinkAddress
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.recorder import Recorder
-from tidemill_weight_update.receive.incoming import Incoming
+from tidemill_weight_update.receive.bucket_copies import Incoming
 from tidemill_weight_update.receive.manifest import LineKey, Manifest
-from tidemill_weight_update.receive.turn import Turn
+from tidemill_weight_update.receive.session import Turn
+from tidemill_weight_update.remote.engine_link import EngineLinks
+from tidemill_weight_update.remote.group_link import LinkAddress
 
 FAR = 1 << 31
 """More buckets than any update has: nobody waits for a rank that acknowledged so many."""

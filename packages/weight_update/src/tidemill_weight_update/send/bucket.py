@@ -8,28 +8,10 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.memory.handle import TensorEntry
 from tidemill_weight_update.send.modules import by_module, whole_modules
-from tidemill_weight_update.send.shards import LocalShard, check_dense, sent_dtype
-from tidemill_weight_update.send.source import NamedTensors, checked_item
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor of a bucket: its name, what the engine sees, and its byte range `[start, end)` in the arena."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
-
-    def view(self, arena: Tensor) -> Tensor:
-        """The tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
-        return arena[self.start : self.end].view(self.dtype).view(self.shape)
+from tidemill_weight_update.tensors.shards import LocalShard, check_dense, sent_dtype
+from tidemill_weight_update.tensors.source import NamedTensors, checked_item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,20 +8,20 @@ from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import Mailbox, path_of
-from tidemill_weight_update.link.group_link import GroupLink
-from tidemill_weight_update.memory.allocation import allocations
-from tidemill_weight_update.send.audience import Audience
-from tidemill_weight_update.send.known import Known
-from tidemill_weight_update.send.outgoing import in_place
+from tidemill_weight_update.control.readers import Audience
+from tidemill_weight_update.remote.group_link import GroupLink
+from tidemill_weight_update.send.allocation import allocations
+from tidemill_weight_update.send.fast_bucket import in_place
+from tidemill_weight_update.send.fingerprint import Known
 from tidemill_weight_update.send.packing import pack
-from tidemill_weight_update.send.plain import PlainNames
 from tidemill_weight_update.send.sender import Prepared, Sender
-from tidemill_weight_update.send.shards import Held, LocalShard
-from tidemill_weight_update.send.source import NamedTensors, pieces_of
 from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.tensors.plain_names import PlainNames
+from tidemill_weight_update.tensors.shards import Held, LocalShard
+from tidemill_weight_update.tensors.source import NamedTensors, pieces_of
 
 if TYPE_CHECKING:
-    from tidemill_weight_update.link.trainer_link import TrainerLink
+    from tidemill_weight_update.remote.trainer_link import TrainerLink
 
 
 class FastPath:
@@ -258,6 +258,6 @@ class FastPath:
 
 
 def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":
-    from tidemill_weight_update.link.trainer_link import TrainerLink
+    from tidemill_weight_update.remote.trainer_link import TrainerLink
 
     return TrainerLink(link, rank, bucket_bytes, timeout_s)

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 from tidemill_weight_update.client import EngineClient, HoldingClient
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
+from tidemill_weight_update.control.readers import Audience
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.send.audience import Audience
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)

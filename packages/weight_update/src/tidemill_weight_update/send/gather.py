@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.send.bucket import Bucket, TensorEntry
-from tidemill_weight_update.send.shards import is_dtensor, shard_range
+from tidemill_weight_update.memory.handle import TensorEntry
+from tidemill_weight_update.send.bucket import Bucket
+from tidemill_weight_update.tensors.shards import is_dtensor, shard_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

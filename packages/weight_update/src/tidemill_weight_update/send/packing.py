@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 
 from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.plan.plan import SourceSpec
+from tidemill_weight_update.send.fast_bucket import Outgoing, in_arena, split
 from tidemill_weight_update.send.modules import by_module
-from tidemill_weight_update.send.outgoing import Outgoing, in_arena, split
-from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.tensors.shards import Held
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 def pack(pieces: Iterable[Held], bucket_bytes: int) -> Iterator[Outgoing]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.journal import Line, line_to_json, list_to_json, memory_to_json
+from tidemill_weight_update.control.descriptor import Line, line_to_json, list_to_json, memory_to_json
+from tidemill_weight_update.control.readers import Audience
 from tidemill_weight_update.copy.copier import SendCopier, send_copier
-from tidemill_weight_update.copy.tally import Tally
+from tidemill_weight_update.copy.sums import Tally
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_arena
 from tidemill_weight_update.memory.handle import Memory
-from tidemill_weight_update.send.audience import Audience
-from tidemill_weight_update.send.outgoing import Outgoing
+from tidemill_weight_update.send.fast_bucket import Outgoing
 from tidemill_weight_update.stages import Stages
 
 

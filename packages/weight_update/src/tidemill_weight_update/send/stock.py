@@ -12,8 +12,8 @@ from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_rang
 from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
 from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
-from tidemill_weight_update.send.source import NamedTensors
 from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.tensors.source import NamedTensors
 
 
 class StockPath:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.plan.box import contiguous_strides
+from tidemill_weight_update.tensors.box import contiguous_strides
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements that are worked on at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""

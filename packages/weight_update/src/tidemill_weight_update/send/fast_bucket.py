@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory
-from tidemill_weight_update.plan.box import Box, contiguous_strides
-from tidemill_weight_update.plan.plan import Copy, SourceSpec
-from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.plan.plan import Copy
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
+from tidemill_weight_update.tensors.shards import Held
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.control.mailbox import IDLE
 from tidemill_weight_update.control.wait import Wait
 

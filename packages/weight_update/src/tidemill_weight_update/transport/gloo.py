@@ -1,64 +1,14 @@
-"""Connections of one trainer rank with one engine rank, over which packed buckets go."""
+"""A wire between host memory, over TCP."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
-from tidemill_weight_update.link.signed_store import SignedStore
-
-TRAINER, ENGINE = 0, 1
-"""Ranks in a wire's group of two."""
-
-
-class WireError(RuntimeError):
-    """A wire that broke, or on which nothing moved for too long. It is of no further use."""
-
-
-class Wire(Protocol):
-    """One transfer at a time: `send` or `recv` starts it, `wait` ends it."""
-
-    def send(self, data: Tensor) -> None: ...
-
-    def recv(self, data: Tensor) -> None: ...
-
-    def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Returns when the transfer is over; the memory is free, or filled, then.
-
-        Args:
-            check: raises if waiting is of no use. Not every wire calls it.
-
-        Raises:
-            WireError: it broke, or took longer than `timeout_s`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends it on this side, whatever the other side does."""
-        ...
-
-
-def connect(store: SignedStore, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> Wire:
-    """The wire of that name, when both sides have come.
-
-    Args:
-        store: where the sides find each other.
-        rank: TRAINER or ENGINE.
-        device: of the memory that is sent and received: gloo for host memory, NCCL for GPUs.
-        address: of this machine, on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
-
-    Raises:
-        WireError: the other side did not come.
-    """
-    if device.type == "cpu":
-        return GlooWire(store, name, rank, address, timeout_s)
-    from tidemill_weight_update.link.nccl_wire import NcclWire
-
-    return NcclWire(store, name, rank, device, timeout_s)
+from tidemill_weight_update.transport.signed_store import SignedStore
+from tidemill_weight_update.transport.wire import WireError
 
 
 class GlooWire:

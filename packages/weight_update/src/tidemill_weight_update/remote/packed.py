@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
-from tidemill_weight_update.plan.box import Box, contiguous_strides
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
 Parts = tuple[tuple[Box, ...], ...]
 """By source of a line: disjoint boxes, each inside one of the line's shards."""

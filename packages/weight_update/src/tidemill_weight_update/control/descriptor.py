@@ -9,8 +9,8 @@ import torch
 
 from tidemill_weight_update.copy.table import Shard
 from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory, Memory
-from tidemill_weight_update.plan.box import Box, contiguous_strides
-from tidemill_weight_update.plan.plan import SourceSpec
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
+from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.send.shards import Held, LocalShard, has_partial_sums, is_dtensor, local_values
+from tidemill_weight_update.tensors.shards import Held, LocalShard, has_partial_sums, is_dtensor, local_values
 
 
 class Known:

@@ -1,27 +1,53 @@
 """One update, as one engine rank carries it out."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from tidemill_weight_update.control.channel import Channel, Place
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, fitting
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import Wait
 from tidemill_weight_update.memory.handle import Memory
-from tidemill_weight_update.receive.incoming import Incoming
+from tidemill_weight_update.memory.mapped import MappedMemories
+from tidemill_weight_update.plan.plan import CopyPlan
+from tidemill_weight_update.plan.recorder import Recorder
+from tidemill_weight_update.receive.bucket_copies import Incoming
 from tidemill_weight_update.receive.manifest import LineKey, Manifest
 from tidemill_weight_update.receive.peers import Peers
 from tidemill_weight_update.stages import Stages
 
-if TYPE_CHECKING:
-    from tidemill_weight_update.receive.receiver import Receiver
+
+class ReceiverState(Protocol):
+    """What a session uses of the `Receiver`, which outlives it."""
+
+    model: nn.Module
+    device: torch.device
+    memories: MappedMemories
+    recorder: Recorder
+    checked: tuple[Manifest | None, CopyPlan, NDArray[np.int64]]
+    last_names: Sequence[str]
+    may_ignore: Callable[[str], bool]
+    finish: Callable[[], None]
+
+    def manifest(self, keys: Sequence[LineKey]) -> Manifest: ...
+
+    def lines(self, box: Channel, listed: Place) -> list[Place]: ...
+
+    def line(self, box: Channel, place: Place) -> Line: ...
+
+    def incoming(self, box: Channel, place: Place) -> Incoming: ...
+
+    def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming: ...
+
+    def arena(self, box: Channel, place: Place) -> Memory: ...
 
 
 class Turn:
@@ -32,7 +58,7 @@ class Turn:
         changed: whether parameters may have been written to.
     """
 
-    def __init__(self, receiver: "Receiver", request: Request, boxes: Sequence[Channel], rank: int) -> None:
+    def __init__(self, receiver: ReceiverState, request: Request, boxes: Sequence[Channel], rank: int) -> None:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes

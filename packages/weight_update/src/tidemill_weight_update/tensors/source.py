@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.send.plain import PlainNames
-from tidemill_weight_update.send.shards import Held, LocalShard, held, is_dtensor
+from tidemill_weight_update.tensors.plain_names import PlainNames
+from tidemill_weight_update.tensors.shards import Held, LocalShard, held, is_dtensor
 
 NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tidemill_weight_update.control.channel import Inlet, Place
 from tidemill_weight_update.control.mailbox import IDLE, reply_to_json
 from tidemill_weight_update.control.wait import has_ended
-from tidemill_weight_update.link.location import here
-from tidemill_weight_update.link.signed_store import LinkError, SignedStore
+from tidemill_weight_update.remote.location import here
+from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 
 _KEPT_BYTES = 4096
 """Journal lines up to this length are kept: descriptions of memory, which come with every bucket."""

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.journal import Line
-from tidemill_weight_update.link.group_link import LinkAddress
-from tidemill_weight_update.link.location import can_map
-from tidemill_weight_update.link.packed import pack_line, parts_of, parts_to_json
-from tidemill_weight_update.link.store_mailbox import StoreMailbox
-from tidemill_weight_update.link.trainer_link import open_store
-from tidemill_weight_update.link.wire import ENGINE, Wire, WireError, connect
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
+from tidemill_weight_update.remote.group_link import LinkAddress
+from tidemill_weight_update.remote.location import can_map
+from tidemill_weight_update.remote.packed import pack_line, parts_of, parts_to_json
+from tidemill_weight_update.remote.store_mailbox import StoreMailbox
+from tidemill_weight_update.remote.trainer_link import open_store
+from tidemill_weight_update.transport.connect import connect
+from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError
 
 
 class EngineLink:

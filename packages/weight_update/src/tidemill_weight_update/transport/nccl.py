@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.wait import Wait
-from tidemill_weight_update.link.nccl import Communicator, NcclError, unique_id
-from tidemill_weight_update.link.signed_store import LinkError, SignedStore
-from tidemill_weight_update.link.wire import TRAINER, WireError
+from tidemill_weight_update.transport.nccl_library import Communicator, NcclError, unique_id
+from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.wire import TRAINER, WireError
 
 
 class NcclWire:

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.pace import evenly
+from tidemill_weight_update.copy.interleave import evenly
+from tidemill_weight_update.copy.sums import Tally
 from tidemill_weight_update.copy.table import CopyTable, build_tables
-from tidemill_weight_update.copy.tally import Tally
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
-from tidemill_weight_update.plan.box import Box, contiguous_strides
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
+from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.readers import Audience
 from tidemill_weight_update.control.wait import Wait
 from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.link.outlets import Message, Outlets, batches
-from tidemill_weight_update.link.store_mailbox import StoreMailbox, Word
-from tidemill_weight_update.link.wire import WireError
-from tidemill_weight_update.send.audience import Audience
+from tidemill_weight_update.remote.connections import Message, Outlets, batches
+from tidemill_weight_update.remote.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.transport.wire import WireError
 
 
 class LinkAudience(Audience):

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
+from tidemill_weight_update.control.readers import Audience
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.send.audience import Audience
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import Fleet, Member
 

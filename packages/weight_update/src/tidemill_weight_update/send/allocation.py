@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tidemill_weight_update.memory.handle import DeviceMemory
-from tidemill_weight_update.send.shards import Held
+from tidemill_weight_update.tensors.shards import Held
 
 
 def allocations(

@@ -7,11 +7,11 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.control.request import run_token
-from tidemill_weight_update.link.delivery import LinkAudience, Staging
-from tidemill_weight_update.link.group_link import GroupLink, LinkAddress, listen
-from tidemill_weight_update.link.outlets import Outlets
-from tidemill_weight_update.link.signed_store import LinkError, SignedStore
-from tidemill_weight_update.link.store_mailbox import StoreMailbox
+from tidemill_weight_update.remote.connections import Outlets
+from tidemill_weight_update.remote.delivery import LinkAudience, Staging
+from tidemill_weight_update.remote.group_link import GroupLink, LinkAddress, listen
+from tidemill_weight_update.remote.store_mailbox import StoreMailbox
+from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 
 
 class TrainerLink:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.journal import Line
+from tidemill_weight_update.control.descriptor import Line
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import CopyTable
-from tidemill_weight_update.link.packed import pack_line, pack_tables, parts_from_json
-from tidemill_weight_update.link.store_mailbox import StoreMailbox, Word
-from tidemill_weight_update.link.wire import TRAINER, Wire, connect
+from tidemill_weight_update.remote.packed import pack_line, pack_tables, parts_from_json
+from tidemill_weight_update.remote.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.transport.connect import connect
+from tidemill_weight_update.transport.wire import TRAINER, Wire
 
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier

@@ -1,0 +1,1 @@
+"""What a trainer rank holds: tensors, shards, boxes."""
