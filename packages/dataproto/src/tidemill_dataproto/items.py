@@ -1,17 +1,24 @@
-"""One row of a batch."""
+"""Single rows: one row of a batch as an item, and a batch from items."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from tidemill_dataproto import ragged
+from tidemill_dataproto.checks import pick
+from tidemill_dataproto.equality import same
 from tidemill_dataproto.layout import JaggedColumn
 from tidemill_dataproto.tensors import Column
 
-__all__ = ["DataProtoItem"]
+__all__ = ["DataProtoItem", "columns_of_items"]
+
+_Tensors = dict[str, Tensor]
+_Others = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,3 +52,49 @@ def _row_of(column: Column, row: int) -> Tensor:
         return column[row]
     start, stop = column.layout.bounds[row : row + 2].tolist()
     return column.values[start:stop]
+
+
+def columns_of_items(
+    items: Sequence[DataProtoItem | Mapping[str, Any]], dense: Sequence[str]
+) -> tuple[_Tensors, _Others, dict[str, Any]]:
+    """Tensor columns, other columns and facts of rows; see `DataProto.from_items`."""
+    if len(items) == 0:
+        raise ValueError("expected at least one item; make a batch of zero rows with from_dict()")
+    rows = [{**item.batch, **item.non_tensor_batch} if isinstance(item, DataProtoItem) else item for item in items]
+    metas = [item.meta_info for item in items if isinstance(item, DataProtoItem)]
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ValueError(f"expected the columns {list(rows[0])} of item 0, got {list(row)} in item {number}")
+    for meta in metas:
+        if not same(meta, metas[0]):
+            raise ValueError(f"expected items with the same meta_info, got {metas[0]} and {meta}")
+    pick(rows[0], dense, "column")
+    tensors: _Tensors = {}
+    others: _Others = {}
+    for name in rows[0]:
+        column = [row[name] for row in rows]
+        are_tensors = [isinstance(value, Tensor) for value in column]
+        if any(are_tensors) and not all(are_tensors):
+            other = are_tensors.index(False)
+            raise ValueError(f"column {name!r}: expected tensors in all items, item {other} has none")
+        if all(are_tensors):
+            tensors[name] = _column_of(name, column, name in dense)
+        else:
+            others[name] = column
+    return tensors, others, metas[0] if metas else {}
+
+
+def _column_of(name: str, rows: list[Tensor], is_dense: bool) -> Tensor:
+    first = rows[0]
+    if not is_dense and first.dim() > 0:
+        try:
+            return ragged.ragged_from_list(rows)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+    for number, row in enumerate(rows):
+        if (row.shape, row.dtype, row.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"column {name!r}: item {number} is {row.dtype} {[*row.shape]} on {row.device}, which does not go with "
+                f"item 0, {first.dtype} {[*first.shape]} on {first.device}"
+            )
+    return torch.stack(rows)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import checks, disk, groups, sources
+from tidemill_dataproto import arrow, checks, disk, groups, tensordicts
 from tidemill_dataproto import tensors as tensor_half
 from tidemill_dataproto.equality import same
 from tidemill_dataproto.index import as_counts, as_row_index
-from tidemill_dataproto.items import DataProtoItem
+from tidemill_dataproto.items import DataProtoItem, columns_of_items
 from tidemill_dataproto.iterator import BatchIterator
 from tidemill_dataproto.merging import join_columns
 from tidemill_dataproto.meta import MergeRule, merge_meta
@@ -88,31 +88,75 @@ class DataProto(BatchState):
             ValueError: no items, items with different columns, or rows that do not go together; named.
             KeyError: `dense` names a column that there is not.
         """
-        return cls.from_dict(*sources.of_items(items, dense))
+        return cls.from_dict(*columns_of_items(items, dense))
 
     @classmethod
     def from_tensordict(cls, data: Any, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
         """Makes a batch of a TensorDict `[B]`, whose NonTensorStacks become object columns and NonTensorData facts."""
-        tensors, others, facts = sources.of_tensordict(data, {} if meta_info is None else meta_info)
+        tensors, others, facts = tensordicts.of_tensordict(data, {} if meta_info is None else meta_info)
         return cls.from_dict(tensors, others, facts) if tensors or others else cls._of(len(data), {}, {}, facts)
 
     @classmethod
-    def from_arrow(cls, table: Any, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """Makes a batch of an Arrow table (needs pyarrow).
+    def from_arrow(
+        cls, table: Any, meta_info: Mapping[str, Any] | None = None, *, as_objects: bool = False
+    ) -> "DataProto":
+        """Make a batch from a `pyarrow.Table`.
 
-        Columns of numbers or bools become tensors `[B]`, those of fixed-size lists of them `[B, n]`, those of lists of
-        either ragged columns, and all others, as those with nulls, object columns. Unsigned integers of 16 bits and
-        more, for which torch lacks row operations, become signed ones that hold them, or objects if none does.
+        Numbers and bools become tensors `[B]`, fixed-size lists of them tensors `[B, n]`, lists of either ragged
+        columns. Everything else becomes an object column: strings, dicts, lists of dicts (chat messages), columns with
+        nulls. uint16, uint32 and uint64 become signed integers that can hold the values (torch cannot index rows of
+        unsigned ones), or objects if none can.
+
+        Args:
+            table: the table; its rows and columns keep their order.
+            meta_info: meta_info of the batch.
+            as_objects: make every column an object column of Python values, as `table.to_pylist()` returns them.
 
         Raises:
-            TypeError: it is no `pyarrow.Table`.
+            TypeError: `table` is not a `pyarrow.Table`.
+            ImportError: pyarrow is not installed.
         """
-        return cls.from_dict(*sources.of_arrow(table), meta_info)
+        return cls.from_dict(*arrow.columns_of_table(table, as_objects), meta_info)
 
     @classmethod
-    def from_parquet(cls, path: str | Path, columns: Sequence[str] | None = None) -> "DataProto":
-        """Reads a parquet file, all columns where None (KeyError for an unknown name); see `from_arrow`."""
-        return cls.from_arrow(sources.read_parquet(path, columns))
+    def from_parquet(
+        cls, path: str | Path, columns: Sequence[str] | None = None, *, as_objects: bool = False
+    ) -> "DataProto":
+        """Read a parquet file, rows in file order; see `from_arrow` for the kinds of columns.
+
+        Args:
+            path: the file.
+            columns: names of the columns to read; all if None.
+            as_objects: make every column an object column of Python values.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is truncated or not parquet.
+            KeyError: the file lacks one of `columns`.
+            ImportError: pyarrow is not installed.
+        """
+        return cls.from_arrow(arrow.read_parquet(path, columns), as_objects=as_objects)
+
+    @classmethod
+    def iter_parquet(
+        cls,
+        path: str | Path,
+        columns: Sequence[str] | None = None,
+        *,
+        batch_size: int = 1024,
+        as_objects: bool = False,
+    ) -> "Iterator[DataProto]":
+        """Read a parquet file in batches of `batch_size` rows, in file order, the last one shorter.
+
+        Only the row groups that a batch needs are in memory. A file of zero rows yields nothing. Arguments and errors
+        are those of `from_parquet`; a missing file or column raises before the first batch.
+
+        Raises:
+            ValueError: batch_size < 1, or a column has nulls in some batches only, and would be a tensor in some and
+                an object column in others; pass as_objects=True.
+        """
+        batches = arrow.iter_parquet(path, columns, batch_size, as_objects)
+        return (cls.from_dict(tensors, objects) for tensors, objects in batches)
 
     @classmethod
     def load(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
