@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tidemill_engines.log_probs import Head, head_log_probs
+from tidemill_engines.head.log_probs import Head, head_log_probs
 
 REPEATS = 3
 

@@ -162,7 +162,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return facts | {"device": "cpu"}
     import triton
-    from tidemill_engines.attention import HAS_CUDNN
+    from tidemill_engines.attention.packed import HAS_CUDNN
     from torch.cuda import nccl
 
     gib = torch.cuda.get_device_properties(device).total_memory / (1 << 30)

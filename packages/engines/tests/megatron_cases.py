@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
-from tidemill_engines.safetensors_files import SafetensorsFiles
 
 
 def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, bool], list[dict[str, Any]]]:

@@ -295,7 +295,7 @@ def test_an_incomplete_environment_is_named(tmp_path, monkeypatch):
 
 
 def test_cuda_without_a_device(monkeypatch):
-    from tidemill_engines.process_group import resolve_device
+    from tidemill_engines.distributed.process_groups import resolve_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="sees no CUDA device"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import SCHEDULE, VOCAB, build_engine, train, weights_of
-from tidemill_engines.checkpoint_folder import Progress
+from tidemill_engines.checkpoint.folder import Progress
 from tidemill_engines.fsdp2.checkpoint import load, rng_state
 from tidemill_engines.fsdp2.checkpoint import save as save_tensors
 from tidemill_testing import run_ranks, tiny_model

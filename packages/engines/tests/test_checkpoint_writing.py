@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_cases import SCHEDULE, VOCAB, build_engine, train, weights_of
 from safetensors.torch import load_file
-from tidemill_engines.checkpoint_folder import whole_checkpoints
+from tidemill_engines.checkpoint.folder import whole_checkpoints
 from tidemill_testing import run_ranks, tiny_model
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_model, policy_like_loss, shard, weights_of
 from safetensors.torch import load_file
-from tidemill_engines.hf_export import plan_shards, shard_bytes
+from tidemill_engines.hf_weights.export import plan_shards, shard_bytes
 from tidemill_testing import run_ranks, tiny_model
 
 

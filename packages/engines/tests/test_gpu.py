@@ -5,8 +5,8 @@ import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
 from tidemill_dataproto import ragged
 from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig, sft_loss
-from tidemill_engines.attention import takes_cudnn, varlen_cuda, varlen_padded
-from tidemill_engines.packing import PackedLayout
+from tidemill_engines.attention.packed import takes_cudnn, varlen_cuda, varlen_padded
+from tidemill_engines.model_io import PackedLayout
 from tidemill_testing import tiny_model
 
 DEVICE = torch.device("cuda")
@@ -45,7 +45,7 @@ def test_varlen_kernel_equals_the_padded_path(dtype, kv_heads, window, by_cudnn,
     if by_cudnn:
         needs_cudnn()
     else:
-        monkeypatch.setattr("tidemill_engines.attention.HAS_CUDNN", False)
+        monkeypatch.setattr("tidemill_engines.attention.packed.HAS_CUDNN", False)
     lengths = [1, 300, 17, 128, 64, 511]
     assert_equals_the_padded_path(varlen_cuda, dtype, lengths, kv_heads=kv_heads, window=window)
 
@@ -69,7 +69,7 @@ def test_cudnn_takes_rows_of_any_number_and_length(lengths, head_dim):
 
 def test_cudnn_makes_few_plans():
     needs_cudnn()
-    from tidemill_engines.cudnn_attention import _backward_plan, _forward_plan
+    from tidemill_engines.attention.cudnn import _backward_plan, _forward_plan
 
     plans = _forward_plan, _backward_plan
     before = [plan.cache_info().misses for plan in plans]

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from tidemill_engines.vocab_softmax import LogitRule, LogitSlice, SoftmaxParts
+from tidemill_engines.head.logits import LogitRule, LogitSlice
+from tidemill_engines.head.softmax import SoftmaxParts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -42,7 +43,7 @@ def slices(logits, bias, starts):
 
 def by_kernels(logits, bias, labels, rule, starts, grads, dtype=torch.float32):
     """log p(label), entropy and the gradient [M, V] in the logits; grads: in both, or in the first alone."""
-    from tidemill_engines.head_kernels import add_slice, slice_gradients
+    from tidemill_engines.head.kernels import add_slice, slice_gradients
 
     parts = SoftmaxParts(len(labels), torch.float32, DEVICE)
     for piece in slices(logits, bias, starts):
@@ -118,7 +119,7 @@ class TestKernels:
         assert entropy.item() == pytest.approx(40 * torch.tensor(-40.0).exp().item(), rel=1e-3)
 
     def test_the_order_of_slices_does_not_matter(self):
-        from tidemill_engines.head_kernels import add_slice
+        from tidemill_engines.head.kernels import add_slice
 
         logits, bias, labels, _ = draw(4, 700, bias=True)
         pieces = slices(logits, bias, [0, 200, 650])
@@ -140,7 +141,7 @@ class TestKernels:
         torch.testing.assert_close(narrow.float(), wide, rtol=2**-7 if INTERPRETED else 2**-8, atol=0.0)
 
     def test_gradients_of_float32_are_written_over_the_logits(self):
-        from tidemill_engines.head_kernels import slice_gradients
+        from tidemill_engines.head.kernels import slice_gradients
 
         logits, _, labels, grads = draw(2, 30)
         piece = LogitSlice(logits, None, 0)
@@ -154,7 +155,7 @@ class TestKernels:
 def test_kernels_compile_for_a_gpu_that_is_not_here(bias, softcap):
     """The interpreter takes more than the compiler does."""
     triton = pytest.importorskip("triton")
-    from tidemill_engines import head_kernels
+    from tidemill_engines.head import kernels as head_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -10,9 +10,9 @@ import torch
 from engine_cases import VOCAB, build_engine, full, make_batch, weights_of
 from safetensors.torch import load_file, save_file
 from tidemill_engines.fsdp2.weights import local_box
-from tidemill_engines.safetensors_files import SafetensorsFiles
-from tidemill_engines.weight_layout import Piece
-from tidemill_engines.weight_shard import WeightShard
+from tidemill_engines.hf_weights.layout import Piece
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_testing import run_ranks, tiny_model
 
 MOE = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_cases import build_engine, make_batch, policy_like_loss
 from tidemill_dataproto import ragged
-from tidemill_engines.log_probs import Head, head_log_probs
+from tidemill_engines.head.log_probs import Head, head_log_probs
 from tidemill_testing import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tidemill_engines.attention import varlen_padded
-from tidemill_engines.packing import PackedLayout
+from tidemill_engines.attention.packed import varlen_padded
+from tidemill_engines.model_io import PackedLayout
 
 pytest.importorskip("megatron.core")
 

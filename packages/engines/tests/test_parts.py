@@ -4,10 +4,12 @@ import pytest
 import torch
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines.attention import varlen_attention_forward
-from tidemill_engines.losses import ModelOutput, Normalizer, ValueOutput, sft_loss
-from tidemill_engines.micro_batches import count_trained, prepare_micro_batches, restore_order
-from tidemill_engines.packing import PackedLayout, pack_rows
+from tidemill_engines.attention.packed import varlen_attention_forward
+from tidemill_engines.batch.micro_batches import count_trained, prepare_micro_batches, restore_order
+from tidemill_engines.batch.packing import pack_rows
+from tidemill_engines.loss.contract import Normalizer
+from tidemill_engines.loss.sft import sft_loss
+from tidemill_engines.model_io import ModelOutput, PackedLayout, ValueOutput
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tidemill_engines.metrics import Metric, as_metrics, reduce_metrics
+from tidemill_engines.loss.metrics import Metric, as_metrics, reduce_metrics
 from tidemill_testing import run_ranks
 
 VALUES = torch.tensor([3.0, -1.0, 4.0, torch.nan, 5.0, -9.0, 2.0])

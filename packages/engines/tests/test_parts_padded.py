@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, pad_batch, policy_like_loss
 from tidemill_dataproto import ragged
-from tidemill_engines.padded import is_padded, to_padded, to_ragged
+from tidemill_engines.batch.padded import is_padded, to_padded, to_ragged
 from tidemill_testing import tiny_model
 
 

@@ -45,7 +45,7 @@ from tidemill_engines.megatron.config import MegatronConfig
 from transformers import AttentionInterface
 
 # the parts that import transformers or a backend, which a process that only makes configs does not pay for
-heavy = ("tidemill_engines.fsdp2", "tidemill_engines.attention", "tidemill_engines.megatron.engine", "megatron")
+heavy = ("tidemill_engines.fsdp2", "tidemill_engines.attention.packed", "tidemill_engines.megatron.engine", "megatron")
 print([name for name in sys.modules if name.startswith(heavy)])
 print("tidemill_varlen" in AttentionInterface()._global_mapping)
 sys.modules["megatron"] = None  # as if it were not installed

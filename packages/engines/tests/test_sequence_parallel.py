@@ -17,10 +17,10 @@ from engine_cases import (
     shard,
 )
 from tidemill_dataproto import ragged
-from tidemill_engines.attention import check_attention, varlen_attention_forward
-from tidemill_engines.losses import ModelOutput
-from tidemill_engines.packing import PackedLayout, pack_rows
-from tidemill_engines.sequence_parallel import gather_output
+from tidemill_engines.attention.packed import check_attention, varlen_attention_forward
+from tidemill_engines.attention.ulysses import gather_output
+from tidemill_engines.batch.packing import pack_rows
+from tidemill_engines.model_io import ModelOutput, PackedLayout
 from tidemill_testing import run_ranks, tiny_model
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ M, H, V = 11, 8, 37
 
 def _compare(size: int) -> list[float]:
     """On each rank: the largest differences of log-probs, entropy and gradients, over dtypes and chunks."""
-    from tidemill_engines.log_probs import Head, head_log_probs
+    from tidemill_engines.head.log_probs import Head, head_log_probs
 
     rows = -(-V // size)
     first = dist.get_rank() * rows
@@ -59,7 +59,7 @@ def test_a_divided_vocabulary_gives_what_the_whole_one_does(size):
 
 def _only_padding() -> list[float]:
     """Three tokens among four ranks: one row each, the last one's is padding."""
-    from tidemill_engines.log_probs import Head, head_log_probs
+    from tidemill_engines.head.log_probs import Head, head_log_probs
 
     rank = dist.get_rank()
     weight = torch.eye(4)[rank : rank + 1].clone().requires_grad_()

@@ -3,53 +3,25 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
+from tidemill_engines.batch.outputs import BatchOutput, StepOutput
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.hf_export import MAX_SHARD_SIZE
-from tidemill_engines.losses import LossFn, Outputs
-from tidemill_engines.metrics import Metric
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE
+from tidemill_engines.hf_weights.shard import WeightShard
+from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
+from tidemill_engines.model_io import ModelInputs, Outputs
 from tidemill_engines.optimizer import learning_rate
-from tidemill_engines.packing import ModelInputs
 from tidemill_engines.throughput import Meter
-from tidemill_engines.weight_shard import WeightShard
-
-MicroBatchLoss = Callable[[Outputs, DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | Metric]]]
-"""A `LossFn` with its normalizer filled in."""
 
 _log = logging.getLogger(__name__)
 _OWN_METRICS = ("loss", "grad_norm", "grad_nonfinite", "lr")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutput:
-    """What `forward_step` brings back from one micro-batch: 0-d loss and metrics (detached), and the model output."""
-
-    loss: torch.Tensor | None
-    metrics: dict[str, Metric]
-    model_output: Outputs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchOutput:
-    """What `forward_backward_batch` brings back from a batch.
-
-    Attributes:
-        metrics: reduced over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
-            was a loss function.
-        columns: the outputs of the model by name, such as "log_probs", shaped like `responses`, in the order of the
-            rows, on the CPU; none after a backward.
-    """
-
-    metrics: dict[str, float]
-    columns: dict[str, torch.Tensor]
 
 
 class BaseEngine(ABC):

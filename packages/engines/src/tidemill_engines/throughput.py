@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.agreement import gather
+from tidemill_engines.distributed.agreement import gather
 
 # Dense bfloat16, in TFLOP/s, as the vendor states it for the SXM or the common variant.
 _PEAK_TFLOPS = {

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
-from tidemill_engines.safetensors_files import SafetensorsFiles
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tidemill_engines.log_probs import Head
+from tidemill_engines.head.log_probs import Head
 
 _METHOD = "tidemill_backbone"
 

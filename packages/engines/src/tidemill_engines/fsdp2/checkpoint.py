@@ -8,8 +8,8 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tidemill_engines.agreement import together
-from tidemill_engines.checkpoint_folder import Progress, reasons, save_folder, write_tensors
+from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_tensors
+from tidemill_engines.distributed.agreement import together
 from tidemill_engines.offload import like, local_part
 
 

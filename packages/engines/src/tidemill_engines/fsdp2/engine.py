@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tidemill_engines.agreement import check_same, gather, together
 from tidemill_engines.base import BaseEngine
-from tidemill_engines.checkpoint_folder import Progress, read_progress
+from tidemill_engines.checkpoint.folder import Progress, read_progress
+from tidemill_engines.checkpoint.saver import Saver
 from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
+from tidemill_engines.distributed.agreement import check_same, gather, together
+from tidemill_engines.distributed.process_groups import ProcessGroups, close_groups, make_groups, resolve_device
 from tidemill_engines.fsdp2 import checkpoint, lora
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
 from tidemill_engines.fsdp2.random_weights import draw_weights
@@ -23,12 +25,10 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_export import (
-    MAX_SHARD_SIZE,
-    shard_bytes,
-    start_export,
-    write_weights,
-)
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.offload import Parked, Parking, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -39,11 +39,6 @@ from tidemill_engines.optimizer import (
     nonfinite_params,
     set_learning_rate,
 )
-from tidemill_engines.process_group import ProcessGroups, close_groups, make_groups, resolve_device
-from tidemill_engines.safetensors_files import SafetensorsFiles
-from tidemill_engines.saving import Saver
-from tidemill_engines.weight_layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
-from tidemill_engines.weight_shard import WeightShard
 
 
 class FSDP2Engine(BaseEngine):

@@ -8,22 +8,22 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
-from tidemill_engines.attention import check_attention
-from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
-from tidemill_engines.batch_check import BatchRules, TokenLimit
-from tidemill_engines.batch_loop import collect, with_normalizer
+from tidemill_engines.attention.packed import check_attention
+from tidemill_engines.attention.ulysses import gather_output
+from tidemill_engines.batch.check import BatchRules, TokenLimit
+from tidemill_engines.batch.micro_batches import BatchPlan, plan_batch
+from tidemill_engines.batch.multi_modal import MODEL_TYPES, VisionRule
+from tidemill_engines.batch.outputs import BatchOutput, StepOutput, collect, with_normalizer
+from tidemill_engines.batch.packing import pack_rows
 from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone, share_tokens
 from tidemill_engines.fsdp2.engine import FSDP2Engine
 from tidemill_engines.fsdp2.interrupted import settle
 from tidemill_engines.fsdp2.model import fsdp_modules
-from tidemill_engines.log_probs import head_log_probs
-from tidemill_engines.losses import LossFn, ModelOutput, Outputs
-from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import BatchPlan, plan_batch
-from tidemill_engines.multi_modal import MODEL_TYPES, VisionRule
-from tidemill_engines.packing import ModelInputs, pack_rows
-from tidemill_engines.routing import behind, router_logits_of_outputs, router_losses, with_router_loss
-from tidemill_engines.sequence_parallel import gather_output
+from tidemill_engines.head.log_probs import head_log_probs
+from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
+from tidemill_engines.loss.metrics import as_metrics
+from tidemill_engines.loss.router import behind, router_logits_of_outputs, router_losses, with_router_loss
+from tidemill_engines.model_io import ModelInputs, ModelOutput, Outputs
 
 
 class FSDP2LanguageModel(FSDP2Engine):

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tidemill_engines.config import LoraConfig
 from tidemill_engines.fsdp2.weights import local_box, named_weights
+from tidemill_engines.hf_weights.layout import Layout
 from tidemill_engines.offload import like, local_part
-from tidemill_engines.weight_layout import Layout
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig

@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tidemill_engines import attention, multi_modal
+from tidemill_engines.attention.packed import HAS_CUDNN, NAME, register_attention
+from tidemill_engines.batch.multi_modal import MODEL_TYPES
 from tidemill_engines.config import EngineConfig, ModelConfig, Recompute
 
 _log = logging.getLogger(__name__)
@@ -39,19 +40,19 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             "download one first, for example with `hf download ORG/MODEL --local-dir FOLDER`"
         )
     hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    sees_images = hf_config.model_type in multi_modal.MODEL_TYPES
+    sees_images = hf_config.model_type in MODEL_TYPES
     implementation: str | dict[str, str] = config.attn_implementation
     if implementation == "varlen":
-        attention.register_attention()
-        implementation = attention.NAME
+        register_attention()
+        implementation = NAME
         if sees_images:  # images attend in both directions, each by itself
-            implementation = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}
+            implementation = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
     if hf_config.to_dict().get("quantization_config") is not None:
         raise ValueError(f"{config.path} is quantized, which is not trained here; use the checkpoint in bfloat16")
     if not (sees_images or type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.trust_remote_code):
         raise ValueError(
             f"{config.path} holds a {hf_config.model_type}, which transformers has no causal language model of; of "
-            f"models that see images, {', '.join(multi_modal.MODEL_TYPES)} can be trained"
+            f"models that see images, {', '.join(MODEL_TYPES)} can be trained"
         )
     auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.device("meta"):
@@ -101,8 +102,8 @@ def _heavy_operations() -> list[Any]:
     importlib.import_module("torch.nn.attention.varlen")  # registers the operation below
     aten = torch.ops.aten
     of_cudnn = []
-    if attention.HAS_CUDNN:
-        importlib.import_module("tidemill_engines.cudnn_attention")
+    if HAS_CUDNN:
+        importlib.import_module("tidemill_engines.attention.cudnn")
         of_cudnn.append(torch.ops.tidemill.cudnn_attention.default)
     return [
         aten.mm.default,

@@ -3,10 +3,9 @@
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tidemill_engines import value_head
 from tidemill_engines.fsdp2.language_model import FSDP2LanguageModel
-from tidemill_engines.losses import ValueOutput
-from tidemill_engines.packing import ModelInputs
+from tidemill_engines.head.value import NAMES, ValueHead, as_token_classifier
+from tidemill_engines.model_io import ModelInputs, ValueOutput
 
 
 class FSDP2ValueModel(FSDP2LanguageModel):
@@ -17,24 +16,24 @@ class FSDP2ValueModel(FSDP2LanguageModel):
     """
 
     has_entropy = False
-    new_weights = value_head.NAMES
+    new_weights = NAMES
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
         self.unused_weights = tuple(_remove_head(model))
         hidden_size = model.config.get_text_config().hidden_size
-        model.score = value_head.ValueHead(hidden_size, 1, device="meta", dtype=model.dtype)
+        model.score = ValueHead(hidden_size, 1, device="meta", dtype=model.dtype)
         return model
 
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
     ) -> ValueOutput:
         head = self.model.score
-        assert isinstance(head, value_head.ValueHead)
+        assert isinstance(head, ValueHead)
         return ValueOutput(values=head(hidden_states))
 
     def export_config(self) -> PretrainedConfig:
-        return value_head.as_token_classifier(super().export_config())
+        return as_token_classifier(super().export_config())
 
 
 def _remove_head(model: PreTrainedModel) -> list[str]:

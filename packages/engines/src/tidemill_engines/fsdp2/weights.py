@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from tidemill_engines.safetensors_files import SafetensorsFiles
-from tidemill_engines.weight_layout import Layout, Piece
-from tidemill_engines.weight_shard import WeightShard
+from tidemill_engines.hf_weights.layout import Layout, Piece
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.shard import WeightShard
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

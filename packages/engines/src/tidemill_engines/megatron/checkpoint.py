@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tidemill_engines.agreement import gather, together
-from tidemill_engines.checkpoint_folder import Progress, reasons, save_folder, write_object, write_tensors
+from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_object, write_tensors
+from tidemill_engines.distributed.agreement import gather, together
 from tidemill_engines.megatron import optimizer_state
 from tidemill_engines.megatron.weights.hf_weights import unwrapped
 

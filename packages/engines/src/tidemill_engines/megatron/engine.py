@@ -14,11 +14,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tidemill_engines.agreement import check_same, gather, together
 from tidemill_engines.base import BaseEngine
-from tidemill_engines.checkpoint_folder import Progress, read_progress
+from tidemill_engines.checkpoint.folder import Progress, read_progress
+from tidemill_engines.checkpoint.saver import Saver
 from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
-from tidemill_engines.hf_export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.distributed.agreement import check_same, gather, together
+from tidemill_engines.distributed.process_groups import resolve_device
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.megatron import checkpoint
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.batch.packed import Division
@@ -42,10 +46,6 @@ from tidemill_engines.megatron.patches.without_te import closed_gaps
 from tidemill_engines.megatron.weights.hf_weights import MegatronWeights, global_name, unwrapped
 from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
-from tidemill_engines.process_group import resolve_device
-from tidemill_engines.safetensors_files import SafetensorsFiles
-from tidemill_engines.saving import Saver
-from tidemill_engines.weight_shard import WeightShard
 
 T = TypeVar("T")
 

@@ -10,20 +10,20 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from tidemill_dataproto import DataProto
 
-from tidemill_engines.agreement import raise_together
-from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
-from tidemill_engines.batch_check import BatchRules, TokenLimit
-from tidemill_engines.batch_loop import collect, with_normalizer
-from tidemill_engines.log_probs import Head, head_log_probs
-from tidemill_engines.losses import LossFn, ModelOutput, Outputs
+from tidemill_engines.attention.ulysses import gather_parts
+from tidemill_engines.batch.check import BatchRules, TokenLimit
+from tidemill_engines.batch.micro_batches import BatchPlan, plan_batch
+from tidemill_engines.batch.outputs import BatchOutput, StepOutput, collect, with_normalizer
+from tidemill_engines.distributed.agreement import raise_together
+from tidemill_engines.head.log_probs import Head, head_log_probs
+from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
+from tidemill_engines.loss.metrics import as_metrics
+from tidemill_engines.loss.router import ROUTED_EXPERTS, with_router_loss
 from tidemill_engines.megatron.batch.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.batch.pipeline import run_schedule
 from tidemill_engines.megatron.engine import MegatronEngine
 from tidemill_engines.megatron.moe.batch import MixtureBatch
-from tidemill_engines.metrics import as_metrics
-from tidemill_engines.micro_batches import BatchPlan, plan_batch
-from tidemill_engines.routing import ROUTED_EXPERTS, with_router_loss
-from tidemill_engines.sequence_parallel import gather_parts
+from tidemill_engines.model_io import ModelOutput, Outputs
 
 
 class MegatronLanguageModel(MegatronEngine):

@@ -6,13 +6,13 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from transformers import AutoModelForTokenClassification, PretrainedConfig
 
-from tidemill_engines import value_head
-from tidemill_engines.losses import Outputs, ValueOutput
+from tidemill_engines.head.value import NAMES, ValueHead, as_token_classifier
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.batch.packed import MegatronInputs
 from tidemill_engines.megatron.language_model import MegatronLanguageModel
 from tidemill_engines.megatron.model.build import HiddenStatesModel
 from tidemill_engines.megatron.weights.hf_weights import unwrapped
+from tidemill_engines.model_io import Outputs, ValueOutput
 
 
 class MegatronValueModel(MegatronLanguageModel):
@@ -24,7 +24,7 @@ class MegatronValueModel(MegatronLanguageModel):
     """
 
     has_entropy = False
-    new_weights = value_head.NAMES
+    new_weights = NAMES
     unused_weights = ("lm_head.weight",)
     counted_model = AutoModelForTokenClassification
 
@@ -36,7 +36,7 @@ class MegatronValueModel(MegatronLanguageModel):
             del model.output_layer
             model.post_process = False  # of the last stage, Megatron's checkpoints want the layer that is gone
             dtype = getattr(torch, self.config.param_dtype)
-            model.score = value_head.ValueHead(self.architecture.hidden_size, 1, dtype=dtype)
+            model.score = ValueHead(self.architecture.hidden_size, 1, dtype=dtype)
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As of language models, but that each rank's gradient is that of the whole head already."""
@@ -48,8 +48,8 @@ class MegatronValueModel(MegatronLanguageModel):
         self, hidden_states: torch.Tensor, inputs: MegatronInputs, *, calculate_entropy: bool
     ) -> Outputs:
         head = unwrapped(self.chunks[-1]).score
-        assert isinstance(head, value_head.ValueHead)
+        assert isinstance(head, ValueHead)
         return ValueOutput(values=self.of_all_tokens(head(hidden_states.index_select(0, inputs.predictors)), inputs))
 
     def export_config(self) -> PretrainedConfig:
-        return value_head.as_token_classifier(super().export_config())
+        return as_token_classifier(super().export_config())

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.batch.packing import response_positions
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, own_tokens
-from tidemill_engines.packing import PackedLayout, response_positions
+from tidemill_engines.model_io import PackedLayout
 
 if TYPE_CHECKING:
     from tidemill_engines.megatron.moe.router import Routing

@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from tidemill_engines.attention import varlen_cuda, varlen_padded
+from tidemill_engines.attention.packed import varlen_cuda, varlen_padded
 from tidemill_engines.megatron.batch.packed import PackedRows
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, context_parallel_attention
 from tidemill_engines.megatron.patches.rms_norm import rms_norm

@@ -6,18 +6,18 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.batch.micro_batches import restore_order
+from tidemill_engines.batch.padded import is_padded, to_padded
 from tidemill_engines.config import ModelConfig
-from tidemill_engines.losses import Normalizer
+from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.loss.contract import Normalizer
+from tidemill_engines.loss.router import ROUTED_EXPERTS
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.batch.packed import Division, MegatronInputs, num_packed
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.moe.router import Routing
 from tidemill_engines.megatron.parallel.groups import MegatronGroups
 from tidemill_engines.megatron.parallel.stage_sums import StageSums
-from tidemill_engines.micro_batches import restore_order
-from tidemill_engines.padded import is_padded, to_padded
-from tidemill_engines.routing import ROUTED_EXPERTS
 
 
 def check_mixture(model: ModelConfig, config: MegatronConfig, architecture: Architecture, device: torch.device) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from tidemill_engines.agreement import describe, gather, raise_first, together
-from tidemill_engines.default_group import join_default_group, leave_default_group
+from tidemill_engines.distributed.agreement import describe, gather, raise_first, together
+from tidemill_engines.distributed.default_group import join_default_group, leave_default_group
 from tidemill_engines.megatron.config import ParallelConfig
 from tidemill_engines.megatron.weights.names import Part, Placement
 

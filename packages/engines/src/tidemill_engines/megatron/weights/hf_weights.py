@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.weights.names import Block, Placement, blocks_of
-from tidemill_engines.safetensors_files import SafetensorsFiles
-from tidemill_engines.weight_shard import WeightShard
 
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 

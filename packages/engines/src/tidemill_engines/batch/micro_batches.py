@@ -8,11 +8,11 @@ import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dataproto.balance import count_micro_batches, rearrange_micro_batches
 
-from tidemill_engines.agreement import describe, gather, raise_first
-from tidemill_engines.batch_check import BatchRules, TokenLimit, check_batch
-from tidemill_engines.losses import Normalizer
-from tidemill_engines.multi_modal import kinds_in
-from tidemill_engines.padded import is_padded, response_attention_mask, to_padded, to_ragged
+from tidemill_engines.batch.check import BatchRules, TokenLimit, check_batch
+from tidemill_engines.batch.multi_modal import kinds_in
+from tidemill_engines.batch.padded import is_padded, response_attention_mask, to_padded, to_ragged
+from tidemill_engines.distributed.agreement import describe, gather, raise_first
+from tidemill_engines.loss.contract import Normalizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

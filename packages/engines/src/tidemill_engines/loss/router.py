@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.losses import LossFn, Normalizer, Outputs, checked_loss
-from tidemill_engines.packing import ModelInputs
+from tidemill_engines.loss.contract import LossFn, Normalizer, checked_loss
+from tidemill_engines.model_io import ModelInputs, Outputs
 
 ROUTED_EXPERTS = "routed_experts"
 """The column of the experts that tokens were sent to and shall be sent to again."""

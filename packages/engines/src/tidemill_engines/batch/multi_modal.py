@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.model_io import VisionInputs
+
 COLUMN = "multi_modal_inputs"
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -17,22 +19,6 @@ _TOKEN_TYPES = {"image": 1, "video": 2}
 
 RopeIndex = Callable[..., tuple[torch.Tensor, Any]]
 """transformers' `get_rope_index` of a model: positions [3, 1, j] of a row, and something else."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class VisionInputs:
-    """What a model of the Qwen-VL families is given for a micro-batch beside its tokens.
-
-    Attributes:
-        tensors: `pixel_values` [P, W] float and `image_grid_thw` [n, 3] int64 of all images, and likewise of videos, in
-            the order of the rows; the names are those of the model's arguments.
-        placeholders: tokens of one more row that nothing is predicted from, for images that stand for none.
-        positions: [N, 3] int64, of all tokens and then of the placeholders.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    placeholders: list[int]
-    positions: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tidemill_engines.agreement import describe, gather, raise_first
+from tidemill_engines.distributed.agreement import describe, gather, raise_first
 
 Kind = Literal["sum", "mean", "max", "min"]
 Reduced = tuple[Kind, float, float]

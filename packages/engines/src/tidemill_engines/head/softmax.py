@@ -3,43 +3,10 @@
 On CUDA the passes over float32 logits are Triton kernels (`head_kernels`), elsewhere and in float64 they are torch's.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogitRule:
-    """How a logit x with its bias b becomes z, which softmax is over: softcap * tanh(scale * (x + b) / softcap) / T."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-
-    @property
-    def inner(self) -> float:
-        """z = outer * f(inner * (x + b)), where f is tanh with a softcap, and nothing without."""
-        return 1.0 if self.softcap is None else self.scale / self.softcap
-
-    @property
-    def outer(self) -> float:
-        return (self.scale if self.softcap is None else self.softcap) / self.temperature
-
-
-class LogitSlice(NamedTuple):
-    """The logits of M tokens for a run of the vocabulary.
-
-    Attributes:
-        logits: [M, C] float32 or float64, contiguous; overwritten by whoever is given them.
-        bias: [C] or None.
-        first: which token of the vocabulary the first column is.
-    """
-
-    logits: torch.Tensor
-    bias: torch.Tensor | None
-    first: int
+from tidemill_engines.head.logits import LogitRule, LogitSlice
 
 
 class SoftmaxParts:
@@ -57,7 +24,7 @@ class SoftmaxParts:
     def add(self, piece: LogitSlice, labels: torch.Tensor, rule: LogitRule) -> None:
         """Adds a slice; labels: [M] int64, of the whole vocabulary."""
         if _has_kernels(piece.logits):
-            from tidemill_engines.head_kernels import add_slice
+            from tidemill_engines.head.kernels import add_slice
 
             add_slice(self.values, piece, labels, rule)
             return
@@ -113,7 +80,7 @@ def logit_gradients(
         grad_log_probs: [M]; and grad_entropy: [M], None without.
     """
     if _has_kernels(piece.logits):
-        from tidemill_engines.head_kernels import slice_gradients
+        from tidemill_engines.head.kernels import slice_gradients
 
         return slice_gradients(piece, labels, statistics, grad_log_probs, grad_entropy, rule, dtype)
     z, slope = _softened(piece, rule)

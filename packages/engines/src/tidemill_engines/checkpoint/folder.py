@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from tidemill_engines.agreement import gather, together
+from tidemill_engines.distributed.agreement import gather, together
 
 MANIFEST = "engine.json"
 FORMAT_VERSION = 2

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
-from tidemill_engines.packing import PackedLayout
-from tidemill_engines.sequence_parallel import heads_to_tokens, tokens_to_heads
+from tidemill_engines.attention.ulysses import heads_to_tokens, tokens_to_heads
+from tidemill_engines.model_io import PackedLayout
 
 NAME = "tidemill_varlen"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -111,7 +111,7 @@ def varlen_cuda(
     """Variable-length attention for half precision on CUDA, by cuDNN or torch; shapes as in `varlen_padded`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if takes_cudnn(q, sliding_window):
-        from tidemill_engines.cudnn_attention import cudnn_attention
+        from tidemill_engines.attention.cudnn import cudnn_attention
 
         return cudnn_attention(q, k, v, layout.cu_seqlens, layout.max_length, scaling)
     from torch.nn.attention.varlen import varlen_attn

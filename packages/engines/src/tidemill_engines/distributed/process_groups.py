@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tidemill_engines.default_group import join_default_group, leave_default_group
+from tidemill_engines.distributed.default_group import join_default_group, leave_default_group
 
 _mesh_numbers = itertools.count()
 

@@ -1,77 +1,10 @@
 """The rows of a micro-batch as one packed sequence, without padding."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.multi_modal import VisionInputs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedLayout:
-    """Where the rows of a packed micro-batch lie; the same for all layers, so built once per micro-batch.
-
-    Attributes:
-        cu_seqlens: [B + 1] int32, the start of each row and the end of the last; no row is empty.
-        max_length: tokens of the longest row.
-        padded_index: [N] int64, where each token lies in a right-padded [B * max_length] layout.
-    """
-
-    cu_seqlens: torch.Tensor
-    max_length: int
-    padded_index: torch.Tensor
-
-    @classmethod
-    def from_lengths(cls, lengths: torch.Tensor, device: torch.device) -> "PackedLayout":
-        """Builds the layout of rows of `lengths` ([B] int64 on the CPU, all positive)."""
-        max_length = int(lengths.max())
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-        row_shift = torch.arange(len(lengths)) * max_length - cu_seqlens[:-1]
-        padded_index = torch.arange(int(cu_seqlens[-1])) + row_shift.repeat_interleave(lengths)
-        return cls(
-            cu_seqlens=cu_seqlens.to(device, torch.int32, non_blocking=True),
-            max_length=max_length,
-            padded_index=padded_index.to(device, non_blocking=True),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.cu_seqlens) - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ModelInputs:
-    """What the model is called with, on its device: N tokens of all rows, of which M are response tokens.
-
-    Where several ranks share the rows, N and M are those of this rank's run of the packed tokens.
-
-    Attributes:
-        input_ids: [1, N] int64.
-        position_ids: [1, N] int64, from 0 in each row. Of a vision-language model [4, 1, N]: these, then time, height
-            and width.
-        layout: where the rows lie, for all ranks that share them.
-        predictors: [M] int64, the index in N of the token before each response token; logits are needed there only.
-        labels: [M] int64, the response tokens.
-        temperature: that the logits are divided by.
-        first_output: which of the response tokens of all sharing ranks `labels` begins with.
-        num_outputs: response tokens of all sharing ranks.
-        vision: tensors of images and videos, by the names of the model's arguments.
-        all_input_ids: [1, N * S] int64, of all S ranks that share the rows.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    layout: PackedLayout
-    predictors: torch.Tensor
-    labels: torch.Tensor
-    temperature: float
-    first_output: int
-    num_outputs: int
-    vision: Mapping[str, torch.Tensor]
-    all_input_ids: torch.Tensor
+from tidemill_engines.model_io import ModelInputs, PackedLayout, VisionInputs
 
 
 def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from tidemill_engines.agreement import together
+from tidemill_engines.distributed.agreement import together
 
 _COPIED = (
     "tokenizer*",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.multi_modal import COLUMN, VisionRule, rows_with_images
-from tidemill_engines.packing import response_positions
-from tidemill_engines.routing import ROUTED_EXPERTS
+from tidemill_engines.batch.multi_modal import COLUMN, VisionRule, rows_with_images
+from tidemill_engines.batch.packing import response_positions
+from tidemill_engines.loss.router import ROUTED_EXPERTS
 
 _INTEGERS = (torch.int64, torch.int32)
 # The columns by these names, of any loss, belong to the response tokens. With other lengths they would be aligned with

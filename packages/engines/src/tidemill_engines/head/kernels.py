@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill_engines.vocab_softmax import LogitRule, LogitSlice
+from tidemill_engines.head.logits import LogitRule, LogitSlice
 
 _BLOCK = 4096
 

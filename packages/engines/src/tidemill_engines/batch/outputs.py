@@ -1,11 +1,38 @@
 """What any engine does with the micro-batches of a batch: their loss, and what they brought, put together."""
 
+from dataclasses import dataclass
+
+import torch
 import torch.distributed as dist
 
-from tidemill_engines.base import BatchOutput, MicroBatchLoss, StepOutput
-from tidemill_engines.losses import LossFn, checked_loss
-from tidemill_engines.metrics import Metric, reduce_metrics
-from tidemill_engines.micro_batches import BatchPlan
+from tidemill_engines.batch.micro_batches import BatchPlan
+from tidemill_engines.loss.contract import LossFn, MicroBatchLoss, checked_loss
+from tidemill_engines.loss.metrics import Metric, reduce_metrics
+from tidemill_engines.model_io import Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What `forward_step` brings back from one micro-batch: 0-d loss and metrics (detached), and the model output."""
+
+    loss: torch.Tensor | None
+    metrics: dict[str, Metric]
+    model_output: Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOutput:
+    """What `forward_backward_batch` brings back from a batch.
+
+    Attributes:
+        metrics: reduced over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
+            was a loss function.
+        columns: the outputs of the model by name, such as "log_probs", shaped like `responses`, in the order of the
+            rows, on the CPU; none after a backward.
+    """
+
+    metrics: dict[str, float]
+    columns: dict[str, torch.Tensor]
 
 
 def collect(

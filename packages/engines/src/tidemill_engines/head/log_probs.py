@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tidemill_engines.vocab_softmax import LogitRule, LogitSlice, SoftmaxParts, logit_gradients
+from tidemill_engines.head.logits import LogitRule, LogitSlice
+from tidemill_engines.head.softmax import SoftmaxParts, logit_gradients
 
 CHUNK_BYTES = 512 << 20
 """What the logits of one chunk may take; a tensor of this size and a few smaller ones are alive at a time."""

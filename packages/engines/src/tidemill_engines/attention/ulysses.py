@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tidemill_engines.losses import Outputs
-from tidemill_engines.packing import ModelInputs
+from tidemill_engines.model_io import ModelInputs, Outputs
 
 OutputsT = TypeVar("OutputsT", bound=Outputs)
 

@@ -1,0 +1,1 @@
+"""Attention over packed rows, and its exchange between ranks (Ulysses)."""

@@ -1,0 +1,1 @@
+"""From a DataProto to packed micro-batches, and from their outputs back to columns."""

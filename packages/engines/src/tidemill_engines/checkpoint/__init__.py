@@ -1,0 +1,1 @@
+"""Training checkpoints as folders, and the thread that saves them."""

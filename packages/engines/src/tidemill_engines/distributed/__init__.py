@@ -1,0 +1,1 @@
+"""Process groups, and agreement between ranks."""

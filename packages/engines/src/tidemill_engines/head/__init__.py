@@ -1,0 +1,1 @@
+"""Log-probabilities, entropy and values from hidden states."""

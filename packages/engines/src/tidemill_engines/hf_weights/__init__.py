@@ -1,0 +1,1 @@
+"""Weights in Hugging Face format: names and layout, reading, export."""
