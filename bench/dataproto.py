@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tidemill_dataproto import DataProto, balance, karmarkar_karp, ragged
+from tidemill_dataproto import DataProto, karmarkar_karp, ragged, rearrange_micro_batches
 
 DTYPES = [torch.int32] * 2 + [torch.float32] * 4 + [torch.bfloat16] * 4
 BYTES_PER_ELEMENT = sum(dtype.itemsize for dtype in DTYPES)
@@ -136,7 +136,7 @@ def planning(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
     costs = DataProto.from_dict({"cost": torch.tensor(lengths)})
 
     def micro_batches() -> None:
-        balance.rearrange_micro_batches(costs, cap, num_micro_batches=parts, length_key="cost")
+        rearrange_micro_batches(costs, cap, num_micro_batches=parts, length_key="cost")
 
     what, turns = f"balance {count} rows into {parts}", sizes.turns
     within.append(measure(f"{what} parts", lambda: karmarkar_karp(lengths, parts), bound_ms=50, turns=turns))

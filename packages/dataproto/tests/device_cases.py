@@ -16,7 +16,7 @@ OPERATIONS: dict[str, Callable[[DataProto], DataProto]] = {
     "mask": lambda b: b[[True, False] * 4],
     "reorder": lambda b: b.reorder([7, 6, 5, 4, 3, 2, 1, 0]),
     "repeat": lambda b: b.repeat(2),
-    "repeat by row": lambda b: b.repeat([2, 0, 1, 3, 0, 1, 1, 1]),
+    "repeat by row": lambda b: b.sample_level_repeat([2, 0, 1, 3, 0, 1, 1, 1]),
     "concat": lambda b: DataProto.concat([b, b]),
     "concat with fill": lambda b: DataProto.concat([b, b.select(["x"])], fill=_EMPTY_ROWS),
     "union": lambda b: b.select(["x"]).union(b.select(["input_ids"])),

@@ -261,3 +261,41 @@ def test_repr_shows_columns_shapes_dtypes_and_bytes() -> None:
         "  meta_info: step, metrics)",
     ]
     assert repr(DataProto()) == "DataProto(0 rows, 0 B)"
+
+
+def test_num_batch_dims_checks_that_tensors_share_leading_dims() -> None:
+    tensors = {"a": torch.zeros(2, 3, 4), "b": torch.arange(6).reshape(2, 3)}
+    batch = DataProto.from_dict(tensors, num_batch_dims=2)
+    assert len(batch) == 2
+    assert batch["a"].shape == (2, 3, 4)
+    assert batch.unfold()["b"].tolist() == [0, 1, 2, 3, 4, 5]
+    for bad, text in [
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, r"same first 2 dims, got {'a': \[2, 3\], 'b': \[2, 4\]}"),
+        ({"a": torch.zeros(2)}, r"got {'a': \[2\]}"),
+        ({"a": ragged.ragged(torch.zeros(2), [2])}, "got {'a': 'ragged'}"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            DataProto.from_dict(bad, num_batch_dims=2)
+    with pytest.raises(ValueError, match="expected tensors only with num_batch_dims=2"):
+        DataProto.from_dict(tensors, {"uid": ["a", "b"]}, num_batch_dims=2)
+    with pytest.raises(ValueError, match="num_batch_dims >= 1, got 0"):
+        DataProto.from_dict(tensors, num_batch_dims=0)
+
+
+def test_unfold_column_chunks_keeps_padding_marks_and_names_what_does_not_divide() -> None:
+    ids = ragged.ragged(torch.arange(6), [4, 2])
+    batch = DataProto.from_dict({"ids": ids, "x": torch.arange(8).reshape(2, 4)}, {"o": [[1, 2], "ab"]})
+    padded, _ = pad_dataproto_to_divisor(batch, 3)
+    split = padded.unfold_column_chunks(2, ["ids", "x"])
+    assert split.is_padding.tolist() == [False] * 4 + [True] * 2
+    assert [row.tolist() for row in split["ids"].unbind()][:4] == [[0, 1], [2, 3], [4], [5]]
+    assert split["x"].tolist()[:4] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for n, names, error, text in [
+        (4, ["ids"], ValueError, "column 'ids': row 1 has 2 elements, which do not divide into 4 parts"),
+        (3, ["x"], ValueError, r"column 'x' \[2, 4\] does not divide along dim 1 into 3 parts; leave it out"),
+        (2, ["o"], ValueError, "column 'o': expected a list in row 1 to split, got str"),
+        (2, ["none"], KeyError, "no column 'none'"),
+        (0, ["x"], ValueError, "n_split >= 1, got 0"),
+    ]:
+        with pytest.raises(error, match=text):
+            batch.unfold_column_chunks(n, names)

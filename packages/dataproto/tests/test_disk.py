@@ -55,16 +55,16 @@ def make() -> DataProto:
 def test_plain_objects_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, objects: list[Any]) -> None:
     path = tmp_path_factory.mktemp("plain") / "batch"
     batch = DataProto.from_dict({}, {"objects": objects}, {"fact": objects})
-    batch.save(path)
-    assert DataProto.load(path) == batch
+    batch.save_to_disk(path)
+    assert DataProto.load_from_disk(path) == batch
 
 
 @pytest.mark.parametrize("number", range(len(OBJECTS)))
 def test_arrays_and_tensors_within_objects_come_back_exactly(number: int, tmp_path: Path) -> None:
     value = OBJECTS[number]
     batch = DataProto.from_dict({}, {"objects": [value, [value], None]}, {"fact": value})
-    batch.save(tmp_path / "batch")
-    loaded = DataProto.load(tmp_path / "batch")
+    batch.save_to_disk(tmp_path / "batch")
+    loaded = DataProto.load_from_disk(tmp_path / "batch")
     big_endian = isinstance(value, np.ndarray) and value.dtype.byteorder == ">"
     assert same(loaded["objects"][0], value.astype("i4") if big_endian else value)  # of native byte order
     assert same(loaded["objects"][1][0], loaded["objects"][0])
@@ -75,45 +75,45 @@ def test_arrays_and_tensors_within_objects_come_back_exactly(number: int, tmp_pa
 def test_ragged_tensors_within_objects(tmp_path: Path) -> None:
     column = make()["ids"]
     batch = DataProto.from_dict({}, {"objects": [{"column": column}]})
-    batch.save(tmp_path / "batch")
-    assert same(DataProto.load(tmp_path / "batch")["objects"][0]["column"], column)
+    batch.save_to_disk(tmp_path / "batch")
+    assert same(DataProto.load_from_disk(tmp_path / "batch")["objects"][0]["column"], column)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float64, np.complex64, "U3", "S2", "datetime64[s]", bool])
 def test_numpy_columns_of_every_kind(dtype: Any, tmp_path: Path) -> None:
     column = np.arange(6).reshape(3, 2).astype(dtype)
     batch = DataProto.from_dict({}, {"c": column})
-    batch.save(tmp_path / "batch")
-    loaded = DataProto.load(tmp_path / "batch")
+    batch.save_to_disk(tmp_path / "batch")
+    loaded = DataProto.load_from_disk(tmp_path / "batch")
     assert loaded == batch
     assert loaded["c"].dtype == column.dtype
     loaded["c"][0] = loaded["c"][1]  # not read-only
 
 
 def test_columns_share_their_layout_again_and_can_be_written_to(tmp_path: Path) -> None:
-    make().save(tmp_path / "batch")
-    loaded = DataProto.load(tmp_path / "batch")
+    make().save_to_disk(tmp_path / "batch")
+    loaded = DataProto.load_from_disk(tmp_path / "batch")
     assert ragged.offsets(loaded["ids"]) is ragged.offsets(loaded["mask"])
     assert (loaded["ids"] * loaded["mask"]).values().tolist() == [0, 1, 2, 3, 4]
     loaded["x"].zero_()
     ragged.values(loaded["ids"]).zero_()
-    assert DataProto.load(tmp_path / "batch")["ids"].values().tolist() == [0, 1, 2, 3, 4]
+    assert DataProto.load_from_disk(tmp_path / "batch")["ids"].values().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_padding_and_shared_memory_and_gradients(tmp_path: Path) -> None:
     x = torch.arange(6.0)
     batch = DataProto.from_dict({"a": x, "b": x, "c": x[::2].repeat(2), "d": x.clone().requires_grad_()})
     padded, size = pad_dataproto_to_divisor(batch, 4)
-    padded.save(tmp_path / "batch")
-    loaded = DataProto.load(tmp_path / "batch")
+    padded.save_to_disk(tmp_path / "batch")
+    loaded = DataProto.load_from_disk(tmp_path / "batch")
     assert loaded.is_padding.tolist() == [False] * 6 + [True] * size
     assert loaded == padded
-    batch.save(tmp_path / "batch")
-    assert DataProto.load(tmp_path / "batch") == batch
+    batch.save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch") == batch
 
 
 def test_other_readers_can_read_the_tensors(tmp_path: Path) -> None:
-    make().save(tmp_path / "batch")
+    make().save_to_disk(tmp_path / "batch")
     with safe_open(tmp_path / "batch", "np") as file:
         assert file.metadata() == {"format": "tidemill-dataproto", "version": "1"}
         assert file.get_tensor("batch/ids").tolist() == [0, 1, 2, 3, 4]
@@ -125,8 +125,8 @@ def test_ragged_columns_whose_offsets_are_strided(tmp_path: Path) -> None:
     assert ragged.offsets(folded["ids"]).is_contiguous()
     given = DataProto.from_dict({"ids": ragged.ragged(torch.arange(5), offsets=torch.tensor([0, 9, 2, 9, 5])[::2])})
     for batch in (folded, given):
-        batch.save(tmp_path / "batch")
-        assert DataProto.load(tmp_path / "batch") == batch
+        batch.save_to_disk(tmp_path / "batch")
+        assert DataProto.load_from_disk(tmp_path / "batch") == batch
 
 
 def test_objects_are_decoded_with_the_tensors_of_their_encoder() -> None:
@@ -150,52 +150,52 @@ def test_loading_runs_no_code_unless_allowed(tmp_path: Path) -> None:
     left = tmp_path / "code_ran"
     batch = DataProto.from_dict({}, {"o": [1, Runs(left)]}, {"fact": Fraction(1, 2)})
     with pytest.raises(TypeError, match=r"column 'o', row 1 is a .*Runs, .* allow_pickle=True here and to load"):
-        batch.save(tmp_path / "batch")
+        batch.save_to_disk(tmp_path / "batch")
     with pytest.raises(TypeError, match=r"meta_info\['fact'\] is a fractions.Fraction"):
-        batch.select([], []).save(tmp_path / "batch")
+        batch.select([], []).save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
-    batch.save(tmp_path / "batch", allow_pickle=True)
+    batch.save_to_disk(tmp_path / "batch", allow_pickle=True)
     with pytest.raises(ValueError, match="pickled objects, whose loading runs code; pass allow_pickle=True"):
-        DataProto.load(tmp_path / "batch")
+        DataProto.load_from_disk(tmp_path / "batch")
     assert not left.exists()
-    assert DataProto.load(tmp_path / "batch", allow_pickle=True).meta_info == {"fact": Fraction(1, 2)}
+    assert DataProto.load_from_disk(tmp_path / "batch", allow_pickle=True).meta_info == {"fact": Fraction(1, 2)}
     assert left.exists()
     (tmp_path / "pickle").write_bytes(pickle.dumps(Runs(tmp_path / "never")))
     with pytest.raises(ValueError, match="truncated, damaged or no safetensors file"):
-        DataProto.load(tmp_path / "pickle")
+        DataProto.load_from_disk(tmp_path / "pickle")
     assert not (tmp_path / "never").exists()
 
 
 def test_every_truncated_file_is_an_error(tmp_path: Path) -> None:
-    make().save(tmp_path / "batch")
+    make().save_to_disk(tmp_path / "batch")
     data = (tmp_path / "batch").read_bytes()
     for size in [*range(0, len(data), 101), len(data) - 1]:
         (tmp_path / "cut").write_bytes(data[:size])
         with pytest.raises(ValueError, match="cut is truncated, damaged"):
-            DataProto.load(tmp_path / "cut")
+            DataProto.load_from_disk(tmp_path / "cut")
 
 
 def test_foreign_and_newer_files_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=r"file cannot be loaded: expected a file that DataProto.save wrote"):
-        DataProto.load(path)
+    with pytest.raises(ValueError, match=r"file cannot be loaded: expected a file that DataProto.save_to_disk wrote"):
+        DataProto.load_from_disk(path)
     save_file({"x": torch.zeros(2)}, path, metadata={"format": "tidemill-dataproto", "version": "2"})
     with pytest.raises(ValueError, match="format version 2, this release reads up to 1"):
-        DataProto.load(path)
+        DataProto.load_from_disk(path)
     save_file({"x": torch.zeros(2)}, path, metadata={"format": "tidemill-dataproto", "version": "1"})
     with pytest.raises(ValueError, match="does not contain tensor json"):
-        DataProto.load(path)
+        DataProto.load_from_disk(path)
     with pytest.raises(FileNotFoundError):
-        DataProto.load(tmp_path / "none")
+        DataProto.load_from_disk(tmp_path / "none")
     with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
-        DataProto.load(tmp_path)
+        DataProto.load_from_disk(tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder"):
-        make().save(tmp_path / "none" / "batch")
+        make().save_to_disk(tmp_path / "none" / "batch")
 
 
 def test_columns_that_do_not_fit_each_other_are_an_error(tmp_path: Path) -> None:
-    make().save(tmp_path / "batch")
+    make().save_to_disk(tmp_path / "batch")
     with safe_open(tmp_path / "batch", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         metadata = file.metadata()
@@ -203,23 +203,23 @@ def test_columns_that_do_not_fit_each_other_are_an_error(tmp_path: Path) -> None
                         ("batch/x", torch.zeros(2, 2)), ("batch/ids", torch.zeros(4))):  # fmt: skip
         save_file(tensors | {name: wrong}, tmp_path / "wrong", metadata=metadata)
         with pytest.raises(ValueError, match="does not have the 3 rows"):
-            DataProto.load(tmp_path / "wrong")
+            DataProto.load_from_disk(tmp_path / "wrong")
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "batch"
-    make().save(path)
+    make().save_to_disk(path)
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        DataProto.from_dict({}, {"o": [object()]}).save(path)
+        DataProto.from_dict({}, {"o": [object()]}).save_to_disk(path)
     with pytest.raises(TypeError, match=r"batch/x is torch.complex128, which safetensors cannot hold"):
-        DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex128)}).save(path)
+        DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex128)}).save_to_disk(path)
 
     def no_space(_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "_flush", no_space)
     with pytest.raises(OSError, match="No space"):
-        DataProto.from_dict({"x": torch.zeros(1)}).save(path)
+        DataProto.from_dict({"x": torch.zeros(1)}).save_to_disk(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["batch"]

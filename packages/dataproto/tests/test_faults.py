@@ -24,9 +24,9 @@ def test_serialising_copies_no_tensor() -> None:
 
 
 def test_loading_a_file_runs_no_code(tmp_path) -> None:
-    DataProto.from_dict({}, {"o": [range(3)]}).save(tmp_path / "batch", allow_pickle=True)
+    DataProto.from_dict({}, {"o": [range(3)]}).save_to_disk(tmp_path / "batch", allow_pickle=True)
     with pytest.raises(ValueError, match="loading runs code"):
-        DataProto.load(tmp_path / "batch")
+        DataProto.load_from_disk(tmp_path / "batch")
 
 
 @pytest.mark.parametrize(

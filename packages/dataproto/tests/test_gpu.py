@@ -96,8 +96,8 @@ def test_what_torch_has_made_is_read_once() -> None:
 
 def test_pickled_and_saved_from_the_device(tmp_path: Path, batch: DataProto) -> None:
     assert pickle.loads(pickle.dumps(batch)) == host_batch()
-    batch.save(tmp_path / "batch")
-    assert DataProto.load(tmp_path / "batch") == host_batch()
+    batch.save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch") == host_batch()
 
 
 def test_ranks_of_nccl_agree_and_gather_on_the_device(batch: DataProto) -> None:

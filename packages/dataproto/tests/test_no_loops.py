@@ -17,7 +17,7 @@ BATCHES: dict[str, Callable[[DataProto], Any]] = {
     "mask": lambda b: b[b["x"] > 3],
     "reorder": lambda b: b.reorder(torch.arange(len(b) - 1, -1, -1)),
     "repeat": lambda b: b.repeat(2),
-    "repeat by row": lambda b: b.repeat(b["x"] % 3),
+    "repeat by row": lambda b: b.sample_level_repeat(b["x"] % 3),
     "fold": lambda b: b.fold(4).unfold(),
     "pad": lambda b: unpad_dataproto(*pad_dataproto_to_divisor(b, len(b) - 1)),
     "pickle": lambda b: pickle.loads(pickle.dumps(b, 5)),

@@ -100,7 +100,39 @@ def test_repeat(batch: DataProto, times: int, data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
     expected = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
     for form in (counts, torch.tensor(counts, dtype=torch.int64), np.array(counts, dtype=np.int64)):
-        check(batch.repeat(form), expected, batch)
+        check(batch.sample_level_repeat(form), expected, batch)
+
+
+@given(batches(), st.integers(1, 3), st.data())
+def test_unfold_column_chunks_cuts_rows_of_the_chosen_columns(batch: DataProto, n: int, data: st.DataObject) -> None:
+    wide = DataProto.from_dict(
+        {
+            name: ragged.concat_rows(column, column) if column.is_nested else torch.cat([column, column], dim=1)
+            for name, column in batch.batch.items()
+            if column.dim() > 1
+        },
+        {"lists": [[i, -i] for i in range(len(batch))], "pairs": np.arange(2 * len(batch)).reshape(-1, 2)},
+    )
+    names = data.draw(st.lists(st.sampled_from([*names_of(wide), "lists", "pairs"]), unique=True))
+    split = wide.unfold_column_chunks(2, names)
+    assert len(split) == 2 * len(wide)
+    expected = [
+        {
+            name: value[at * len(value) // 2 : (at + 1) * len(value) // 2] if name in names else value
+            for name, value in row.items()
+        }
+        for row in wide_rows(wide)
+        for at in range(2)
+    ]
+    assert wide_rows(split) == expected
+    assert [*split.batch.keys()] == [*wide.batch.keys()]
+    same = batch.unfold_column_chunks(n)
+    check(same, rows_of(batch.repeat(n)), batch)
+
+
+def wide_rows(batch: DataProto) -> list[dict[str, Any]]:
+    """The rows, arrays as lists."""
+    return [{k: v[1] if isinstance(v, tuple) else v for k, v in row.items()} for row in rows_of(batch)]
 
 
 @given(batches(), st.integers(1, 3), st.integers(0, 3))
@@ -214,8 +246,8 @@ def test_pickle_out_of_band_is_the_identity(batch: DataProto) -> None:
 def test_save_then_load_is_the_identity(batch: DataProto) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "batch.safetensors"
-        batch.save(path)
-        loaded = DataProto.load(path)
+        batch.save_to_disk(path)
+        loaded = DataProto.load_from_disk(path)
         assert loaded == batch
         check(loaded, rows_of(batch), batch)
         assert [file.name for file in Path(folder).iterdir()] == ["batch.safetensors"]

@@ -1,10 +1,9 @@
 """The batch container: dense, ragged and object columns of one batch."""
 
 from tidemill_dataproto import balance, ragged
-from tidemill_dataproto.balance import (
-    balance_rows,
-    get_seqlen_balanced_partitions,
-    karmarkar_karp,
+from tidemill_dataproto.balance import balance_rows, get_group_balanced_partitions, karmarkar_karp
+from tidemill_dataproto.dynamic_batch import (
+    count_micro_batches,
     prepare_dynamic_batch,
     rearrange_micro_batches,
     restore_dynamic_batch,
@@ -20,7 +19,8 @@ __all__ = [
     "all_gather",
     "balance",
     "balance_rows",
-    "get_seqlen_balanced_partitions",
+    "count_micro_batches",
+    "get_group_balanced_partitions",
     "karmarkar_karp",
     "pad_dataproto_to_divisor",
     "prepare_dynamic_batch",

@@ -1,29 +1,200 @@
-"""Balance: rows into parts of nearly equal work, and micro-batches under a token cap."""
+"""Partitions: rows into parts of nearly equal total length."""
 
-from tidemill_dataproto.micro_batches import (
-    count_micro_batches,
-    prepare_dynamic_batch,
-    rearrange_micro_batches,
-    restore_dynamic_batch,
-)
-from tidemill_dataproto.partition import (
-    balance_rows,
-    get_group_balanced_partitions,
-    get_seqlen_balanced_partitions,
-    greedy_partition,
-    karmarkar_karp,
-    quadratic_workload,
-)
+import heapq
+from collections.abc import Hashable, Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "balance_rows",
-    "count_micro_batches",
+    "checked_lengths",
+    "difference",
     "get_group_balanced_partitions",
-    "get_seqlen_balanced_partitions",
     "greedy_partition",
     "karmarkar_karp",
-    "prepare_dynamic_batch",
     "quadratic_workload",
-    "rearrange_micro_batches",
-    "restore_dynamic_batch",
+    "rows_of_groups",
 ]
+
+_Part = tuple[int, list[int]]  # total length, rows
+
+
+def quadratic_workload(lengths: Sequence[int] | Tensor, hidden_size: int) -> Tensor:
+    """How much work a dense transformer has with rows of these lengths, int64 `[B]`, in units of 4 * hidden_size FLOPs
+    per layer: `length * (6 * hidden_size + length)`.
+
+    Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters (2021), appendix: a
+    layer takes 24 s h^2 + 4 s^2 h FLOPs forward for s tokens at hidden size h.
+    """
+    rows = torch.tensor(checked_lengths(lengths), dtype=torch.int64)
+    return rows * (6 * hidden_size + rows)
+
+
+def karmarkar_karp(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = False) -> list[list[int]]:
+    """Partitions the rows into `k` parts whose total lengths are nearly equal, by the largest differencing method.
+
+    Source: N. Karmarkar, R. M. Karp, The differencing method of set partitioning (1982). Its largest part is at most
+    4/3 - 1/(3k) times that of the best partition (W. Michiels et al., 2007).
+
+    Args:
+        lengths: one integer >= 0 per row (tokens, or any other measure of work).
+        k: number of parts.
+        equal_size: gives all parts the same number of rows.
+
+    Returns:
+        k lists of ascending row numbers, longest part first. No part is empty where there are k rows or more.
+
+    Raises:
+        TypeError: lengths that are not integers, one per row.
+        ValueError: k < 1, a negative length, or equal_size with a number of rows that k does not divide.
+    """
+    rows = checked_lengths(lengths)
+    _check_parts(len(rows), k, equal_size)
+    return difference(rows, k, equal_size)
+
+
+def greedy_partition(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = False) -> list[list[int]]:
+    """As `karmarkar_karp`, by giving the longest row that is left to the part with the smallest total.
+
+    Source: R. L. Graham, Bounds on multiprocessing timing anomalies (1969): the same bound, usually less level.
+    """
+    rows = checked_lengths(lengths)
+    _check_parts(len(rows), k, equal_size)
+    room = len(rows) // k if equal_size else len(rows)
+    parts: list[list[int]] = [[] for _ in range(k)]
+    totals = [(0, part) for part in range(k)]  # a heap of the parts that have room
+    for row in _falling(rows):
+        total, part = totals[0]
+        parts[part].append(row)
+        if len(parts[part]) < room:
+            heapq.heapreplace(totals, (total + rows[row], part))
+        else:
+            heapq.heappop(totals)
+    return sorted(map(sorted, parts), key=lambda part: -sum(rows[row] for row in part))
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int] | Tensor, uid_list: Sequence[Hashable], k_partitions: int
+) -> list[list[int]]:
+    """As `karmarkar_karp`, with rows of one uid in one part; rows of the uid None, such as padding, in any."""
+    rows = checked_lengths(seqlen_list)
+    groups = rows_of_groups(uid_list, len(rows))
+    parts = karmarkar_karp([sum(rows[row] for row in group) for group in groups], k_partitions)
+    return [sorted(row for group in part for row in groups[group]) for part in parts]
+
+
+def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hashable] | None = None) -> Tensor:
+    """A permutation, int64 `[B]`, after which `chunk(n)` gives parts of nearly equal total length.
+
+    Where n does not divide B it is meant for `chunk(n, allow_unequal=True)`: the parts differ by one row at most, the
+    larger ones come first. Apply it with `batch.reorder(order)`; `order.argsort()` is its inverse.
+
+    Args:
+        lengths: one integer >= 0 per row.
+        n: number of parts.
+        groups: one name per row: rows of one name come into one part, next to each other. Rows of the name None, such
+            as padding, are of no group, and as many of them as a group has rows take the place of one.
+
+    Raises:
+        ValueError: n < 1, or groups of different sizes, or of a number that n does not divide: no equal chunks would
+            keep them together.
+    """
+    rows = checked_lengths(lengths)
+    if n < 1:
+        raise ValueError(f"expected at least one part, got {n}")
+    if groups is None:
+        parts = difference(rows, n, equal_size=True)
+        parts.sort(key=len, reverse=True)
+        return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
+    units = [unit for unit in rows_of_groups(groups, len(rows)) if groups[unit[0]] is not None]
+    size = max(map(len, units), default=1)
+    alone = [row for row, name in enumerate(groups) if name is None]
+    units += [alone[start : start + size] for start in range(0, len(alone), size)]
+    sizes = sorted({len(unit) for unit in units})
+    if len(sizes) > 1 or len(units) % n != 0:
+        raise ValueError(
+            f"{len(units)} groups of {sizes} rows do not divide into {n} parts of equally many rows; take "
+            f"get_group_balanced_partitions() and one select_idxs() for each part"
+        )
+    parts = difference([sum(rows[row] for row in unit) for unit in units], n, equal_size=True)
+    return torch.tensor([row for part in parts for unit in part for row in units[unit]], dtype=torch.int64)
+
+
+def rows_of_groups(groups: Sequence[Hashable], num_rows: int) -> list[list[int]]:
+    """The rows of each group, in the order in which the groups appear; a row of the name None is alone."""
+    if len(groups) != num_rows:
+        raise ValueError(f"expected one group name per row, {num_rows}, got {len(groups)}")
+    rows: dict[tuple[Hashable, int], list[int]] = {}
+    for row, name in enumerate(groups):
+        if not isinstance(name, Hashable):
+            raise TypeError(f"expected group names such as strings or numbers, got {type(name).__name__} for row {row}")
+        rows.setdefault((name, row if name is None else -1), []).append(row)
+    return list(rows.values())
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    """Lengths as a list. TypeError unless integers, one per row; ValueError for a negative one."""
+    given = torch.as_tensor(lengths)
+    rows = given.tolist()
+    if not all(isinstance(length, int) and not isinstance(length, bool) for length in rows):
+        kind = str(given.dtype).removeprefix("torch.")
+        raise TypeError(f"expected integer lengths, one per row, got {kind} {list(given.shape)}; round or sum them")
+    if rows and min(rows) < 0:
+        raise ValueError(f"expected lengths >= 0, got {min(rows)} for row {rows.index(min(rows))}")
+    return rows
+
+
+def _check_parts(num_rows: int, k: int, equal_size: bool) -> None:
+    if k < 1:
+        raise ValueError(f"expected at least one part, got {k}")
+    if equal_size and num_rows % k != 0:
+        raise ValueError(f"{num_rows} rows do not divide into {k} parts of equal size; pass equal_size=False")
+
+
+def _falling(lengths: list[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+
+
+def difference(lengths: list[int], k: int, equal_size: bool) -> list[list[int]]:
+    """The largest differencing method on k-tuples of parts, sorted by falling total.
+
+    Tuples hold their non-empty parts only, so that merging single rows, most of the work, does not cost k. With
+    equal_size the first tuples hold k rows each, and all later ones equally many rows in each part; rows that are
+    missing in the last, shortest tuple leave parts one row smaller.
+    """
+    order = _falling(lengths)
+    size = k if equal_size else 1
+    heap: list[tuple[int, int, list[_Part]]] = []
+    for start in range(0, len(order), size):
+        parts = [(lengths[row], [row]) for row in order[start : start + size]]
+        heap.append((-_spread_of(parts, k), start, parts))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, largest = heapq.heappop(heap)
+        _, _, second = heap[0]
+        merged = _merge(largest, second, k)
+        heapq.heapreplace(heap, (-_spread_of(merged, k), number, merged))
+    parts = heap[0][2] if heap else []
+    return [sorted(rows) for _, rows in parts] + [[] for _ in range(k - len(parts))]
+
+
+def _spread_of(parts: list[_Part], k: int) -> int:
+    return parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
+
+
+def _merge(a: list[_Part], b: list[_Part], k: int) -> list[_Part]:
+    """Joins the largest part of `a` with the smallest of `b`, and so on; missing parts are empty and smallest."""
+    apart = k - len(b)  # the parts of `a` that meet an empty part of `b`
+    if apart >= len(a):
+        merged = a + b
+        if a[-1][0] >= b[0][0]:  # most merges: a tuple takes in one more row
+            return merged
+    else:
+        merged = a[:apart]
+        for (total_a, rows_a), (total_b, rows_b) in zip(a[apart:], reversed(b[k - len(a) :]), strict=True):
+            merged.append((total_a + total_b, rows_a + rows_b))
+        merged += b[: k - len(a)]
+    merged.sort(key=itemgetter(0), reverse=True)
+    return merged

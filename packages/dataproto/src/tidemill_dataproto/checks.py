@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["check_counts", "check_disjoint", "check_fits", "check_known", "check_type", "pick"]
+from torch import Tensor
+
+__all__ = ["check_counts", "check_batch_dims", "check_disjoint", "check_fits", "check_known", "check_type", "pick"]
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -58,3 +60,23 @@ def check_disjoint(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> Non
     both = tensors.keys() & arrays.keys()
     if both:
         raise ValueError(f"columns {sorted(both)} are in both halves of the batch; rename or pop one of each")
+
+
+def check_batch_dims(columns: Mapping[str, Any], others: Mapping[str, Any], num_batch_dims: int) -> None:
+    """Raise ValueError unless all columns are dense and share their first `num_batch_dims` dims, if more than one."""
+    if num_batch_dims < 1:
+        raise ValueError(f"expected num_batch_dims >= 1, got {num_batch_dims}")
+    if num_batch_dims == 1:
+        return
+    if others:
+        raise ValueError(f"expected tensors only with num_batch_dims={num_batch_dims}, got non_tensors {list(others)}")
+    sizes = {
+        name: list(column.shape[:num_batch_dims]) if isinstance(column, Tensor) else "ragged"
+        for name, column in columns.items()
+    }
+    first = next(iter(sizes.values()), [0] * num_batch_dims)
+    if first == "ragged" or len(first) < num_batch_dims or any(size != first for size in sizes.values()):
+        raise ValueError(
+            f"expected dense tensors with the same first {num_batch_dims} dims, got {sizes}; lower num_batch_dims, or "
+            f"reshape those that differ"
+        )

@@ -38,7 +38,7 @@ def write(
     padding: np.ndarray | None,
     allow_pickle: bool,
 ) -> None:
-    """Writes a batch; see `DataProto.save`."""
+    """Writes a batch; see `DataProto.save_to_disk`."""
     encoder = Encoder(allow_pickle)
     tensors: dict[str, Tensor] = {}
     layouts: dict[int, int] = {}
@@ -67,9 +67,9 @@ def write(
 
 
 def read(path: Path, allow_pickle: bool) -> _Contents:
-    """Number of rows, columns, numpy columns, facts and padding of a batch; see `DataProto.load`."""
+    """Number of rows, columns, numpy columns, facts and padding of a batch; see `DataProto.load_from_disk`."""
     if path.is_dir():  # safetensors would say "No such device"
-        raise IsADirectoryError(f"expected a file that DataProto.save wrote, {path} is a folder")
+        raise IsADirectoryError(f"expected a file that DataProto.save_to_disk wrote, {path} is a folder")
     try:
         with safe_open(path, framework="pt") as file:
             _check_version(path, file.metadata())
@@ -102,7 +102,7 @@ def _decode(get_tensor: Callable[[str], Tensor], allow_pickle: bool) -> _Content
 def _check_version(path: Path, metadata: Mapping[str, str] | None) -> None:
     found = {} if metadata is None else metadata
     if found.get("format") != _FORMAT:
-        raise ValueError(f"expected a file that DataProto.save wrote, got metadata {found}")
+        raise ValueError(f"expected a file that DataProto.save_to_disk wrote, got metadata {found}")
     if not found["version"].isdecimal() or int(found["version"]) > _VERSION:
         raise ValueError(
             f"it has format version {found['version']}, this release reads up to {_VERSION}; update tidemill-dataproto"

@@ -1,6 +1,6 @@
 """Groups of neighbouring rows as rows, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from tidemill_dataproto.arrays import object_column
 from tidemill_dataproto.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column
 
-__all__ = ["fold", "unfold"]
+__all__ = ["fold", "split_rows", "unfold"]
 
 _Folded = tuple[int, dict[str, Column], dict[str, np.ndarray]]
 _SUFFIX = ".lengths"
@@ -104,3 +104,56 @@ def _unfold_array(array: np.ndarray) -> np.ndarray:
     if array.dtype != object:
         return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
     return object_column([item for group in array for item in group])
+
+
+def split_rows(
+    columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], size: int, names: Sequence[str]
+) -> tuple[dict[str, Column], dict[str, np.ndarray]]:
+    """Cut each row of the columns `names` into `size` rows of equal length; see `DataProto.unfold_column_chunks`."""
+    layouts: dict[int, Layout] = {}
+    split: dict[str, Column] = {}
+    for name in names:
+        if name not in columns:
+            continue
+        column = columns[name]
+        if isinstance(column, JaggedColumn):
+            layout = column.layout
+            if layout.key not in layouts:
+                _check_divides(name, layout.lengths, size)
+                layouts[layout.key] = Layout.of_lengths(np.repeat(layout.lengths // size, size), layout.device)
+            split[name] = JaggedColumn(column.values, layouts[layout.key])
+        else:
+            width = _check_width(name, tuple(column.shape), size)
+            split[name] = column.reshape(column.shape[0] * size, width, *column.shape[2:])
+    others = {name: _split_array(name, arrays[name], size) for name in names if name in arrays}
+    return split, others
+
+
+def _split_array(name: str, array: np.ndarray, size: int) -> np.ndarray:
+    if array.dtype != object:
+        width = _check_width(name, array.shape, size)
+        return array.reshape(array.shape[0] * size, width, *array.shape[2:])
+    for row, value in enumerate(array):
+        if not isinstance(value, list):
+            raise ValueError(f"column {name!r}: expected a list in row {row} to split, got {type(value).__name__}")
+    _check_divides(name, np.array([len(value) for value in array], dtype=np.int64), size)
+    runs = [value[at * len(value) // size : (at + 1) * len(value) // size] for value in array for at in range(size)]
+    return object_column(runs)
+
+
+def _check_width(name: str, shape: tuple[int, ...], size: int) -> int:
+    if len(shape) < 2 or shape[1] % size != 0:
+        raise ValueError(
+            f"column {name!r} {list(shape)} does not divide along dim 1 into {size} parts; leave it out of split_keys"
+        )
+    return shape[1] // size
+
+
+def _check_divides(name: str, lengths: np.ndarray, size: int) -> None:
+    rest = np.flatnonzero(lengths % size)
+    if rest.size > 0:
+        row = int(rest[0])
+        raise ValueError(
+            f"column {name!r}: row {row} has {lengths[row]} elements, which do not divide into {size} parts; leave the "
+            f"column out of split_keys"
+        )

@@ -68,7 +68,7 @@ class Encoder:
             return {"$pickle": self.add_bytes(pickle.dumps(value, protocol=5))}
         raise TypeError(
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which is neither JSON, tuple, bytes, array nor "
-            f"tensor; drop or convert it, or pass allow_pickle=True here and to load()"
+            f"tensor; drop or convert it, or pass allow_pickle=True here and to load_from_disk()"
         )
 
     def encode_array(self, array: np.ndarray, where: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from tidemill_dataproto import arrays as numpy_half
@@ -52,14 +53,24 @@ class DataProto(BatchState):
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
     ) -> "DataProto":
-        """Makes a batch of tensor columns and other columns: numpy arrays, or lists, which become object columns.
+        """Make a batch of tensor columns and other columns.
+
+        Args:
+            tensors: tensor columns by name, dense `[B, ...]` or ragged `[B, j, ...]`.
+            non_tensors: other columns by name: numpy arrays `[B, ...]`, or lists, which become object columns.
+            meta_info: values about the whole batch.
+            num_batch_dims: number of leading dims that all tensors must share, for example 2 for `[B, n, ...]` with n
+                responses per prompt. Rows are dim 0 in any case; `unfold()` makes rows of the first two dims. Above 1,
+                all columns must be dense tensors.
 
         Raises:
-            ValueError, TypeError: as `check_consistency`.
+            ValueError, TypeError: as `check_consistency`, or the tensors do not share `num_batch_dims` dims.
         """
         columns = tensor_half.as_columns({} if tensors is None else tensors)
         others = {} if non_tensors is None else non_tensors
+        checks.check_batch_dims(columns, others, num_batch_dims)
         arrays = {name: numpy_half.as_array(name, column) for name, column in others.items()}
         counts = {name: tensor_half.num_rows_of(column) for name, column in columns.items()}
         counts |= {name: array.shape[0] for name, array in arrays.items()}
@@ -91,10 +102,38 @@ class DataProto(BatchState):
         return cls.from_dict(*columns_of_items(items, dense))
 
     @classmethod
-    def from_tensordict(cls, data: Any, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """Makes a batch of a TensorDict `[B]`, whose NonTensorStacks become object columns and NonTensorData facts."""
-        tensors, others, facts = tensordicts.of_tensordict(data, {} if meta_info is None else meta_info)
-        return cls.from_dict(tensors, others, facts) if tensors or others else cls._of(len(data), {}, {}, facts)
+    def from_tensordict(cls, data: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
+        """Make a batch from a TensorDict; the inverse of `to_tensordict`.
+
+        Tensors, dense or jagged, become tensor columns without a copy, NonTensorStacks object columns, NonTensorData
+        items of meta_info, deep-copied.
+
+        Args:
+            data: a TensorDict of batch_size [B], or of batch_size [] if it holds NonTensorData only.
+            meta_info: more items of meta_info.
+
+        Raises:
+            TypeError: not a TensorDict, another batch_size, or an entry of another type; the error names it.
+            ValueError: a key is in meta_info and in the TensorDict, or a tensor is not a column (`check_consistency`).
+        """
+        tensors, arrays, facts, padding = tensordicts.of_tensordict(data, {} if meta_info is None else meta_info)
+        num_rows = data.batch_size[0] if data.batch_dims == 1 else 0
+        new = cls._of(num_rows, tensor_half.as_columns(tensors), arrays, facts, padding)
+        new.check_consistency()
+        return new
+
+    def to_tensordict(self) -> TensorDict:
+        """Return the batch as a TensorDict of batch_size [B], as newer code of verl passes them.
+
+        Tensor columns are shared. A numpy column becomes a NonTensorStack of its rows, an item of meta_info a
+        NonTensorData with a deep copy. `from_tensordict` restores an equal batch: values, dtypes, offsets, objects,
+        meta_info and padding marks. The entries `_dataproto_dtypes` (if a numpy column does not hold objects) and
+        `_dataproto_padding` (if rows are padding) serve that purpose.
+
+        Raises:
+            ValueError: a key of meta_info is not a string, or the name of a column.
+        """
+        return tensordicts.to_tensordict(len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding)
 
     @classmethod
     def from_arrow(
@@ -159,8 +198,8 @@ class DataProto(BatchState):
         return (cls.from_dict(tensors, objects) for tensors, objects in batches)
 
     @classmethod
-    def load(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
-        """Reads what `save` wrote; tensors are on the CPU and read as they are needed.
+    def load_from_disk(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
+        """Reads what `save_to_disk` wrote; tensors are on the CPU and read as they are needed.
 
         Raises:
             ValueError: the file is truncated, not one of ours, of a newer version, or holds pickled objects and
@@ -169,7 +208,7 @@ class DataProto(BatchState):
         """
         return cls._of(*disk.read(Path(path), allow_pickle))
 
-    def save(self, path: str | Path, allow_pickle: bool = False) -> None:
+    def save_to_disk(self, path: str | Path, allow_pickle: bool = False) -> None:
         """Writes the batch as one safetensors file, with what is not a tensor as JSON in it.
 
         The file appears, or replaces an older one, when it is complete.
@@ -223,19 +262,32 @@ class DataProto(BatchState):
             raise ValueError(f"expected a permutation of {len(self)} rows; use select_idxs() to drop or repeat rows")
         return self._take(rows)
 
-    def repeat(self, repeat_times: int | Sequence[int] | Tensor | np.ndarray, interleave: bool = True) -> "DataProto":
-        """Each row `repeat_times` times: next to each other (0 0 1 1), or the whole batch over again (0 1 0 1).
+    def repeat(self, repeat_times: int, interleave: bool = True) -> "DataProto":
+        """Repeat each row `repeat_times` times, next to each other (0 0 1 1), or the whole batch (0 1 0 1).
 
-        One number for each row repeats each its own number of times, next to each other.
+        Raises:
+            ValueError: repeat_times < 0.
+            TypeError: repeat_times is not an integer; `sample_level_repeat` takes one number per row.
         """
-        rows = np.arange(len(self))
         if not isinstance(repeat_times, int | np.integer):
-            if not interleave:
-                raise ValueError("expected one number of times with interleave=False, got one for each row")
-            return self._take(rows.repeat(as_counts(repeat_times, len(self), "repeat_times")))
+            raise TypeError(
+                f"expected repeat_times as an integer, got {type(repeat_times).__name__}; use sample_level_repeat() "
+                f"for one number per row"
+            )
         if repeat_times < 0:
             raise ValueError(f"expected repeat_times >= 0, got {repeat_times}")
+        rows = np.arange(len(self))
         return self._take(rows.repeat(repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> "DataProto":
+        """Repeat row i `repeat_times[i]` times, next to each other; 0 drops the row.
+
+        Raises:
+            TypeError: not integers.
+            ValueError: not one number per row, or a negative one.
+        """
+        counts = as_counts(repeat_times, len(self), "repeat_times")
+        return self._take(np.arange(len(self)).repeat(counts))
 
     def chunk(self, chunks: int, allow_unequal: bool = False) -> list[Self]:
         """Cuts into `chunks` batches of neighbouring rows.
@@ -299,6 +351,28 @@ class DataProto(BatchState):
             ValueError: a column that is not folded, or not as the others are; the error names it.
         """
         return self._of(*groups.unfold(self._read(), self.non_tensor_batch, len(self)), self.meta_info)
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] = ()) -> "DataProto":
+        """Split each row into `n_split` rows: columns `split_keys` are cut along dim 1, all others are repeated.
+
+        A dense or numpy column `[B, n_split * T, ...]` becomes `[B * n_split, T, ...]`; a row of a ragged column, or a
+        list in an object column, is cut into `n_split` runs of equal length.
+
+        Raises:
+            KeyError: an unknown name in split_keys.
+            ValueError: n_split < 1, or a column or row that does not divide; the error names it.
+        """
+        columns, arrays = self._read(), self.non_tensor_batch
+        checks.check_known("column", split_keys, [*columns, *arrays])
+        if n_split < 1:
+            raise ValueError(f"expected n_split >= 1, got {n_split}")
+        whole = self.select(
+            [name for name in columns if name not in split_keys], [name for name in arrays if name not in split_keys]
+        ).repeat(n_split)
+        cut_columns, cut_arrays = groups.split_rows(columns, arrays, n_split, split_keys)
+        columns = {name: (cut_columns | whole._read())[name] for name in columns}
+        arrays = {name: (cut_arrays | whole.non_tensor_batch)[name] for name in arrays}
+        return self._of(len(whole), columns, arrays, self.meta_info, whole._padding)
 
     def select(
         self,

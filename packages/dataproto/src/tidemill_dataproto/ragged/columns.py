@@ -144,8 +144,8 @@ def _check_column(column: Tensor) -> None:
         raise ValueError(f"expected a ragged column [B, j, ...], got {describe(column)}; see ragged.from_padded")
     if column.lengths() is not None or column._ragged_idx != 1:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
-            "expected a ragged column with dim 1 ragged and without gaps between rows; make one with "
-            "ragged.ragged(values, lengths) or ragged.ragged_from_list(list(column.unbind()))"
+            "expected a ragged column with dim 1 ragged and without gaps between rows; call column.transpose(1, 2) if "
+            "dim 2 is ragged, or ragged.ragged_from_list(list(column.unbind())) to remove gaps"
         )
 
 

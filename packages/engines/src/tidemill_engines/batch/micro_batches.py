@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
-from tidemill_dataproto.balance import count_micro_batches, rearrange_micro_batches
+from tidemill_dataproto.dynamic_batch import count_micro_batches, rearrange_micro_batches
 
 from tidemill_engines.batch.check import BatchRules, TokenLimit, check_batch
 from tidemill_engines.batch.multi_modal import kinds_in
