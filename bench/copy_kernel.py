@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tidemill_weight_update.copy.checksum import digest
+from tidemill_weight_update.copy.checksum import checksum
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from torch import Tensor
@@ -25,10 +25,10 @@ from torch import Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
 MODES = {
     "copy": {"write": True, "sums": False, "count": False},
-    "copy, digest": {"write": True, "sums": True, "count": False},
-    "copy, digest, count": {"write": True, "sums": True, "count": True},
-    "digest": {"write": False, "sums": True, "count": False},
-    "digest, count": {"write": False, "sums": True, "count": True},
+    "copy, checksum": {"write": True, "sums": True, "count": False},
+    "copy, checksum, count": {"write": True, "sums": True, "count": True},
+    "checksum": {"write": False, "sums": True, "count": False},
+    "checksum, count": {"write": False, "sums": True, "count": True},
 }
 TILINGS = ((4096, 4, 1), (4096, 8, 1), (8192, 4, 1), (8192, 8, 1), (16384, 8, 1))
 READING_TILINGS = ((4096, 4, 2), (4096, 4, 4), (4096, 4, 8), (4096, 4, 16), (4096, 8, 4), (8192, 8, 4), (2048, 4, 8))
@@ -94,10 +94,10 @@ def cases(scale: float, tiny: bool) -> list[Case]:
         contiguous(
             f"{len(experts)} of {unit * 1536 / 1e6:.2g} to {unit * 3072 / 1e6:.2g} MB",
             experts,
-            ["copy", "copy, digest", "digest"],
+            ["copy", "copy, checksum", "checksum"],
         ),
-        columns_of(f"1 of 4 parts of {number} x {rows} rows: 384 B", number, rows, 768, 4, ["copy", "copy, digest"]),
-        contiguous("float32 to bfloat16", dense[: len(dense) // 2 + 1], ["copy", "copy, digest", "digest"], FP32),
+        columns_of(f"1 of 4 parts of {number} x {rows} rows: 384 B", number, rows, 768, 4, ["copy", "copy, checksum"]),
+        contiguous("float32 to bfloat16", dense[: len(dense) // 2 + 1], ["copy", "copy, checksum", "checksum"], FP32),
     ]
 
 
@@ -146,16 +146,16 @@ class Bench:
 
     def run(self, case: Case, mode: str, plain: float, tiling: tuple[int, int, int] | None = None) -> None:
         write, sums, count = (MODES[mode][name] for name in ("write", "sums", "count"))
-        digests = torch.zeros(len(case.shapes), dtype=torch.int64, device=self.device) if sums else None
+        checksums = torch.zeros(len(case.shapes), dtype=torch.int64, device=self.device) if sums else None
         counts = torch.zeros(len(case.shapes), dtype=torch.int32, device=self.device) if count else None
         copy = self.copier(case, tiling)
         if write:
             self.target.fill_(0xA5)
-        copy(digests, counts, write=write)
-        self.check(case, digests, counts, write)
-        seconds = self.seconds(lambda: copy(digests, counts, write=write))
+        copy(checksums, counts, write=write)
+        self.check(case, checksums, counts, write)
+        seconds = self.seconds(lambda: copy(checksums, counts, write=write))
         started = time.perf_counter()
-        copy(digests, counts, write=write)
+        copy(checksums, counts, write=write)
         queued = time.perf_counter() - started
         moved = case.read_bytes + case.payload_bytes * write
         # A plain copy of so many bytes read and written; a mode that only reads has half as many.
@@ -168,7 +168,7 @@ class Bench:
             flush=True,
         )
 
-    def check(self, case: Case, digests: Tensor | None, counts: Tensor | None, write: bool) -> None:
+    def check(self, case: Case, checksums: Tensor | None, counts: Tensor | None, write: bool) -> None:
         """A few of the sources, the last ones among them."""
         table = case.table
         for index in sorted({0, len(case.shapes) // 2, len(case.shapes) - 1}):
@@ -179,10 +179,12 @@ class Bench:
                 target = self.target.view(table.dst_dtype)[int(table.dst[index]) :]
                 target = target.as_strided((rows, cols), (int(table.dst_pitch[index]), 1))
                 assert torch.equal(target.view(torch.int16), sent.view(torch.int16)), f"{case.name}: {index} differs"
-            if digests is not None:
+            if checksums is not None:
                 start = int(table.pos[index])
-                wanted = digest(sent, (0, start), case.shapes[index])
-                assert digests[index] == wanted, f"{case.name}: digest of {index} is {digests[index]}, not {wanted}"
+                wanted = checksum(sent, (0, start), case.shapes[index])
+                assert checksums[index] == wanted, (
+                    f"{case.name}: checksum of {index} is {checksums[index]}, not {wanted}"
+                )
             if counts is not None:
                 wanted = (~torch.isfinite(sent)).sum()
                 assert counts[index] == wanted, f"{case.name}: {counts[index]} non-finite in {index}, not {wanted}"
@@ -225,10 +227,10 @@ def main() -> None:
             bench.run(case, mode, plain)
     if args.sweep and device.type == "cuda":
         for tiling in TILINGS:
-            bench.run(todo[0], "copy, digest", plain, tiling)
-            bench.run(todo[2], "copy, digest", plain, tiling)
+            bench.run(todo[0], "copy, checksum", plain, tiling)
+            bench.run(todo[2], "copy, checksum", plain, tiling)
         for tiling in READING_TILINGS:
-            bench.run(todo[0], "digest, count", plain, tiling)
+            bench.run(todo[0], "checksum, count", plain, tiling)
     print(f"{time.perf_counter() - started:.1f} s in all")
 
 

@@ -10,11 +10,11 @@
 Prints a line when something was measured, tables of all cases at the end, and the ratios last. If OUT is set,
 everything is also written to OUT/weight_update_CASE.json, as it comes.
 
-Stages of ours, on trainer rank 0: prepare (recognises or describes the tensors), gather (stock path only), fill (reads
-tensors for digests and NaNs, and sends what cannot be read where it is to shared memory), load (waits for engines) and
-finish (the version). The rest of the total is control: agreement of the trainer's ranks. Within load, on the slowest
-engine rank: wait (for the trainer), check (maps memory, compares plans), copy, finish, verify; the rest of load is
-control, too: the way of the call through SGLang and back.
+Stages of our update, on trainer rank 0: prepare (recognizes or describes the tensors), gather (stock path only), fill
+(reads tensors for checksums and NaNs, and copies what cannot be read in place to shared memory), load (waits for
+engines) and finish (sets the version). The rest of the total is control: agreement between the trainer ranks. Stages
+within load, on the slowest engine rank: wait (for the trainer), check (maps memory, compares plans), copy, finish,
+verify; the rest of load is control, too: the call through SGLang and back.
 
 Needs tidemill_weight_update, tidemill_engines (for how Megatron cuts a model) and SGLang; the cases with GPUs need as
 many as they say, of 139 GiB each.

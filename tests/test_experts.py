@@ -71,7 +71,7 @@ def run_updates(path, checkpoint):
             shards = ((name, to_send(part)) for name, part in engine.get_per_tensor_shards())
             stats = updater.update(shards if engine.streams_weights else list(shards), version)
             assert stats.verified
-            assert not stats.fenced
+            assert not stats.quarantined
             for server in servers:
                 assert server.version == str(version)
                 for name, tensor in checkpoint.items():

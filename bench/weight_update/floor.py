@@ -38,7 +38,7 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     )
     num_moved = 0
     if case.num_trainers > 1:
-        num_moved = moved_bytes(weights, _held(case, weights), case.tp_size, separate=case.separate)
+        num_moved = moved_bytes(weights, _piece(case, weights), case.tp_size, separate=case.separate)
     if num_moved == 0:  # of one GPU, or of trainers that are cut as the engine is
         return [local]
     peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device
@@ -46,7 +46,7 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     return [Floor(num_bytes=num_moved, bytes_per_s=rate, what="bytes that enter or leave the busiest GPU"), local]
 
 
-def _held(case: Case, weights: Sequence[Weight]) -> list[dict[str, list[Box]]]:
+def _piece(case: Case, weights: Sequence[Weight]) -> list[dict[str, list[Box]]]:
     return rows_held(weights, case.num_trainers) if case.layout is None else case.layout.boxes(case.config)
 
 

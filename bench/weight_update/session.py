@@ -200,7 +200,7 @@ def _versions(case: Case) -> dict[str, str]:
 
 
 def _checked(stats: UpdateStats) -> UpdateStats:
-    if not stats.verified or stats.num_unverified or stats.fenced:
+    if not stats.verified or stats.num_unverified or stats.quarantined:
         raise RuntimeError(f"our update was not verified in all: {stats}")
     return stats
 

@@ -58,7 +58,7 @@ class Trainer:
             timeout=COLLECTIVE_TIMEOUT,
         )
         torch.manual_seed(rank)
-        self._held = self._hold(case)
+        self._piece = self._hold(case)
         self.change()
 
     def _hold(self, case: Case) -> HeldWeights:
@@ -69,16 +69,16 @@ class Trainer:
     @property
     def named(self) -> Sequence[tuple[str, Tensor | LocalShard]]:
         """What this rank holds, as our updater takes it."""
-        return self._held.named
+        return self._piece.named
 
     def full(self, name: str) -> Tensor:
         """The whole tensor. Collective."""
-        return self._held.full(name)
+        return self._piece.full(name)
 
     @torch.no_grad()
     def change(self, name: str | None = None) -> None:
         """Gives all parameters new random values, in place; or the one of this name. Collective."""
-        self._held.change(name)
+        self._piece.change(name)
 
     def batches(self, max_bytes: int) -> list[list[str]]:
         """The names of all tensors, in runs of at most `max_bytes` of whole tensors, or of one."""

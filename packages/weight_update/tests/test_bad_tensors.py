@@ -192,7 +192,7 @@ def test_what_cannot_be_sent_is_refused(items, error, message, mode):
     if mode == "complete":
         assert holds(engine, tensors(0))
         assert engine.paused is None
-    assert updater.update(given(tensors(1).items(), mode), "again").fenced == {}
+    assert updater.update(given(tensors(1).items(), mode), "again").quarantined == {}
     assert holds(engine, tensors(1))
     updater.close()
 
@@ -214,7 +214,7 @@ def test_an_iterator_that_raises_half_way_fences_the_engines(error):
         updater.update(items(), "bad")
     assert time.monotonic() - started < 10  # the engines were told
     assert [(engine.version, engine.paused) for engine in engines] == [("good", "abort")] * 2
-    assert updater.update(tensors(2).items(), "again").fenced == {}
+    assert updater.update(tensors(2).items(), "again").quarantined == {}
     assert all(holds(engine, tensors(2)) and engine.paused is None for engine in engines)
     updater.close()
 

@@ -125,10 +125,10 @@ class ActorWorker(Worker):
         # Of a list the engines check all before they change anything; it must hold no copies, so those are streamed.
         named = shards if self._engine.streams_weights else list(shards)
         stats = self._updater.update(named, weight_version=weight_version)
-        if stats.fenced:
-            told = "; ".join(f"{engine}: {why}" for engine, why in stats.fenced.items())
+        if stats.quarantined:
+            told = "; ".join(f"{engine}: {why}" for engine, why in stats.quarantined.items())
             raise RuntimeError(
-                f"version {stats.weight_version} did not reach {len(stats.fenced)} of the engines: {told}"
+                f"version {stats.weight_version} did not reach {len(stats.quarantined)} of the engines: {told}"
             )
         metrics = {
             "weight_update/seconds": stats.seconds,

@@ -13,17 +13,17 @@ class UpdateStats:
             If engines of both paths were updated, what was sent on both.
         num_tensors: tensors of which this rank sent a part; on the stock path, all tensors.
         num_buckets: of which `num_bytes` consist.
-        verified: whether all engines compared digests of what was sent with those of what they read as they copied it
+        verified: whether all engines compared checksums of what was sent with those of what they read as they copied it
             to their parameters; these are not read again.
         num_unverified: tensors of which that tells nothing: they lie in unequal parts on the ranks of an engine, or are
             in `through_loader`, so that other code put them there.
         through_loader: tensors that engines gave to SGLang's own loader, with the reason. Of thousands it names some
             hundreds, and the last reason tells how many it does not name.
-        fenced: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and is left out of
+        quarantined: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and left out
             further updates until it is named in `update(engines=...)`, or no other is left.
         prepare_s: describing the tensors to the engines.
         gather_s: making full tensors of DTensors; stock path only.
-        fill_s: copying (and casting) into shared memory, and digests of what is sent.
+        fill_s: copying (and casting) into shared memory, and checksums of what is sent.
         load_s: waiting for engines.
         finish_s: making the version visible, on the stock path also flushing the prefix caches.
         engine_s: where the slowest engine rank spent its time, within `load_s`: "wait" for the trainer, "check" plans,
@@ -44,7 +44,7 @@ class UpdateStats:
     finish_s: float
     engine_s: dict[str, float] = field(default_factory=dict)
     through_loader: dict[str, str] = field(default_factory=dict)
-    fenced: dict[str, str] = field(default_factory=dict)
+    quarantined: dict[str, str] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:

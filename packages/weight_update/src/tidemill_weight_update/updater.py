@@ -18,11 +18,11 @@ from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.adapter import AdapterPath
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
-from tidemill_weight_update.send.load_calls import Asking
+from tidemill_weight_update.send.load_calls import LoadCalls
 from tidemill_weight_update.send.plain import PlainCheck
-from tidemill_weight_update.send.quarantine import Fences, Operation, distinct
+from tidemill_weight_update.send.quarantine import Operation, Quarantine, distinct
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
-from tidemill_weight_update.send.sender import Prepared
+from tidemill_weight_update.send.sender import PreparedBucket
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
@@ -87,7 +87,7 @@ class WeightUpdater:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._engines = distinct(engines)
-        self._fences = Fences()
+        self._quarantine = Quarantine()
         self._ranks = Ranks(process_group)
         self._plain = PlainCheck(self._ranks)
         place = None if device is None else torch.device(device)
@@ -131,7 +131,7 @@ class WeightUpdater:
             weight_version: what the engines report afterwards, as a string.
             partial: parameters that nothing was sent for keep their values; else that is an error. Engines that failed
                 in an earlier update take part only if they are named: then nothing else may be older in them.
-            engines: update these only, fenced ones and new ones too; they take part in later updates. On rank 0.
+            engines: update these only, quarantined ones and new ones too; they take part in later updates. On rank 0.
 
         Raises:
             ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
@@ -144,7 +144,7 @@ class WeightUpdater:
                 passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
                 as it is. An error on one rank is an error on all. If a rank is lost (`RankLostError`), close the
                 updater; those that are left can make another.
-            An engine that fails while others do not raises nothing: see `UpdateStats.fenced`.
+            An engine that fails while others do not raises nothing: see `UpdateStats.quarantined`.
         """
         started = time.perf_counter()
         version = str(weight_version)
@@ -161,13 +161,13 @@ class WeightUpdater:
         if num_receivers:
             _check_kinds([bool(row[-1]) for row in rows])
         fast = stock = (0, 0, 0)
-        with self._settled(fleet, "update"):
+        with self._paused(fleet, "update"):
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 try:
                     fast = self._send(named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages)
                 except RankLostError as error:  # which one it was, engines may know
-                    raise RankLostError("; ".join([str(error), *fleet.told()])) from error
+                    raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
                 with torch.inference_mode(False), torch.no_grad():
                     stock = self._stock.send(
@@ -221,7 +221,7 @@ class WeightUpdater:
             in_flight: InFlight = "abort" if self._in_flight == "abort" else "wait"
             fleet = self._assemble(engines, "update_adapter", in_flight, catches_up=False)
         self._ranks.exchange(failure.error, [])
-        with self._settled(fleet, "update_adapter"):
+        with self._paused(fleet, "update_adapter"):
             with torch.inference_mode(False), torch.no_grad():
                 counts = self._adapters.send(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
@@ -251,7 +251,7 @@ class WeightUpdater:
         """
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
-        chosen = self._fences.without(self._engines, operation) if engines is None else distinct(engines)
+        chosen = self._quarantine.eligible(self._engines, operation) if engines is None else distinct(engines)
         if not chosen:
             raise ValueError("rank 0 talks to the engines, but was given none")
         fleet = Fleet(chosen, in_flight)
@@ -261,7 +261,7 @@ class WeightUpdater:
                 f"pass some of them as engines=... and then the others"
             )
         for member in fleet.members:
-            self._fences.recall(member)
+            self._quarantine.restore(member)
             if member.paused and not catches_up:
                 raise ValueError(
                     f"{member.name} failed in update() or is still paused; bring it up to date with "
@@ -271,19 +271,19 @@ class WeightUpdater:
         return fleet
 
     @contextmanager
-    def _settled(self, fleet: Fleet, operation: Operation) -> Iterator[None]:
+    def _paused(self, fleet: Fleet, operation: Operation) -> Iterator[None]:
         """Pauses the engines, and fences or resumes them in the end."""
         try:
             fleet.pause()
             yield
         except BaseException as error:
-            fleet.abandon(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
+            fleet.fail_changed(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
             raise
         finally:
             try:
                 fleet.resume()
             finally:
-                self._fences.settle(fleet, operation)
+                self._quarantine.record_outcome(fleet, operation)
 
     def _report(
         self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages
@@ -330,7 +330,7 @@ class WeightUpdater:
         def request(member: Member) -> Request:
             return self._request(member, mailboxes, not is_stream, partial)
 
-        asking = Asking(fleet, self._fast, self._sequence, request)
+        load_calls = LoadCalls(fleet, self._fast, self._sequence, request)
         failure = Failure()
         counts, is_sent = (0, 0, 0), False
         try:
@@ -341,16 +341,18 @@ class WeightUpdater:
                     )
                 # One rank alone has more to read, and the way to its engine is shorter: its GPU begins first.
                 if self._ranks.size > 1:
-                    asking.ask()
-                lines: Iterable[Prepared]
+                    load_calls.start()
+                buckets: Iterable[PreparedBucket]
                 if is_stream:
-                    lines = self._fast.stream(named_tensors)
+                    buckets = self._fast.stream(named_tensors)
                 else:
-                    lines = self._fast.prepare(named_tensors, stages, asking.let_ask)
-                counts = self._fast.send(lines, mailboxes[0], num_receivers, stages, asking.ask, asking.hold)
+                    buckets = self._fast.prepare(named_tensors, stages, load_calls.let_calls_start)
+                counts = self._fast.send(
+                    buckets, mailboxes[0], num_receivers, stages, load_calls.start, load_calls.hold
+                )
                 is_sent = True
             if not is_sent:  # the engines would wait
-                asking.give_up()
+                load_calls.cancel()
             # While the engines compare. What the others may wait for now, engines, they give up after a while.
             self._plain.exchange(failure.error, self._fast.plain, 3 * self._timeout_s)
         except RankLostError:
@@ -358,9 +360,9 @@ class WeightUpdater:
             raise
         finally:  # after an interrupt, too
             if not is_sent:
-                asking.give_up()
+                load_calls.cancel()
             with stages("load"):
-                asking.join()
+                load_calls.join()
         return counts
 
     def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:
@@ -379,7 +381,7 @@ class WeightUpdater:
         """What the engines said, on all ranks; raises on all ranks if none of them could be updated."""
         outcome = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
         if outcome.pop("all_failed"):
-            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["fenced"].items()))
+            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return outcome
 
 

@@ -60,11 +60,11 @@ def sides(request) -> Iterator[Sides]:
 def test_an_update_is_announced_bucket_by_bucket(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(5)
-    assert engine.lines(5) == (False, None)
+    assert engine.listing(5) == (False, None)
     assert engine.num_buckets(5) is None
     trainer.write_journal(0, b"the lines")
     trainer.announce(5, (0, 9))
-    assert engine.lines(5) == (True, (0, 9))
+    assert engine.listing(5) == (True, (0, 9))
     assert engine.read_journal((0, 9)) == b"the lines"
     assert engine.announced(5, 0) is None
     trainer.write_journal(9, b"line")
@@ -91,7 +91,7 @@ def test_what_belongs_to_another_update_does_not_count(sides):
     engine.report(1, 0, LOADED, {})
     engine.acknowledge(1, 0, 3)
     trainer.begin(2)
-    assert engine.lines(2) == (False, None)
+    assert engine.listing(2) == (False, None)
     assert engine.announced(2, 0) is None
     assert trainer.state(2, 0) == IDLE
     assert trainer.acknowledged(2, 0) == 0
@@ -125,7 +125,7 @@ def test_engine_ranks_report_to_all(sides):
         assert [view.state(3, row) for row in range(3)] == [ATTACHED, MIXED, IDLE]
         assert view.reply(1) == {"error": "what happened", "numbers": [1, 2]}
         assert view.receiver_pid(3, 1) == os.getpid()
-        assert [view.receiver_has_ended(3, row) for row in range(3)] == [False] * 3
+        assert [view.receiver_has_exited(3, row) for row in range(3)] == [False] * 3
     first.report(3, 0, CHECKED, {})
     assert trainer.state(3, 0) == CHECKED
 
@@ -164,30 +164,30 @@ def test_acknowledgements_and_exclusions_are_by_rank(sides):
     assert [first.is_excluded(1, row) for row in (0, 1, 5)] == [True, False, True]
 
 
-def test_digests_and_totals_are_int64_as_they_were_written(sides):
+def test_checksums_and_totals_are_int64_as_they_were_written(sides):
     trainer, (first, second) = sides.trainer, sides.engines
-    digests = np.array([-(2**63), 2**63 - 1, 0, -1], np.int64)
-    trainer.write_digests(3, digests)
-    assert first.sent(3, 4).tolist() == digests.tolist()
+    checksums = np.array([-(2**63), 2**63 - 1, 0, -1], np.int64)
+    trainer.write_checksums(3, checksums)
+    assert first.sent(3, 4).tolist() == checksums.tolist()
     many = np.arange(200_000, dtype=np.int64)
     first.write_totals(2, many, -many)
-    second.write_totals(3, digests, digests * 0)
+    second.write_totals(3, checksums, checksums * 0)
     for view in (trainer, first):
         assert [part.tolist() for part in view.totals(2, 200_000)] == [many.tolist(), (-many).tolist()]
-        assert [part.tolist() for part in view.totals(3, 4)] == [digests.tolist(), [0] * 4]
+        assert [part.tolist() for part in view.totals(3, 4)] == [checksums.tolist(), [0] * 4]
 
 
 def test_it_is_known_who_has_ended(sides, monkeypatch):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
     assert engine.owner_pid == os.getpid()
-    assert not engine.owner_has_ended()
+    assert not engine.owner_has_exited()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     monkeypatch.setattr(os, "getpid", lambda: ended.pid)
     engine.report(1, 0, ATTACHED, {})
-    assert trainer.receiver_has_ended(1, 0)
-    assert not trainer.receiver_has_ended(2, 0)
+    assert trainer.receiver_has_exited(1, 0)
+    assert not trainer.receiver_has_exited(2, 0)
 
 
 def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
@@ -200,7 +200,7 @@ def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
     StoreMailbox(signed(client(server)), "path", 0).report(1, 0, ATTACHED, {})
     monkeypatch.undo()
     assert box.receiver_pid(1, 0) == 2**22 + 1
-    assert not box.receiver_has_ended(1, 0)
+    assert not box.receiver_has_exited(1, 0)
 
 
 # The store beneath.

@@ -13,7 +13,7 @@ import copy_tables
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy.checksum import digest
+from tidemill_weight_update.copy.checksum import checksum
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import cut
 
@@ -32,8 +32,8 @@ SIZE = {"num_copies": 6, "max_cols": 1500, "max_rows": 20} if INTERPRETED else {
 on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
-    """Targets, digests and counts of one run.
+def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
+    """Targets, checksums and counts of one run.
 
     Args:
         skew: bytes by which every block begins after a multiple of 512.
@@ -47,16 +47,16 @@ def run(case, memories, digest_of="source", *, write=True, sums=True, skew=0, st
         return room[start : start + block.numel()].copy_(block)
 
     sources, targets = [on_skew(memory) for memory in memories], [on_skew(target) for target in case.targets()]
-    digests = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
+    checksums = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
     counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
     table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
-    copier = CudaCopier([table], DEVICE, digest_of, Tiling(steps=steps))
+    copier = CudaCopier([table], DEVICE, checksum_of, Tiling(steps=steps))
     addresses = [
         [block.data_ptr() - far * dtype.itemsize for block in blocks]
         for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
     ]
-    copier.run(*addresses, digests, counts, write)
-    return [target.cpu() for target in targets], digests, counts
+    copier.run(*addresses, checksums, counts, write)
+    return [target.cpu() for target in targets], checksums, counts
 
 
 def assert_equal(got, wanted):
@@ -72,18 +72,18 @@ def assert_equal(got, wanted):
 class TestKernel:
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("dtype", SAME, ids=str)
-    def test_it_copies_digests_and_counts(self, dtype, align):
+    def test_it_copies_checksums_and_counts(self, dtype, align):
         case = copy_tables.random_copies(align, dtype, dtype, align, **SIZE)
         memories = case.memories(1)
         assert_equal(run(case, memories), case.expected(memories, "source"))
 
-    @pytest.mark.parametrize("digest_of", ["source", "target"])
+    @pytest.mark.parametrize("checksum_of", ["source", "target"])
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("pair", CASTS, ids=str)
-    def test_it_casts_as_torch_does(self, pair, align, digest_of):
+    def test_it_casts_as_torch_does(self, pair, align, checksum_of):
         case = copy_tables.random_copies(align, *pair, align, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
-        assert_equal(run(case, memories, digest_of), case.expected(memories, digest_of))
+        assert_equal(run(case, memories, checksum_of), case.expected(memories, checksum_of))
 
     @pytest.mark.parametrize(
         ("cols", "rows", "shape"),
@@ -100,9 +100,9 @@ class TestKernel:
     def test_it_copies_alone_and_reads_alone(self, pair):
         case = copy_tables.random_copies(3, *pair, align=16, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
-        wanted, digests, counts = case.expected(memories, "target")
+        wanted, checksums, counts = case.expected(memories, "target")
         assert_equal(run(case, memories, sums=False), (wanted, None, None))
-        assert_equal(run(case, memories, "target", write=False), (case.targets(), digests, counts))
+        assert_equal(run(case, memories, "target", write=False), (case.targets(), checksums, counts))
 
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize(("pair", "part_rows", "cols"), FOLDED, ids=str)
@@ -135,8 +135,10 @@ class TestKernel:
     def test_a_block_may_do_several_tiles(self, cols, rows, write):
         case = copy_tables.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
         memories = case.memories(1)
-        wanted, digests, counts = case.expected(memories, "source")
-        assert_equal(run(case, memories, write=write, steps=4), (wanted if write else case.targets(), digests, counts))
+        wanted, checksums, counts = case.expected(memories, "source")
+        assert_equal(
+            run(case, memories, write=write, steps=4), (wanted if write else case.targets(), checksums, counts)
+        )
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
     def test_blocks_may_begin_anywhere(self, dtype, skew):
@@ -151,10 +153,10 @@ class TestKernel:
         none = CopyTable(BF16, BF16, **{name: getattr(case.table, name)[:0] for name in COLUMNS})
         from tidemill_weight_update.copy.cuda import CudaCopier
 
-        digests = torch.zeros(7, dtype=torch.int64, device=DEVICE)
-        CudaCopier([none], DEVICE).run([], [], digests)
-        CudaCopier([], DEVICE).run([], [], digests)
-        assert digests.count_nonzero() == 0
+        checksums = torch.zeros(7, dtype=torch.int64, device=DEVICE)
+        CudaCopier([none], DEVICE).run([], [], checksums)
+        CudaCopier([], DEVICE).run([], [], checksums)
+        assert checksums.count_nonzero() == 0
 
     def test_sums_add_up_over_runs_tables_and_addresses(self):
         from tidemill_weight_update.copy.cuda import CudaCopier
@@ -164,17 +166,17 @@ class TestKernel:
         second = {name: getattr(cases[1].table, name) for name in COLUMNS}
         second |= {"memory": second["memory"] + shift[0], "target": second["target"] + shift[1]}
         copier = CudaCopier([cases[0].table, CopyTable(BF16, FP32, **second)], DEVICE)
-        digests = torch.zeros(9, dtype=torch.int64, device=DEVICE)
+        checksums = torch.zeros(9, dtype=torch.int64, device=DEVICE)
         total = torch.zeros(9, dtype=torch.int64)
         for seed in range(3 if INTERPRETED else 6):  # more sets of addresses than are kept
             memories = [case.memories(seed, exact=INTERPRETED) for case in cases]
             wanted = [case.expected(memory, "source") for case, memory in zip(cases, memories, strict=True)]
             sources = [block.to(DEVICE) for memory in memories for block in memory]
             targets = [block.to(DEVICE) for case in cases for block in case.targets()]
-            copier.run([s.data_ptr() for s in sources], [t.data_ptr() for t in targets], digests)
+            copier.run([s.data_ptr() for s in sources], [t.data_ptr() for t in targets], checksums)
             assert all(torch.equal(t.cpu(), w) for t, w in zip(targets, wanted[0][0] + wanted[1][0], strict=True))
             total[:7] += wanted[0][1] + wanted[1][1]
-            assert torch.equal(digests.cpu(), total)
+            assert torch.equal(checksums.cpu(), total)
 
     def test_what_does_not_fit_is_refused(self):
         from tidemill_weight_update.copy.cuda import CudaCopier
@@ -186,7 +188,7 @@ class TestKernel:
         with pytest.raises(ValueError, match=r"target address 0x2 is not a multiple of the size of torch\.float32"):
             copier.run([0, 0, 0], [2, 2])
         for wrong in (torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.zeros(7, device=DEVICE)):
-            with pytest.raises(ValueError, match=r"digests must be contiguous torch\.int64 of 7 or more elements"):
+            with pytest.raises(ValueError, match=r"checksums must be contiguous torch\.int64 of 7 or more elements"):
                 copier.run([0] * 3, [0] * 2, wrong)
         with pytest.raises(ValueError, match=r"got torch\.int32 to torch\.bfloat16; cast the tensor before it is sent"):
             CudaCopier([copy_tables.random_copies(8, torch.int32, BF16).table], DEVICE)
@@ -210,12 +212,12 @@ def test_offsets_beyond_4_gib_and_rows_of_a_huge_tensor():
     columns |= {"src": np.array(quarters) * cols // 4, "src_pitch": np.full(2, cols)}
     columns |= {"dst": rows * cols // 2 + np.array([0, cols // 4]), "dst_pitch": np.full(2, cols // 2)}
     columns |= {"pos": columns["src"], "pos_pitch": columns["src_pitch"]}
-    digests = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    checksums = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     copier = CudaCopier([CopyTable(torch.int16, torch.int16, **columns)], DEVICE)
-    copier.run([source.data_ptr()], [target.data_ptr()], digests)
+    copier.run([source.data_ptr()], [target.data_ptr()], checksums)
     parts = [source[:, q * cols // 4 : (q + 1) * cols // 4] for q in quarters]
-    wanted = sum(digest(p, (0, q * cols // 4), (rows, cols)) for p, q in zip(parts, quarters, strict=True))
-    assert digests[0] == wanted
+    wanted = sum(checksum(p, (0, q * cols // 4), (rows, cols)) for p, q in zip(parts, quarters, strict=True))
+    assert checksums[0] == wanted
     half = target[rows * cols // 2 : rows * cols].view(rows, cols // 2)
     assert torch.equal(half[:, : cols // 4], parts[0])
     assert torch.equal(half[:, cols // 4 :], parts[1])

@@ -7,7 +7,7 @@ import copy_tables
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy.checksum import digest
+from tidemill_weight_update.copy.checksum import checksum
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
@@ -22,42 +22,42 @@ def one_row(dtype, **columns):
     return CopyTable(src_dtype=dtype, dst_dtype=dtype, **{name: np.array([row[name]]) for name in COLUMNS})
 
 
-@pytest.mark.parametrize("digest_of", ["source", "target"])
+@pytest.mark.parametrize("checksum_of", ["source", "target"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_it_copies_casts_digests_and_counts(pair, digest_of):
+def test_it_copies_casts_checksums_and_counts(pair, checksum_of):
     for seed in range(3):
         case = copy_tables.random_copies(seed, *pair, align=1 if seed else 8)
         memories = case.memories(seed)
-        wanted, digests, counts = case.expected(memories, digest_of)
+        wanted, checksums, counts = case.expected(memories, checksum_of)
         targets = case.targets()
-        got = torch.zeros_like(digests), torch.zeros_like(counts)
-        HostCopier([case.table], targets, digest_of).run(memories, *got)
+        got = torch.zeros_like(checksums), torch.zeros_like(counts)
+        HostCopier([case.table], targets, checksum_of).run(memories, *got)
         assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
-        assert torch.equal(got[0], digests)
+        assert torch.equal(got[0], checksums)
         assert torch.equal(got[1], counts)
 
 
 def test_reading_alone_writes_nothing_and_counts_the_same():
     case = copy_tables.random_copies(0, FP32, BF16)
     memories, targets = case.memories(0), case.targets()
-    _, digests, counts = case.expected(memories, "target")
-    got = torch.zeros_like(digests), torch.zeros_like(counts)
+    _, checksums, counts = case.expected(memories, "target")
+    got = torch.zeros_like(checksums), torch.zeros_like(counts)
     HostCopier([case.table], targets, "target").run(memories, *got, write=False)
     assert all(torch.equal(target, poison) for target, poison in zip(targets, case.targets(), strict=True))
-    assert torch.equal(got[0], digests)
+    assert torch.equal(got[0], checksums)
     assert torch.equal(got[1], counts)
 
 
-def test_several_tables_share_memories_targets_and_digests():
+def test_several_tables_share_memories_targets_and_checksums():
     case = copy_tables.random_copies(5, BF16, BF16)
     halves = [slice(0, 15), slice(15, None)]
     tables = [CopyTable(BF16, BF16, **{name: getattr(case.table, name)[half] for name in COLUMNS}) for half in halves]
     memories, targets = case.memories(0), case.targets()
-    wanted, digests, _ = case.expected(memories, "source")
-    got = torch.zeros_like(digests)
+    wanted, checksums, _ = case.expected(memories, "source")
+    got = torch.zeros_like(checksums)
     HostCopier(tables, targets).run(memories, got)
     assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
-    assert torch.equal(got, digests)
+    assert torch.equal(got, checksums)
 
 
 def test_views_follow_the_memories_of_each_run():
@@ -101,10 +101,10 @@ def test_a_target_is_counted_from_its_first_element_whatever_its_strides():
 def test_a_parameter_that_requires_grad_is_written():
     parameter = torch.nn.Parameter(torch.zeros(4, 6))
     source = torch.randn(24)
-    digests = torch.zeros(1, dtype=torch.int64)
-    HostCopier([one_row(FP32, cols=24)], [parameter]).run([source.requires_grad_()], digests)
+    checksums = torch.zeros(1, dtype=torch.int64)
+    HostCopier([one_row(FP32, cols=24)], [parameter]).run([source.requires_grad_()], checksums)
     assert torch.equal(parameter.detach().flatten(), source.detach())
-    assert digests[0] == digest(source, (0,), (24,))
+    assert checksums[0] == checksum(source, (0,), (24,))
 
 
 @pytest.mark.parametrize(

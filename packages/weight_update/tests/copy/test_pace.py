@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tidemill_weight_update.copy import interleave as pace
 from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.interleave import PIECE_ELEMENTS, evenly
+from tidemill_weight_update.copy.interleave import PIECE_ELEMENTS, interleave
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 BF16 = torch.bfloat16
@@ -29,13 +29,13 @@ def test_the_copies_stay_the_same(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pace, "PIECE_ELEMENTS", 64)
         patch.setattr(pace, "_ROWS", 4)
-        table = evenly(case.table, origin)
+        table = interleave(case.table, origin)
     memories, targets = case.memories(0), case.targets()
-    wanted, digests, counts = case.expected(memories, "source")
-    got = torch.zeros_like(digests), torch.zeros_like(counts)
+    wanted, checksums, counts = case.expected(memories, "source")
+    got = torch.zeros_like(checksums), torch.zeros_like(counts)
     HostCopier([table], targets).run(memories, *got)
     assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
-    assert torch.equal(got[0], digests)
+    assert torch.equal(got[0], checksums)
     assert torch.equal(got[1], counts)
     assert table.num_elements == case.table.num_elements
 
@@ -54,7 +54,7 @@ def layers(num_layers):
 
 
 def test_all_gpus_are_read_at_an_even_pace():
-    table = evenly(layers(4), np.array([5, 3, 9]))
+    table = interleave(layers(4), np.array([5, 3, 9]))
     sizes = table.rows * table.cols
     assert sizes.max() <= PIECE_ELEMENTS
     done = np.stack([np.where(table.memory == memory, sizes, 0).cumsum() for memory in range(3)])
@@ -64,4 +64,4 @@ def test_all_gpus_are_read_at_an_even_pace():
 
 def test_memories_of_one_gpu_are_read_in_their_order():
     table = layers(4)
-    assert evenly(table, np.array([7, 7, 7])) is table
+    assert interleave(table, np.array([7, 7, 7])) is table

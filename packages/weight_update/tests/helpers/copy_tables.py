@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tidemill_weight_update.copy.checksum import digest_rows, non_finite
+from tidemill_weight_update.copy.checksum import checksum_rows, non_finite
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 from torch import Tensor
@@ -48,20 +48,20 @@ class Copies:
         """Poisoned blocks, uint8."""
         return [torch.full((n,), 0xA5, dtype=torch.uint8) for n in self.target_bytes]
 
-    def expected(self, memories: list[Tensor], digest_of: str) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Targets, digests and non-finite counts after one run, row by row."""
+    def expected(self, memories: list[Tensor], checksum_of: str) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Targets, checksums and non-finite counts after one run, row by row."""
         table, targets = self.table, self.targets()
-        digests, counts = torch.zeros(NUM_TENSORS, dtype=torch.int64), torch.zeros(NUM_TENSORS, dtype=torch.int32)
+        checksums, counts = torch.zeros(NUM_TENSORS, dtype=torch.int64), torch.zeros(NUM_TENSORS, dtype=torch.int32)
         for row in self.rows:
             source = memories[row["memory"]].view(table.src_dtype)
             target = targets[row["target"]].view(table.dst_dtype)
             for r in range(row["rows"]):
                 read = source[row["src"] + r * row["src_pitch"] :][: row["cols"]]
-                sent = read if digest_of == "source" else read.to(table.dst_dtype)
+                sent = read if checksum_of == "source" else read.to(table.dst_dtype)
                 target[row["dst"] + r * row["dst_pitch"] :][: row["cols"]] = read.to(table.dst_dtype)
-                digests[row["tensor"]] += digest_rows(sent[None], row["pos"] + r * row["pos_pitch"], 0)
+                checksums[row["tensor"]] += checksum_rows(sent[None], row["pos"] + r * row["pos_pitch"], 0)
                 counts[row["tensor"]] += non_finite(sent)
-        return targets, digests, counts
+        return targets, checksums, counts
 
 
 def random_copies(

@@ -63,7 +63,7 @@ class Outcome:
 
     seconds: float
     error: str
-    fenced: dict[str, str]
+    quarantined: dict[str, str]
     before: tuple[int, ...]
     after: tuple[int, ...]
     versions: list[str]
@@ -103,7 +103,7 @@ def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
     outcome = Outcome(
         seconds=seconds,
         error="" if error is None else str(error),
-        fenced=stats[0].fenced if stats else {},
+        quarantined=stats[0].quarantined if stats else {},
         before=before,
         after=settled(resources, lambda now: no_more(now, before)),
         versions=[client.version for client in clients],

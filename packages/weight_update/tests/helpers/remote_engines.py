@@ -19,7 +19,7 @@ import torch
 from tidemill_testing import ranks
 from tidemill_weight_update import BucketHandle, PauseMode, Request
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
-from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.remote import location, store_mailbox
 from tidemill_weight_update.transport.gloo import GlooWire
@@ -148,7 +148,7 @@ class Rank:
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + 100
         while not os.path.exists(self.path):
-            assert not has_ended(self.pid), "the engine rank has ended"
+            assert not has_exited(self.pid), "the engine rank has ended"
             assert time.monotonic() < deadline, "the engine rank does not start"
             time.sleep(0.02)
 

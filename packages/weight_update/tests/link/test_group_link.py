@@ -79,7 +79,7 @@ def test_parameters_equal_a_fresh_load_bit_for_bit(new, far, tp_size, mode, buck
         stats = updater.update(as_mode(checkpoint, mode), version)
         assert holds(engine, checkpoint)
         assert engine.version == stats.weight_version == str(version)
-        assert (stats.verified, stats.num_unverified, stats.fenced, stats.through_loader) == (True, 0, {}, {})
+        assert (stats.verified, stats.num_unverified, stats.quarantined, stats.through_loader) == (True, 0, {}, {})
         assert stats.num_bytes == sum(tensor.nbytes for tensor in checkpoint.values())
         assert (stats.num_buckets > 5) if bucket_bytes < 1000 else (stats.num_buckets == 1)
 
@@ -124,7 +124,7 @@ def _sharded(engines: list[list[str]], num_updates: int, mode: str) -> list[bool
         if dist.get_rank() == 1:
             items.reverse()
         stats = updater.update(items if mode == "complete" else iter(items), version)
-        results.append(stats.verified and not stats.fenced and all(holds(client, full) for client in clients))
+        results.append(stats.verified and not stats.quarantined and all(holds(client, full) for client in clients))
     updater.close()
     return results
 
@@ -190,15 +190,15 @@ def test_an_iterator_that_raises_half_way_ends_the_update_at_once(new, far):
 
 
 def test_wires_are_kept_and_made_anew_when_the_fleet_changes(new, far, monkeypatch):
-    from tidemill_weight_update.remote import connections as outlets
+    from tidemill_weight_update.remote import connections as connections
 
     made: list[str] = []
 
-    def connect(store, name, *args, original=outlets.connect):
+    def connect(store, name, *args, original=connections.connect):
         made.append(name)
         return original(store, name, *args)
 
-    monkeypatch.setattr(outlets, "connect", connect)
+    monkeypatch.setattr(connections, "connect", connect)
     first, second = new(FarEngine, far[:1], "first"), new(FarEngine, far[1:3], "second")
     updater = linked(new, [first])
 
@@ -247,7 +247,7 @@ def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    sender.WORN_BYTES = 0
+    sender.MAX_UNUSED_BYTES = 0
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     client = FarEngine(engine) if rank == 0 else None
@@ -261,7 +261,7 @@ def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], 
         stats = updater.update(items, version)
         correct.append(stats.verified and (client is None or holds(client, full)))
         fast = updater._fast
-        kept.append((fast._sender._end, len(fast._link._outlets._messages)))
+        kept.append((fast._sender._end, len(fast._link._connections._messages)))
     updater.close()
     return correct, kept
 

@@ -46,7 +46,7 @@ def test_an_engine_rank_that_is_killed_is_fenced_and_other_engines_go_on(tmp_pat
         check_survivor(outcome) for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGKILL)
     ]
     assert [outcome.error for outcome in outcomes] == ["", ""]
-    assert [list(outcome.fenced) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * 2
+    assert [list(outcome.quarantined) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * 2
     assert outcomes[0].versions == ["2", "3"]
     check_usable(ranks[2:])
     check_usable(ranks[:1], fresh=True)
@@ -59,7 +59,7 @@ def test_an_engine_rank_that_hangs_is_fenced_within_the_deadline(tmp_path, ranks
         for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGSTOP, world_size)
     ]
     assert [outcome.error for outcome in outcomes] == [""] * world_size
-    assert [list(outcome.fenced) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * world_size
+    assert [list(outcome.quarantined) for outcome in outcomes] == [["engine 0 of 2 (engine 0)"]] * world_size
     assert outcomes[0].versions == ["2", "3"]
     check_usable(ranks[2:])
     check_usable(ranks[:1], fresh=True)

@@ -162,7 +162,7 @@ def test_an_adapter_is_replaced_under_its_name():
         stats = updater.update_adapter(iter(adapter(version)), "policy", CONFIG, version)
         assert engine.served() == {"policy": dict(adapter(version))}
         assert engine.version == stats.weight_version == str(version)
-        assert (stats.num_tensors, stats.num_buckets, stats.verified, stats.fenced) == (8, 1, False, {})
+        assert (stats.num_tensors, stats.num_buckets, stats.verified, stats.quarantined) == (8, 1, False, {})
         assert stats.num_bytes == sum(tensor.nbytes for _, tensor in adapter(version))
     assert engine.calls == ["load policy", "version 1", "unload policy", "load policy", "version 2"]
 
@@ -206,12 +206,12 @@ def test_an_engine_that_fails_is_fenced_and_brought_up_to_date_alone():
     updater.update_adapter(adapter(1), "policy", CONFIG, 1)
     bad.refuses = "rank 4 is larger than --max-lora-rank"
     stats = updater.update_adapter(adapter(2), "policy", CONFIG, 2)
-    assert stats.fenced == {"engine 1 of 2 (bad)": bad.refuses}
+    assert stats.quarantined == {"engine 1 of 2 (bad)": bad.refuses}
     assert (good.version, bad.version, bad.served(), bad.paused) == ("2", "1", {}, None)
     bad.refuses, calls = None, len(bad.calls)
-    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).fenced == {}
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).quarantined == {}
     assert len(bad.calls) == calls  # left out
-    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad]).fenced == {}
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad]).quarantined == {}
     updater.update_adapter(adapter(4), "policy", CONFIG, 4)
     assert good.served() == bad.served() == {"policy": dict(adapter(4))}
     assert (good.version, bad.version) == ("4", "4")
@@ -240,10 +240,10 @@ def test_an_engine_that_does_not_take_the_adapters_version_goes_on(fails, in_fli
     good, bad = AdapterEngine("good"), Nameless("bad")
     updater = WeightUpdater([good, bad], in_flight=in_flight)
     bad.fails = fails
-    assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).fenced == {"engine 1 of 2 (bad)": "no answer"}
+    assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).quarantined == {"engine 1 of 2 (bad)": "no answer"}
     assert (bad.paused, good.version) == (None, "1")
     bad.fails = ""
-    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).fenced == {}
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).quarantined == {}
     assert (bad.paused, bad.version, bad.served()) == (None, "2", {"policy": dict(adapter(2))})
     bad.fails = fails
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\): no answer"):
@@ -255,11 +255,11 @@ def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     bad.refuses = "no"
-    assert list(updater.update(base().items(), 1).fenced) == ["engine 1 of 2 (bad)"]
+    assert list(updater.update(base().items(), 1).quarantined) == ["engine 1 of 2 (bad)"]
     bad.refuses = None
     with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\) or is still paused; bring it up"):
         updater.update_adapter(adapter(1), "policy", CONFIG, 2, engines=[bad])
-    assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).fenced == {}
+    assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).quarantined == {}
     assert (bad.served(), bad.paused) == ({}, "abort")
     updater.update(base().items(), 1, engines=[bad])
     updater.update_adapter(adapter(2), "policy", CONFIG, 3)

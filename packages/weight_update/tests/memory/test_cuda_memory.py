@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from tidemill_weight_update.copy.checksum import digest
+from tidemill_weight_update.copy.checksum import checksum
 from tidemill_weight_update.memory.cuda_memory import DeviceArena, ImportedMemory, NotExportableError, export
 from tidemill_weight_update.memory.handle import DeviceMemory
 
@@ -36,11 +36,11 @@ torch.cuda.set_device(device)
 def read(address, offset, num_bytes):
     columns = {name: np.zeros(1, np.int64) for name in COLUMNS}
     columns |= {"src": np.array([offset]), "cols": np.array([num_bytes]), "rows": np.array([1])}
-    digests = torch.zeros(1, dtype=torch.int64, device=device)
+    checksums = torch.zeros(1, dtype=torch.int64, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     copier = CudaCopier([CopyTable(torch.uint8, torch.uint8, **columns)], device)
-    copier.run([address], [target.data_ptr()], digests)
-    return [digests.item(), target.long().sum().item()]
+    copier.run([address], [target.data_ptr()], checksums)
+    return [checksums.item(), target.long().sum().item()]
 
 memories = {}
 for line in sys.stdin:
@@ -107,7 +107,7 @@ def random_bytes(num_bytes):
 
 
 def content(tensor):
-    return [digest(tensor, (0,), tensor.shape).item(), tensor.long().sum().item()]
+    return [checksum(tensor, (0,), tensor.shape).item(), tensor.long().sum().item()]
 
 
 def free_bytes():

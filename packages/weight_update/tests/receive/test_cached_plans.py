@@ -42,7 +42,9 @@ def test_what_was_built_for_a_plan_stays_as_long_as_the_plan_does(streamed):
         items = tensors(version).items()
         updater.update(iter(items) if streamed else items, version)
         assert holds(engine, tensors(version))
-        kept.append([incoming for receiver in engine.receivers for incoming in receiver._incoming.values()])
+        kept.append(
+            [bucket_copies for receiver in engine.receivers for bucket_copies in receiver._bucket_copies.values()]
+        )
     assert len(kept[1]) > 20
     assert kept[1] == kept[2] == kept[3]  # the same objects; a stream's first plan is that of its parts
     updater.close()

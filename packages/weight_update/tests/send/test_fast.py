@@ -38,7 +38,7 @@ def test_parameters_equal_a_fresh_load_bit_for_bit(tp_size, mode, bucket_bytes):
         stats = updater.update(as_mode(checkpoint, mode), version)
         assert holds(engine, checkpoint)
         assert engine.version == stats.weight_version == str(version)
-        assert (stats.verified, stats.num_unverified, stats.fenced, stats.through_loader) == (True, 0, {}, {})
+        assert (stats.verified, stats.num_unverified, stats.quarantined, stats.through_loader) == (True, 0, {}, {})
         assert stats.num_tensors == len(checkpoint)
         assert stats.num_bytes == sum(tensor.nbytes for tensor in checkpoint.values())
         assert (stats.num_buckets > 10) if bucket_bytes < 1000 else (stats.num_buckets == 1)
@@ -225,7 +225,7 @@ def test_so_many_tensors_may_go_through_the_loader_that_not_all_are_named(tp_siz
     updater = WeightUpdater([engine])
     checkpoint = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": torch.tensor(float(i)) for i in range(1500)}
     stats = updater.update(checkpoint.items(), 1)
-    assert (stats.verified, stats.num_unverified, stats.fenced) == (True, 1500, {})
+    assert (stats.verified, stats.num_unverified, stats.quarantined) == (True, 1500, {})
     assert list(stats.through_loader) == list(checkpoint)[: len(stats.through_loader)]
     assert f"; {1500 - len(stats.through_loader)} more tensors are not named" in list(stats.through_loader.values())[-1]
     assert holds(engine, checkpoint)
@@ -294,7 +294,7 @@ def test_a_changed_bit_is_noticed_and_the_engine_is_fenced(tp_size, mode):
 
 
 def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
-    monkeypatch.setattr(sender, "WORN_BYTES", 0)
+    monkeypatch.setattr(sender, "MAX_UNUSED_BYTES", 0)
     engine = ToyEngine(2)
     updater = WeightUpdater([engine])
     sizes, mailboxes = [], []
@@ -307,7 +307,7 @@ def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
         mailboxes.append(updater._fast._mailbox)
     assert max(sizes) < 6 * min(sizes)
     assert 2 < len(set(map(id, mailboxes))) < 10
-    assert all(len(receiver._parsed) < 6 and len(receiver._incoming) < 6 for receiver in engine.receivers)
+    assert all(len(receiver._parsed) < 6 and len(receiver._bucket_copies) < 6 for receiver in engine.receivers)
     assert all(len(receiver._mailboxes) == 1 for receiver in engine.receivers)
     updater.close()
 

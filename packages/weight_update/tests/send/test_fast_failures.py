@@ -73,7 +73,7 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is
     updater.update(tensors(1).items(), 1)
     bad.broken = broken
     stats = updater.update(tensors(2).items(), 2)
-    assert stats.fenced == {"engine 0 of 2 (bad)": message}
+    assert stats.quarantined == {"engine 0 of 2 (bad)": message}
     assert holds(good, tensors(2))
     assert (good.version, good.paused) == ("2", None)
     if is_mixed:
@@ -82,10 +82,10 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is
         assert bad.paused is None  # also if only the answer to its pause did not come
         assert holds(bad, tensors(1 if is_mixed is False else 2))
     requests = len(bad.requests)
-    assert updater.update(tensors(3).items(), 3).fenced == {}  # it is left out
+    assert updater.update(tensors(3).items(), 3).quarantined == {}  # it is left out
     assert len(bad.requests) == requests
     bad.broken = ""
-    assert updater.update(tensors(3).items(), 3, engines=[bad]).fenced == {}  # brought up to date alone
+    assert updater.update(tensors(3).items(), 3, engines=[bad]).quarantined == {}  # brought up to date alone
     assert holds(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.update(tensors(4).items(), 4)
@@ -100,7 +100,7 @@ def test_an_engine_with_a_mix_is_stopped_at_once_and_until_it_is_whole():
     updater.update(tensors(1).items(), 1)
     bad.broken, slow.waits_for = "load", lambda: bad.paused
     stats = updater.update(tensors(2).items(), 2)
-    assert list(stats.fenced) == ["engine 0 of 2 (bad)"]
+    assert list(stats.quarantined) == ["engine 0 of 2 (bad)"]
     assert slow.waited
     bad.broken = ""
     lacking = [item for item in tensors(3).items() if item[0] != "norm.weight"]
@@ -109,7 +109,7 @@ def test_an_engine_with_a_mix_is_stopped_at_once_and_until_it_is_whole():
     assert bad.paused == "abort"
     assert bad.calls.count("pause abort") == 1
     assert "resume" not in bad.calls
-    assert updater.update(tensors(3).items(), 3, engines=[bad]).fenced == {}
+    assert updater.update(tensors(3).items(), 3, engines=[bad]).quarantined == {}
     assert holds(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.close()
@@ -131,12 +131,12 @@ def test_engines_of_the_stock_path_that_fail_leave_others_their_update():
     stock, good = MemoryEngine(fail_at=0), ToyEngine(2, "good")
     updater = WeightUpdater([stock, good])
     stats = updater.update(tensors(1).items(), 1)
-    assert list(stats.fenced) == ["engine 0 of 2 (MemoryEngine)"]
+    assert list(stats.quarantined) == ["engine 0 of 2 (MemoryEngine)"]
     assert stock.calls[-1] == "pause abort"
     assert holds(good, tensors(1))
     assert (good.version, good.paused) == ("1", None)
     stock.fail_at = None
-    assert updater.update(tensors(2).items(), 2, engines=[stock]).fenced == {}
+    assert updater.update(tensors(2).items(), 2, engines=[stock]).quarantined == {}
     assert stock.version == "2"
     updater.close()
 
@@ -193,8 +193,8 @@ def test_one_rank_of_an_engine_that_fails_is_named(where, mode):
     if where == "finish":
         bad.receivers[1].finish = failing_finish
     stats = updater.update(given(tensors(1).items(), mode), 1)
-    (told,) = stats.fenced.values()
-    assert list(stats.fenced) == ["engine 1 of 2 (bad)"]
+    (told,) = stats.quarantined.values()
+    assert list(stats.quarantined) == ["engine 1 of 2 (bad)"]
     assert "rank 0: RuntimeError: rank 1 of this engine failed" in told
     assert "rank 1: RuntimeError: out of memory" in told
     assert holds(good, tensors(1))
@@ -220,7 +220,7 @@ def test_a_client_that_tells_another_size_than_the_engine_has_is_refused(size):
     engine.tp_size = size
     updater = WeightUpdater([engine, good], bucket_bytes=300)
     stats = updater.update(tensors(0).items(), 0)
-    (told,) = stats.fenced.values()
+    (told,) = stats.quarantined.values()
     assert re.match(rf"rank 0(, 1)*(, 2)?: ValueError: the engine has 2 ranks, its client said {size}", told), told
     assert same(state(engine), before)
     assert holds(good, tensors(0))
@@ -248,11 +248,11 @@ def test_an_engine_that_hangs_is_fenced_and_the_others_go_on(timeout_s):
     started = time.monotonic()
     stats = updater.update(tensors(1).items(), 1)
     assert time.monotonic() - started < 10
-    assert list(stats.fenced) == ["engine 0 of 2 (hanging)"]
+    assert list(stats.quarantined) == ["engine 0 of 2 (hanging)"]
     assert holds(good, tensors(1))
     assert (good.version, hanging.version) == ("1", "first")
     hanging.go.set()
-    assert updater.update(tensors(2).items(), 2, engines=[hanging, good]).fenced == {}
+    assert updater.update(tensors(2).items(), 2, engines=[hanging, good]).quarantined == {}
     assert holds(hanging, tensors(2))
     updater.close()
 
@@ -306,7 +306,7 @@ def test_an_engine_that_wakes_up_in_a_later_update_does_not_disturb_it():
     stalled, other = Impatient(1, "stalled", receiver=Stalled), ToyEngine(1, "other")
     stalled.receivers[0].go = threading.Event()  # type: ignore[attr-defined]
     updater = WeightUpdater([stalled, other], bucket_bytes=100, timeout_s=20)
-    assert "no answer within 0.5 s" in updater.update(tensors(0).items(), 0).fenced["engine 0 of 2 (stalled)"]
+    assert "no answer within 0.5 s" in updater.update(tensors(0).items(), 0).quarantined["engine 0 of 2 (stalled)"]
 
     def items():
         for count, item in enumerate(tensors(1).items()):
@@ -317,7 +317,7 @@ def test_an_engine_that_wakes_up_in_a_later_update_does_not_disturb_it():
                 assert not stalled.thread.is_alive()
 
     stats = updater.update(items(), 1)
-    assert (stats.verified, stats.fenced) == (True, {})
+    assert (stats.verified, stats.quarantined) == (True, {})
     assert other.requests[1].first_receiver == stalled.requests[0].first_receiver
     assert holds(other, tensors(1))
     assert updater.update(tensors(2).items(), 2, engines=[stalled]).verified

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.fingerprint import Known
+from tidemill_weight_update.send.fingerprint import Fingerprint
 from tidemill_weight_update.stages import Stages
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def test_tensors_that_are_recognised_live_while_they_are_sent_and_no_longer():
         fast.begin(sequence)
         lines = fast.prepare(held, Stages(), lambda _: None)
         if sequence == 1:
-            fast._known, fast._prepared = Known(list(held)), lines
+            fast._fingerprint, fast._prepared = Fingerprint(list(held)), lines
         else:
             assert lines is fast._prepared
         assert fast.send(lines, fast.mailbox.path, 0, Stages(), note, note) == (1, 2, 32)

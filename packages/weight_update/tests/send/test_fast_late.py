@@ -31,7 +31,7 @@ def test_a_request_that_was_given_up_is_not_carried_out_when_the_engine_comes_to
     updater = WeightUpdater([late, ToyEngine(1, "good")] if others else [late])
     before = state(late)
     if others:
-        assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+        assert list(updater.update(tensors(1).items(), 1).quarantined) == ["engine 0 of 2 (late)"]
     else:
         with pytest.raises(RuntimeError, match="no answer within 300 s"):
             updater.update(tensors(1).items(), 1)
@@ -52,7 +52,7 @@ def test_an_engine_that_begins_before_it_is_given_up_is_paused(monkeypatch):
         original(self, sequence, row)
 
     monkeypatch.setattr(Mailbox, "exclude", exclude)
-    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    assert list(updater.update(tensors(1).items(), 1).quarantined) == ["engine 0 of 2 (late)"]
     assert holds(late, tensors(1))
     assert (late.paused, late.version) == ("abort", "first")
     updater.close()
@@ -85,9 +85,9 @@ def test_a_rank_that_was_given_up_does_not_wait_for_buckets_that_are_gone(where)
     first.close()
     updater = WeightUpdater([late, good], bucket_bytes=100, timeout_s=1.0)
     late.receivers[0].stalls = where  # type: ignore[attr-defined]
-    fenced = updater.update(tensors(1).items(), 1).fenced
-    assert list(fenced) == ["engine 0 of 2 (late)"]
-    assert fenced["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {GIVEN_UP}")
+    quarantined = updater.update(tensors(1).items(), 1).quarantined
+    assert list(quarantined) == ["engine 0 of 2 (late)"]
+    assert quarantined["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {GIVEN_UP}")
     assert late.paused == (None if where == "begins" else "abort")
     assert holds(good, tensors(1))
     updater.close()
@@ -104,7 +104,7 @@ def test_an_engine_whose_state_cannot_be_read_is_paused(monkeypatch):
         return original(self, sequence, row)
 
     monkeypatch.setattr(Mailbox, "state", read)
-    (why,) = updater.update(tensors(1).items(), 1).fenced.values()
+    (why,) = updater.update(tensors(1).items(), 1).quarantined.values()
     assert why == (
         "no answer within 300 s; nor can its ranks be asked what they hold: the value of 'state/0' was not signed"
     )
@@ -118,7 +118,7 @@ def test_whatever_ends_a_call_is_a_failure():
     cancelled, good = Silent(1, "cancelled"), ToyEngine(1, "good")
     cancelled.error = asyncio.CancelledError()
     updater = WeightUpdater([cancelled, good])
-    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (cancelled)": "CancelledError"}
+    assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (cancelled)": "CancelledError"}
     assert (cancelled.version, good.version) == ("first", "1")
     updater.close()
 
@@ -149,7 +149,7 @@ def test_a_request_of_an_updater_that_was_closed_is_not_carried_out_in_the_next_
 
     other = Other(1, "other")
     second = WeightUpdater([other])
-    assert second.update(tensors(1).items(), "new").fenced == {}
+    assert second.update(tensors(1).items(), "new").quarantined == {}
     assert holds(other, tensors(1))
     assert same(state(late), before)
     second.close()
@@ -171,7 +171,7 @@ def test_nor_before_the_request_of_that_one(bucket_bytes):
     late.load = load  # type: ignore[method-assign]
     second = WeightUpdater([late], bucket_bytes=bucket_bytes, timeout_s=5.0)
     stats = second.update(tensors(1).items(), "new")
-    assert (stats.fenced, done) == ({}, ["refused"])
+    assert (stats.quarantined, done) == ({}, ["refused"])
     assert holds(late, tensors(1))
     assert (late.version, late.paused) == ("new", None)
     second.close()

@@ -50,7 +50,7 @@ def test_engines_in_processes_of_their_own(started):
     for version in range(3):
         checkpoint = tensors(version)
         stats = updater.update(checkpoint.items() if version < 2 else iter(checkpoint.items()), version)
-        assert (stats.verified, stats.fenced) == (True, {})
+        assert (stats.verified, stats.quarantined) == (True, {})
         assert all(same_as_fresh(engine, checkpoint) for engine in engines)
     updater.close()
 
@@ -80,12 +80,12 @@ def test_an_engine_that_is_killed_is_fenced_and_the_others_go_on(started, killed
     before = time.monotonic()
     stats = updater.update(with_an_event(8, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]), 1)
     assert time.monotonic() - before < 15
-    assert list(stats.fenced) == ["engine 0 of 2 (bad)"]
+    assert list(stats.quarantined) == ["engine 0 of 2 (bad)"]
     assert same_as_fresh(good, tensors(1))
     assert (good.version, bad.version) == ("1", "0")
     bad.close()
     bad.start()  # anew, as an operator would
-    assert updater.update(tensors(2).items(), 2, engines=[bad, good]).fenced == {}
+    assert updater.update(tensors(2).items(), 2, engines=[bad, good]).quarantined == {}
     assert same_as_fresh(bad, tensors(2))
     updater.close()
 
@@ -117,13 +117,13 @@ def test_an_engine_that_is_stopped_is_fenced_and_may_come_back(started):
     pid = bad.processes[0].pid
     stats = updater.update(with_an_event(8, lambda: os.kill(pid, signal.SIGSTOP)), 1)
     try:
-        assert list(stats.fenced) == ["engine 0 of 2 (bad)"]
+        assert list(stats.quarantined) == ["engine 0 of 2 (bad)"]
         assert (good.version, bad.version, bad.paused) == ("1", "first", "abort")
         assert same_as_fresh(good, tensors(1))
         updater.update(tensors(2).items(), 2)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert updater.update(tensors(3).items(), 3, engines=[good, bad]).fenced == {}
+    assert updater.update(tensors(3).items(), 3, engines=[good, bad]).quarantined == {}
     assert same_as_fresh(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.close()

@@ -67,7 +67,7 @@ def _send_as(mode: str, layout: str, bucket_bytes: int, dtype: torch.dtype | Non
 
 
 def _in_ever_new_ways() -> int:
-    sender.WORN_BYTES = 0
+    sender.MAX_UNUSED_BYTES = 0
     engines = engines_of(2)
     updater = WeightUpdater(engines)
     mailboxes = []
@@ -230,7 +230,7 @@ def outcome(updater: WeightUpdater, items) -> str:
         stats = updater.update(items, "bad")
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    return f"fenced {stats.fenced}"
+    return f"quarantined {stats.quarantined}"
 
 
 def _bad(kind: str, bad_rank: int, mode: str) -> str:

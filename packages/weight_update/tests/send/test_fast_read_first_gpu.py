@@ -47,12 +47,14 @@ def read(monkeypatch) -> list[bool]:
     found: list[bool] = []
     original = FastPath.prepare
 
-    def prepare(self, named_tensors, stages, let_ask):
+    def prepare(self, named_tensors, stages, let_calls_start):
         reading: list[bool] = []
         try:
-            return original(self, named_tensors, stages, lambda reads: (reading.append(reads), let_ask(reads))[1])
+            return original(
+                self, named_tensors, stages, lambda reads: (reading.append(reads), let_calls_start(reads))[1]
+            )
         finally:
-            found.extend(self._came_again for reads in reading if reads)
+            found.extend(self._is_same_input for reads in reading if reads)
 
     monkeypatch.setattr(FastPath, "prepare", prepare)
     return found

@@ -53,17 +53,17 @@ def test_an_engine_that_missed_an_update_is_left_out_of_a_part():
     updater = WeightUpdater([late, good])
     updater.update(tensors(0).items(), 0)
     late.is_down = True
-    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    assert list(updater.update(tensors(1).items(), 1).quarantined) == ["engine 0 of 2 (late)"]
     late.is_down = False
-    assert updater.update(part(2).items(), 2, partial=True).fenced == {}
+    assert updater.update(part(2).items(), 2, partial=True).quarantined == {}
     assert (late.version, good.version) == ("0", "2")
     assert holds(late, tensors(0))
     assert holds(good, tensors(1) | part(2))
     everything = tensors(1) | part(2)
-    assert updater.update(everything.items(), 2, partial=True, engines=[late]).fenced == {}
+    assert updater.update(everything.items(), 2, partial=True, engines=[late]).quarantined == {}
     assert (late.version, late.paused) == ("2", None)
     assert holds(late, everything)
-    assert updater.update(part(3).items(), 3, partial=True).fenced == {}
+    assert updater.update(part(3).items(), 3, partial=True).quarantined == {}
     assert (late.version, good.version) == ("3", "3")
     updater.close()
 
@@ -90,19 +90,19 @@ def test_an_engine_that_does_not_catch_up_stays_behind():
     updater = WeightUpdater([late, good])
     updater.update(tensors(0).items(), 0)
     late.is_down = True
-    assert list(updater.update(tensors(1).items(), 1).fenced) == ["engine 0 of 2 (late)"]
+    assert list(updater.update(tensors(1).items(), 1).quarantined) == ["engine 0 of 2 (late)"]
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(late\): connection refused$"):
             updater.update(tensors(1).items(), 1, engines=[late])
-        assert updater.update_adapter(adapter(2), "policy", CONFIG, 2).fenced == {}
+        assert updater.update_adapter(adapter(2), "policy", CONFIG, 2).quarantined == {}
         assert (late.names, late.version) == ([], "0")
         assert (good.names, good.version) == (["policy"], "2")
     late.is_down = False
-    assert updater.update(tensors(1).items(), 1, engines=[late]).fenced == {}
-    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[late]).fenced == {}
+    assert updater.update(tensors(1).items(), 1, engines=[late]).quarantined == {}
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[late]).quarantined == {}
     assert (late.names, late.version) == (["policy"], "2")
     assert holds(late, tensors(1))
-    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).fenced == {}
+    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).quarantined == {}
     assert (late.version, good.version) == ("3", "3")
     updater.close()
 
@@ -127,11 +127,11 @@ def test_what_one_updater_paused_goes_on_when_the_next_has_updated_it(in_flight)
     with pytest.raises(ValueError, match=r"engine 0 of 2 \(toy\) failed in update\(\) or is still paused"):
         updater.update_adapter(adapter(2), "policy", CONFIG, 2)
     engine.is_down = True
-    assert list(updater.update(tensors(2).items(), 2).fenced) == ["engine 0 of 2 (toy)"]
+    assert list(updater.update(tensors(2).items(), 2).quarantined) == ["engine 0 of 2 (toy)"]
     assert (engine.paused, other.paused) == ("abort", None)
     assert engine.calls.count("pause abort") == 1
     engine.is_down = False
-    assert updater.update(tensors(3).items(), 3, engines=[engine, other]).fenced == {}
+    assert updater.update(tensors(3).items(), 3, engines=[engine, other]).quarantined == {}
     assert (engine.paused, engine.version) == (None, "3")
     assert holds(engine, tensors(3))
     updater.close()
@@ -180,7 +180,7 @@ def test_an_engine_that_was_refused_takes_no_part_in_later_updates():
     with pytest.raises(ValueError, match="engines of 256 ranks in all can be updated at once, these have 257"):
         updater.update(tensors(1).items(), 1, engines=[new])
     new.tp_size = 1
-    assert updater.update(tensors(1).items(), 1).fenced == {}
+    assert updater.update(tensors(1).items(), 1).quarantined == {}
     assert (known.version, new.version, new.requests) == ("1", "first", [])
     updater.update(tensors(2).items(), 2, engines=[new])
     updater.update(tensors(3).items(), 3)

@@ -87,10 +87,10 @@ def test_an_engine_that_cannot_be_held_or_flushed_is_fenced_and_paused(broken, w
     bad, good = HeldEngine(2, "bad"), HeldEngine(1, "good")
     bad.broken = broken
     updater = WeightUpdater([bad, good], bucket_bytes=100)
-    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (bad)": why}
+    assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (bad)": why}
     assert (bad.paused, bad.version, good.paused, good.version) == ("abort", "first", None, "1")
     bad.broken = ""
-    assert updater.update(tensors(2).items(), 2, engines=[bad]).fenced == {}
+    assert updater.update(tensors(2).items(), 2, engines=[bad]).quarantined == {}
     assert holds(bad, tensors(2))
     assert (bad.paused, bad.version) == (None, "2")
     updater.close()
@@ -105,7 +105,7 @@ def test_an_engine_that_is_late_is_fenced_and_the_others_go_on(delayed):
         late.receivers[1].delay_s = 1.5  # type: ignore[attr-defined]
     before = state(late)
     updater = WeightUpdater([late, good], bucket_bytes=1 << 20, timeout_s=0.5)
-    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (late)": f"{delayed} in time"}
+    assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (late)": f"{delayed} in time"}
     assert holds(good, tensors(1))
     assert (good.version, good.paused, late.version) == ("1", None, "first")
     assert late.paused == "abort" or same(state(late), before)  # what came to its rank after all
@@ -138,7 +138,7 @@ def test_an_engine_that_ends_before_it_begins_is_not_waited_for():
     gone, good = Gone(1, "gone"), HeldEngine(1, "good")
     updater = WeightUpdater([gone, good])
     started = time.monotonic()
-    assert updater.update(tensors(1).items(), 1).fenced == {"engine 0 of 2 (gone)": "the server has ended"}
+    assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (gone)": "the server has ended"}
     assert time.monotonic() - started < 5
     assert gone.calls == []
     assert holds(good, tensors(1))

@@ -50,7 +50,7 @@ def test_an_engine_that_has_loaded_and_not_answered_is_fenced(updated):
     assert engine.paused == "abort"
     assert engine.version == "0"
     engine.answers.set()
-    assert updater.update(tensors(2).items(), 2).fenced == {}
+    assert updater.update(tensors(2).items(), 2).quarantined == {}
     assert engine.paused is None
     assert engine.version == "2"
     assert holds(engine, tensors(2))
@@ -122,7 +122,7 @@ def test_an_interrupt_as_one_engine_goes_on_does_not_keep_the_others(pair):
     assert first.paused == "retract"
     requests = len(first.requests)
     updater.update(tensors(1).items(), 1)
-    assert len(first.requests) == requests  # fenced
+    assert len(first.requests) == requests  # quarantined
     assert is_brought_up_to_date(updater, first, second)
 
 
@@ -145,7 +145,7 @@ def test_a_second_interrupt_leaves_no_engine_without_pause_or_fence(pair):
 def test_what_is_cancelled_in_one_client_fails_that_engine(pair, where):
     updater, first, second = pair
     first.raises = {where: asyncio.CancelledError()}
-    (told,) = updater.update(tensors(1).items(), 1).fenced.values()
+    (told,) = updater.update(tensors(1).items(), 1).quarantined.values()
     assert "CancelledError" in told
     assert (second.paused, second.version) == (None, "1")
     assert holds(second, tensors(1))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
-from tidemill_weight_update.send.fingerprint import Known
-from tidemill_weight_update.tensors.shards import held
+from tidemill_weight_update.send.fingerprint import Fingerprint
+from tidemill_weight_update.tensors.shards import piece_to_send
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
@@ -40,7 +40,7 @@ def _boxes(shape: tuple[int, ...]) -> int:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             sent = torch.zeros(4, *size)
             for name, times in zip("abcd", sent, strict=True):  # which of equal copies is sent depends on the name
-                piece = held(name, tensor, None, dist.get_rank())
+                piece = piece_to_send(name, tensor, None, dist.get_rank())
                 if piece is not None:
                     assert piece.spec.shape == size
                     assert torch.equal(piece.local, box_of(whole, piece.box)), (size, placements)
@@ -72,7 +72,7 @@ def _fsdp_over_tp_of(rows: int) -> list[str]:
     fully_shard(model, mesh=mesh["fsdp"])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.full_tensor(), whole[name])
-        piece = held(name, tensor, None, dist.get_rank())
+        piece = piece_to_send(name, tensor, None, dist.get_rank())
         sent = torch.zeros(whole[name].shape)
         if piece is not None:
             assert torch.equal(piece.local, box_of(whole[name], piece.box)), (name, tensor.placements)
@@ -100,7 +100,7 @@ def _strides_without_reason() -> str:
     mesh = init_device_mesh("cpu", (2, 1))
     placements = [_StridedShard(0, split_factor=2), Replicate()]
     with pytest.raises(TypeError) as caught:
-        held("w", DTensor.from_local(torch.zeros(4), mesh, placements), None, 0)
+        piece_to_send("w", DTensor.from_local(torch.zeros(4), mesh, placements), None, 0)
     return str(caught.value)
 
 
@@ -114,7 +114,7 @@ def _partial_sums() -> tuple[int, ...] | None:
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = init_device_mesh("cpu", (2,))
-    piece = held("a", DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()]), None, 0)
+    piece = piece_to_send("a", DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()]), None, 0)
     return None if piece is None else tuple(piece.local.tolist())
 
 
@@ -130,7 +130,9 @@ def _other_mesh() -> bool:
     found = True
     if dist.get_rank() != 2:
         mesh = DeviceMesh.from_group(group, "cpu")
-        found = held("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
+        found = (
+            piece_to_send("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
+        )
     dist.barrier()  # rank 2 is not to end while the others still connect
     return found
 
@@ -147,7 +149,7 @@ def test_local_shards_tile_the_tensor(dim):
     for rank, part in enumerate(parts):
         size = len(parts)
         shard = LocalShard(tensor=part, global_shape=(4, 6), dim=dim, rank=rank, size=size)
-        piece = held("a", shard, torch.bfloat16, group_rank=5)
+        piece = piece_to_send("a", shard, torch.bfloat16, group_rank=5)
         assert piece is not None
         assert (piece.spec.shape, piece.spec.dtype) == ((4, 6), torch.bfloat16)
         assert torch.equal(piece.local, box_of(whole, piece.box))
@@ -162,7 +164,7 @@ def test_local_shards_that_begin_anywhere_tile_the_tensor(rows):
     for part, start in zip(whole.split(rows), (sum(rows[:i]) for i in range(len(rows))), strict=True):
         for columns, first in zip(part.split((2, 4), dim=1), (0, 2), strict=True):
             shard = LocalShard(tensor=columns, global_shape=(4, 6), start=(start, first))
-            piece = held("a", shard, None, group_rank=5)
+            piece = piece_to_send("a", shard, None, group_rank=5)
             assert (piece is None) == (columns.numel() == 0)
             if piece is not None:
                 assert torch.equal(piece.local, box_of(whole, piece.box))
@@ -174,15 +176,15 @@ def test_one_of_several_replicas_is_sent_and_names_take_turns():
     senders = []
     for name in map(str, range(40)):
         shard = {"tensor": torch.ones(2), "global_shape": (2,), "num_replicas": 4}
-        pieces = [held(name, LocalShard(**shard, replica=replica), None, 0) for replica in range(4)]
+        pieces = [piece_to_send(name, LocalShard(**shard, replica=replica), None, 0) for replica in range(4)]
         assert sum(piece is not None for piece in pieces) == 1
         senders.append([piece is not None for piece in pieces].index(True))
     assert set(senders) == {0, 1, 2, 3}
 
 
 def test_a_plain_tensor_is_that_of_the_first_rank():
-    assert held("a", torch.zeros(2), None, 0) is not None
-    assert held("a", torch.zeros(2), None, 1) is None
+    assert piece_to_send("a", torch.zeros(2), None, 0) is not None
+    assert piece_to_send("a", torch.zeros(2), None, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_a_plain_tensor_is_that_of_the_first_rank():
 )
 def test_a_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
     with pytest.raises(ValueError, match=message):
-        held("w", LocalShard(global_shape=(4, 6), **shard), None, 0)
+        piece_to_send("w", LocalShard(global_shape=(4, 6), **shard), None, 0)
 
 
 class Wrapping(Tensor):
@@ -235,14 +237,14 @@ def test_of_a_tensor_around_another_the_inner_one_is_sent():
     values = torch.randn(6, 4)
     for wrapped in (Wrapping(values), torch.nn.Parameter(Wrapping(values)), Wrapping(Wrapping(values))):
         for tensor in (wrapped, LocalShard(tensor=wrapped, global_shape=(6, 4))):
-            piece = held("w", tensor, None, 0)
+            piece = piece_to_send("w", tensor, None, 0)
             assert piece is not None
             assert type(piece.local) is Tensor
             assert piece.local.data_ptr() == values.data_ptr()
-            known = Known([("w", tensor)])
+            known = Fingerprint([("w", tensor)])
             assert known.hold([piece])
-            assert known.are([("w", tensor)])
-            assert not known.are([("w", Wrapping(values.clone()))])
+            assert known.matches([("w", tensor)])
+            assert not known.matches([("w", Wrapping(values.clone()))])
 
 
 def _wrapping_in_dtensors() -> bool:
@@ -253,10 +255,10 @@ def _wrapping_in_dtensors() -> bool:
     local = Wrapping(values)
     tensor = torch.nn.Parameter(DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False))
     with torch.no_grad():
-        piece, known = held("w", tensor, None, 0), Known([("w", tensor)])
+        piece, known = piece_to_send("w", tensor, None, 0), Fingerprint([("w", tensor)])
         assert piece is not None
         assert known.hold([piece])
-        return piece.local.data_ptr() == values.data_ptr() and known.are([("w", tensor)])
+        return piece.local.data_ptr() == values.data_ptr() and known.matches([("w", tensor)])
 
 
 def test_so_it_is_in_dtensors():
@@ -267,15 +269,15 @@ def test_a_tensor_that_hides_where_its_values_are_is_refused_by_name():
     hidden = TwoTensor(torch.ones(3), torch.ones(3))
     for tensor in (hidden, Wrapping(hidden), LocalShard(tensor=hidden, global_shape=(3,))):
         with pytest.raises(TypeError, match=r"tensor 'w' is a torch.testing.*two_tensor.TwoTensor, .* plain tensor$"):
-            held("w", tensor, None, 0)
+            piece_to_send("w", tensor, None, 0)
 
 
 def test_a_tensor_whose_memory_was_freed_is_refused_where_it_would_be_sent():
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     with pytest.raises(TypeError, match=r"tensor 'w' is a torch\.Tensor, which has no memory of its own"):
-        held("w", freed, None, 0)
-    assert held("w", freed, None, 1) is None
+        piece_to_send("w", freed, None, 0)
+    assert piece_to_send("w", freed, None, 1) is None
 
 
 def _on_its_way() -> tuple[type, list[float]]:
@@ -283,7 +285,7 @@ def _on_its_way() -> tuple[type, list[float]]:
 
     coming = all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     assert isinstance(coming, AsyncCollectiveTensor)
-    piece = held("w", coming, None, 0)
+    piece = piece_to_send("w", coming, None, 0)
     assert piece is not None
     return type(piece.local), piece.local.tolist()
 
@@ -297,17 +299,17 @@ def test_what_torch_has_put_off_is_done_before_a_tensor_is_sent():
     for name, tensor in {"negated": numbers.conj().imag, "conjugated": numbers.conj()}.items():
         assert tensor.is_neg() or tensor.is_conj()
         items = [(name, tensor)]
-        piece = held(name, tensor, None, 0)
+        piece = piece_to_send(name, tensor, None, 0)
         assert piece is not None
         assert not piece.local.is_neg()
         assert not piece.local.is_conj()
         assert piece.local.tolist() == tensor.tolist()
-        known = Known(items)
-        assert known.are(items)
+        known = Fingerprint(items)
+        assert known.matches(items)
         assert not known.hold([piece])
         plain = numbers.imag if tensor.is_neg() else numbers
         assert plain.data_ptr() == tensor.data_ptr()
-        assert not known.are([(name, plain)])
+        assert not known.matches([(name, plain)])
 
 
 def _uneven() -> tuple[str, str]:
@@ -318,7 +320,7 @@ def _uneven() -> tuple[str, str]:
     sizes = {"shape": torch.Size((8, 2)), "stride": (2, 1), "run_check": False}
     tensor = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], **sizes)
     with pytest.raises(ValueError, match="tensor 'w' holds values") as caught:
-        held("w", tensor, None, 0)
+        piece_to_send("w", tensor, None, 0)
     told, _, rest = str(caught.value).partition(", where")
     return told, rest.partition(":")[0]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from stock_engine import MemoryEngine, assert_same
 from tidemill_weight_update import BucketHandle, WeightUpdater
-from tidemill_weight_update.send.gather import Piece
+from tidemill_weight_update.send.gather import GatheredPiece
 from tidemill_weight_update.sglang.payload import stock_payload
 
 
@@ -40,7 +40,7 @@ def test_every_tensor_arrives_bit_for_bit_whatever_the_buckets(bucket_bytes):
         assert engine.version == stats.weight_version == str(version)
         assert stats.num_buckets == sum(call.startswith("load") for call in engine.calls)
         assert 0 < stats.gather_s + stats.fill_s + stats.load_s + stats.finish_s < stats.seconds
-        assert (stats.verified, stats.fenced, stats.prepare_s) == (False, {}, 0.0)
+        assert (stats.verified, stats.quarantined, stats.prepare_s) == (False, {}, 0.0)
         assert stats.gb_per_s == pytest.approx(stats.num_bytes / stats.seconds / 1e9)
         engine.weights.clear()
         engine.calls.clear()
@@ -70,16 +70,16 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on():
     items = [(f"t{i}", torch.full((8,), float(i))) for i in range(5)]
     told = r"did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone"
     stats = updater.update(items, 1)
-    assert list(stats.fenced) == ["engine 1 of 2 (MemoryEngine)"]
-    assert re.fullmatch(told, stats.fenced["engine 1 of 2 (MemoryEngine)"])
+    assert list(stats.quarantined) == ["engine 1 of 2 (MemoryEngine)"]
+    assert re.fullmatch(told, stats.quarantined["engine 1 of 2 (MemoryEngine)"])
     assert [engine.version for engine in engines] == ["1", "default"]
     assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
     engines[1].calls.clear()
-    assert updater.update(items, 2).fenced == {}
+    assert updater.update(items, 2).quarantined == {}
     assert engines[1].calls == []  # left out
     engines[1].fail_at = None
     stats = updater.update(items, 2, engines=[engines[1]])
-    assert (stats.fenced, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
+    assert (stats.quarantined, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
     assert_same(engines[1].weights, dict(items))
     updater.update(items, 3)
     assert [engine.version for engine in engines] == ["3", "3"]
@@ -95,7 +95,7 @@ def test_an_update_that_reaches_no_engine_is_an_error():
     with pytest.raises(RuntimeError, match=message):
         updater.update(items, 1)
     engines[0].fail_at = engines[1].fail_at = None
-    assert updater.update(items, 2).fenced == {}  # none is healthy, so all are tried
+    assert updater.update(items, 2).quarantined == {}  # none is healthy, so all are tried
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
@@ -127,7 +127,7 @@ def test_an_engine_that_cannot_be_paused_gets_nothing(others):
     engines = [Busy(), *(MemoryEngine() for _ in range(others))]
     updater = WeightUpdater(engines, in_flight="abort")
     if others:
-        assert updater.update([("a", torch.zeros(1))], 1).fenced == {
+        assert updater.update([("a", torch.zeros(1))], 1).quarantined == {
             "engine 0 of 2 (MemoryEngine)": "requests do not end"
         }
     else:
@@ -141,13 +141,13 @@ def test_a_bucket_that_could_not_be_filled_is_not_loaded(monkeypatch, fails_at, 
     """The last one would come with the version."""
     copied = []
 
-    def copy_to(self, arena, original=Piece.copy_to):
+    def copy_to(self, arena, original=GatheredPiece.copy_to):
         copied.append(self)
         if len(copied) > fails_at:
             raise RuntimeError("out of memory")
         original(self, arena)
 
-    monkeypatch.setattr(Piece, "copy_to", copy_to)
+    monkeypatch.setattr(GatheredPiece, "copy_to", copy_to)
     engine = MemoryEngine()
     items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at + 1)]
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -179,14 +179,14 @@ class FakeManager:
         self.is_pause = False
         self.is_pause_cond = asyncio.Condition()
         self.model_update_lock = SimpleNamespace(writer_lock=asyncio.Lock())
-        self.patience_s: float | None = None
+        self.max_wait_s: float | None = None
 
     async def update_weights_from_tensor(self, request, http_request):
         await asyncio.sleep(self.delay_s)
         return self.answer
 
     async def flush_cache(self, timeout_s=None):
-        self.patience_s = timeout_s
+        self.max_wait_s = timeout_s
         await asyncio.sleep(self.delay_s)
         return SimpleNamespace(success=self.answer[0], message=self.answer[1])
 
@@ -227,7 +227,7 @@ def test_a_local_engine_tells_why_it_cannot(local):
     local.tokenizer_manager.answer = (False, "")
     with pytest.raises(RuntimeError, match=r"cannot flush its prefix cache: requests still run after 0\.09 s"):
         engine.flush_cache()
-    assert local.tokenizer_manager.patience_s == pytest.approx(0.09)
+    assert local.tokenizer_manager.max_wait_s == pytest.approx(0.09)
 
     local.tokenizer_manager.delay_s = 1.0
     with pytest.raises(RuntimeError, match=r"no answer within 0.1 s"):

@@ -96,7 +96,7 @@ def updated_while_running(engine, models):
         updater.update(state(models[0]), "old")
         running = Running(engine)
         stats = updater.update(state(models[1]), "new")
-        assert (stats.verified, stats.fenced) == (True, {})
+        assert (stats.verified, stats.quarantined) == (True, {})
         result = running.result()
         updater.close()
         tokens = result["output_ids"]
@@ -202,7 +202,7 @@ def test_requests_come_and_go_during_updates(engine, models, in_flight, client):
     for version in range(6):
         traffic.go_on()
         model = models[version % 2]
-        assert updater.update(state(model), version).fenced == {}
+        assert updater.update(state(model), version).quarantined == {}
         out = generate(engine, extra_key=None if in_flight in ("wait", "abort") else str(version))
         assert out["meta_info"]["weight_version"] == str(version)
         assert out["output_ids"] == most_likely(model, PROMPT, out["output_ids"])

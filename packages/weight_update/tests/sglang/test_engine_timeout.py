@@ -57,7 +57,7 @@ def test_an_engine_that_hangs_is_fenced_and_brought_up_to_date_alone(engine, tmp
     updater = WeightUpdater([hanging, other], bucket_bytes=1 << 16, timeout_s=1.5)
     answers = []
     for version, checkpoint in enumerate(checkpoints):
-        assert updater.update(checkpoint.items(), version).fenced == {}
+        assert updater.update(checkpoint.items(), version).quarantined == {}
         answers.append(generate(engine)[0])
     pid = scheduler()
 
@@ -69,17 +69,17 @@ def test_an_engine_that_hangs_is_fenced_and_brought_up_to_date_alone(engine, tmp
 
     try:
         stats = updater.update(stopping(), "stopped")
-        assert list(stats.fenced) == [f"engine 0 of 2 ({hanging!r})"]
+        assert list(stats.quarantined) == [f"engine 0 of 2 ({hanging!r})"]
         assert other.version == "stopped"
         assert other.models[0].holds(checkpoints[0])
         stats = updater.update(checkpoints[1].items(), "without it")
-        assert (stats.fenced, stats.seconds < 1) == ({}, True)
+        assert (stats.quarantined, stats.seconds < 1) == ({}, True)
     finally:
         os.kill(pid, signal.SIGCONT)
     for version in (1, 2):
-        assert updater.update(checkpoints[version].items(), version, engines=[hanging]).fenced == {}
+        assert updater.update(checkpoints[version].items(), version, engines=[hanging]).quarantined == {}
         assert generate(engine) == (answers[version], str(version))
-    assert updater.update(checkpoints[0].items(), "both").fenced == {}
+    assert updater.update(checkpoints[0].items(), "both").quarantined == {}
     assert generate(engine) == (answers[0], "both")
     assert other.models[0].holds(checkpoints[0])
     updater.close()

@@ -108,7 +108,7 @@ def test_requests_come_and_go_during_updates(server, checkpoints, expected, in_f
             for version in range(6):
                 leave(server)
                 path = checkpoints[1 + version % 2]
-                assert updater.update(state(path), version).fenced == {}
+                assert updater.update(state(path), version).quarantined == {}
                 out = server.generate()
                 assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
         finally:

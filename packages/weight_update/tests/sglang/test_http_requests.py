@@ -127,7 +127,7 @@ def test_every_answer_is_of_the_version_that_it_names(server, models, link):
         for version in range(1, 9):
             time.sleep(0.1)
             started[version] = time.monotonic()
-            assert updater.update(state(models[version % 2]), version).fenced == {}
+            assert updater.update(state(models[version % 2]), version).quarantined == {}
             updated[version] = time.monotonic()
             assert version_of(generate(server)) == str(version)
     updater.close()
@@ -159,7 +159,7 @@ def test_requests_that_come_while_one_without_a_client_still_runs_find_no_old_ca
                 clients.enter_context(running(server, 400))
             leaving = threading.Timer(0.1, clients.close)  # while the load waits for them
             leaving.start()
-            assert updater.update(sent(version), version).fenced == {}
+            assert updater.update(sent(version), version).quarantined == {}
             leaving.join()
             answers += [each.result(60) for each in calls]
             assert {version_of(a.out) for a in answers[-8:]} == {str(version)}

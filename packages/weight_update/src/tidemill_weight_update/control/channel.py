@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 
@@ -15,14 +15,14 @@ Place = tuple[int, int]
 """Offset and length of a piece of text in a trainer rank's journal."""
 
 
-class Inlet(Protocol):
+class RemoteInput(Protocol):
     """How an engine rank gets what lies in memory that it cannot map."""
 
-    def pack(self, place: Place, line: Line, plan: CopyPlan) -> Line:
+    def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         """The line at `place`, as if it held nothing but what `plan` takes of it, packed together."""
         ...
 
-    def take(
+    def receive(
         self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
     ) -> Tensor:
         """uint8, in memory of this process: what the line from `pack` describes. Valid until the next call.
@@ -47,16 +47,16 @@ class Channel(Protocol):
 
     Attributes:
         path: by which engine ranks open it.
-        inlet: on an engine rank: how it gets what it cannot map; None: it maps the trainer's memory.
+        remote_input: on an engine rank: how it gets what it cannot map; None: it maps the trainer's memory.
     """
 
     path: str
-    inlet: Inlet | None
+    remote_input: RemoteInput | None
 
     @property
     def owner_pid(self) -> int: ...
 
-    def owner_has_ended(self) -> bool:
+    def owner_has_exited(self) -> bool:
         """Whether the trainer rank is known to have ended; only a process of the same machine can know that."""
         ...
 
@@ -76,15 +76,15 @@ class Channel(Protocol):
         """Places a line of the journal; it never changes."""
         ...
 
-    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
-        """Notes the digests of a bucket, before it is published."""
+    def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
+        """Notes the checksums of a bucket, before it is published."""
         ...
 
-    def announce(self, sequence: int, lines: Place | None) -> None:
-        """Opens the update. `lines`: the journal line that lists all lines of the update, if they are known."""
+    def announce(self, sequence: int, listing: Place | None) -> None:
+        """Opens the update. `listing`: the journal line that lists all lines of the update, if they are known."""
         ...
 
-    def publish(self, sequence: int, bucket: int, line: Place, arena: Place | None) -> None:
+    def publish(self, sequence: int, bucket: int, place: Place, arena: Place | None) -> None:
         """Announces a bucket, its line, and the line that describes its memory (None: `line` does)."""
         ...
 
@@ -110,7 +110,7 @@ class Channel(Protocol):
         """Makes `state` of `receiver` visible, with `reply`."""
         ...
 
-    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Leaves what `receiver` has copied of each tensor; announced by the next `report`."""
         ...
 
@@ -120,7 +120,7 @@ class Channel(Protocol):
         """Whether this is the update that goes on; in later ones, other engine ranks may have the same numbers."""
         ...
 
-    def lines(self, sequence: int) -> tuple[bool, Place | None]:
+    def listing(self, sequence: int) -> tuple[bool, Place | None]:
         """Whether the update is open, and the journal line that lists its lines, if there is one."""
         ...
 
@@ -128,10 +128,10 @@ class Channel(Protocol):
         """The journal lines (its own, its memory's) of a bucket, or None if it is not there yet."""
         ...
 
-    def read_journal(self, line: Place) -> bytes: ...
+    def read_journal(self, place: Place) -> bytes: ...
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        """The digests of what was published, from index `first`: int64 [count]."""
+        """The checksums of what was published, from index `first`: int64 [count]."""
         ...
 
     def num_buckets(self, sequence: int) -> int | None:
@@ -154,10 +154,10 @@ class Channel(Protocol):
         """The process of `receiver`, 0 if it has not reported in this update."""
         ...
 
-    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
-        """Whether `receiver` is known to have ended after it reported; see `owner_has_ended`."""
+    def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
+        """Whether `receiver` is known to have ended after it reported; see `owner_has_exited`."""
         ...
 
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What `receiver` left of each tensor: digests and element counts, int64 [num_tensors]."""
+        """What `receiver` left of each tensor: checksums and element counts, int64 [num_tensors]."""
         ...

@@ -1,4 +1,4 @@
-"""How a trainer rank describes to engine ranks what it sends: lines of JSON in its mailbox."""
+"""How a trainer rank describes to engine ranks what it sends: descriptors of JSON in its mailbox."""
 
 import json
 from collections.abc import Sequence
@@ -14,66 +14,67 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BucketDescriptor:
     """What travels together.
 
     Attributes:
         sources: the tensors that the pieces belong to; `shards[i]` holds the pieces of `sources[i]`.
         shards: their places in `memories`; if `memories` is empty, in the arena that is announced with the bucket.
         memories: of the trainer's own tensors.
-        first_digest: index in the mailbox's digests of the digest of `shards[0]` (all of them); the others follow.
+        first_checksum: index in the mailbox of the checksum of `shards[0]` (all of them); the others follow.
     """
 
     sources: tuple[SourceSpec, ...]
     shards: tuple[tuple[Shard, ...], ...]
     memories: tuple[DeviceMemory, ...]
-    first_digest: int
+    first_checksum: int
 
 
-def joined(lines: Sequence[Line]) -> Line:
-    """Lines whose pieces stay where they are, as one; the digests are those of none of them."""
+def merge_descriptors(descriptors: Sequence[BucketDescriptor]) -> BucketDescriptor:
+    """Lines whose pieces stay where they are, as one; the checksums are those of none of them."""
     sources: dict[SourceSpec, list[Shard]] = {}
     memories: list[DeviceMemory] = []
-    for line in lines:
-        for source, shards in zip(line.sources, line.shards, strict=True):
+    for descriptor in descriptors:
+        for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
             places = [replace(shard, memory=shard.memory + len(memories)) for shard in shards]
             sources.setdefault(source, []).extend(places)
-        memories += line.memories
+        memories += descriptor.memories
     shards = tuple(tuple(places) for places in sources.values())
-    return Line(sources=tuple(sources), shards=shards, memories=tuple(memories), first_digest=0)
+    return BucketDescriptor(sources=tuple(sources), shards=shards, memories=tuple(memories), first_checksum=0)
 
 
-def line_to_json(line: Line) -> bytes:
+def descriptor_to_json(descriptor: BucketDescriptor) -> bytes:
     shards = [
-        [[s.box.start, s.box.shape, s.memory, s.offset, _strides_to_json(s)] for s in shards] for shards in line.shards
+        [[s.box.start, s.box.shape, s.memory, s.offset, _strides_to_json(s)] for s in shards]
+        for shards in descriptor.shards
     ]
     document = {
-        "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in line.sources],
+        "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in descriptor.sources],
         "shards": shards,
-        "memories": [memory_to_dict(memory) for memory in line.memories],
-        "first_digest": line.first_digest,
+        "memories": [memory_to_dict(memory) for memory in descriptor.memories],
+        "first_checksum": descriptor.first_checksum,
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def line_from_json(text: bytes) -> Line:
+def descriptor_from_json(text: bytes) -> BucketDescriptor:
     document = json.loads(text)
-    return Line(
+    return BucketDescriptor(
         sources=tuple(
             SourceSpec(name, tuple(shape), dtype_from_name(dtype)) for name, shape, dtype in document["sources"]
         ),
         shards=tuple(tuple(_shard_from_json(*item) for item in items) for items in document["shards"]),
         memories=tuple(_device_memory(item) for item in document["memories"]),
-        first_digest=document["first_digest"],
+        first_checksum=document["first_checksum"],
     )
 
 
-def list_to_json(items: Sequence[Sequence[int]]) -> bytes:
-    """The lines (offset, length) that an update consists of."""
+def listing_to_json(items: Sequence[Sequence[int]]) -> bytes:
+    """The descriptors (offset, length) that an update consists of."""
     return json.dumps([list(item) for item in items], separators=(",", ":")).encode()
 
 
-def list_from_json(text: bytes) -> list[tuple[int, int]]:
+def listing_from_json(text: bytes) -> list[tuple[int, int]]:
     return [(offset, length) for offset, length in json.loads(text)]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.control.channel import Inlet
-from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.control.channel import RemoteInput
+from tidemill_weight_update.control.wait import has_exited
 
 MAX_RECEIVERS = 256
 MAX_TENSORS = 1 << 18
@@ -26,14 +26,14 @@ _REPLY_BYTES = 1 << 16
 _ROW_WORDS = 8
 _ROWS = 4096  # bytes
 _REPLIES = 1 << 20
-_DIGESTS = 128 << 20
+_CHECKSUMS = 128 << 20
 _JOURNAL = 256 << 20
 _TOTALS = 1 << 30
 _TOTALS_STRIDE = 2 * MAX_TENSORS * 8
 _SIZE = _TOTALS + MAX_RECEIVERS * _TOTALS_STRIDE
 
 # Words of the sender.
-_PID, _TOTAL, _FAILED, _OPEN, _LINES, _SLOTS = 0, 1, 2, 3, 4, 8
+_PID, _TOTAL, _FAILED, _OPEN, _LISTING, _SLOTS = 0, 1, 2, 3, 4, 8
 # Words of a receiver's row.
 _ACK, _STATE, _RECEIVER_PID, _REPLY_LENGTH = 0, 1, 2, 3
 _OUT = 7  # written by trainer rank 0 in its own mailbox
@@ -79,7 +79,7 @@ def path_of(identity: tuple[int, int]) -> str:
 class Mailbox:
     """One side's view of a mailbox; see `create` and `open`. What the other methods do, `Channel` says."""
 
-    inlet: Inlet | None = None  # who opens a mailbox maps what it announces, too
+    remote_input: RemoteInput | None = None  # who opens a mailbox maps what it announces, too
 
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class Mailbox:
         self._map = mmap.mmap(fd, _SIZE)
         self._words = np.frombuffer(self._map, dtype=np.int64, count=_REPLIES // 8)
         self._rows = self._words[_ROWS // 8 :][: MAX_RECEIVERS * _ROW_WORDS].reshape(MAX_RECEIVERS, _ROW_WORDS)
-        self.digests = np.frombuffer(self._map, dtype=np.int64, count=(_JOURNAL - _DIGESTS) // 8, offset=_DIGESTS)
+        self.checksums = np.frombuffer(self._map, dtype=np.int64, count=(_JOURNAL - _CHECKSUMS) // 8, offset=_CHECKSUMS)
 
     @classmethod
     def create(cls) -> "Mailbox":
@@ -123,7 +123,7 @@ class Mailbox:
         return cls(fd, path)
 
     def close(self) -> None:
-        del self._words, self._rows, self.digests
+        del self._words, self._rows, self.checksums
         self._map.close()
         os.close(self._fd)
 
@@ -144,8 +144,8 @@ class Mailbox:
     def owner_pid(self) -> int:
         return int(self._words[_PID])
 
-    def owner_has_ended(self) -> bool:
-        return has_ended(self.owner_pid)
+    def owner_has_exited(self) -> bool:
+        return has_exited(self.owner_pid)
 
     # The sender's side.
 
@@ -158,16 +158,16 @@ class Mailbox:
             raise RuntimeError(f"the description of the tensors takes more than {_TOTALS - _JOURNAL} bytes")
         self._map[_JOURNAL + offset : _JOURNAL + end] = text
 
-    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
-        self.digests[first : first + len(digests)] = digests
+    def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
+        self.checksums[first : first + len(checksums)] = checksums
 
-    def announce(self, sequence: int, lines: tuple[int, int] | None) -> None:
-        self._words[_LINES], self._words[_LINES + 1] = (0, 0) if lines is None else lines
+    def announce(self, sequence: int, listing: tuple[int, int] | None) -> None:
+        self._words[_LISTING], self._words[_LISTING + 1] = (0, 0) if listing is None else listing
         self._words[_OPEN] = _stamp(sequence, 1)
 
-    def publish(self, sequence: int, bucket: int, line: tuple[int, int], arena: tuple[int, int] | None) -> None:
+    def publish(self, sequence: int, bucket: int, place: tuple[int, int], arena: tuple[int, int] | None) -> None:
         slot = _SLOTS + 8 * (bucket % 2)
-        self._words[slot + 1], self._words[slot + 2] = line
+        self._words[slot + 1], self._words[slot + 2] = place
         self._words[slot + 3], self._words[slot + 4] = (0, 0) if arena is None else arena
         self._words[slot] = _stamp(sequence, bucket + 1)
 
@@ -196,17 +196,17 @@ class Mailbox:
         both = np.frombuffer(self._map, dtype=np.int64, count=2 * MAX_TENSORS, offset=start).reshape(2, MAX_TENSORS)
         return both[0, :num_tensors], both[1, :num_tensors]
 
-    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        places = self.totals(receiver, len(digests))
-        places[0][:], places[1][:] = digests, counts
+    def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        places = self.totals(receiver, len(checksums))
+        places[0][:], places[1][:] = checksums, counts
 
     # The receivers' side.
 
-    def lines(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
+    def listing(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
         if int(self._words[_OPEN]) != _stamp(sequence, 1):
             return False, None
-        line = int(self._words[_LINES]), int(self._words[_LINES + 1])
-        return True, line if line[1] else None
+        place = int(self._words[_LISTING]), int(self._words[_LISTING + 1])
+        return True, place if place[1] else None
 
     def announced(self, sequence: int, bucket: int) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
         slot = _SLOTS + 8 * (bucket % 2)
@@ -215,12 +215,12 @@ class Mailbox:
         _, offset, length, arena, arena_length = self._words[slot : slot + 5].tolist()
         return (offset, length), (arena, arena_length) if arena_length else None
 
-    def read_journal(self, line: tuple[int, int]) -> bytes:
-        offset, length = line
+    def read_journal(self, place: tuple[int, int]) -> bytes:
+        offset, length = place
         return self._map[_JOURNAL + offset : _JOURNAL + offset + length]
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        return self.digests[first : first + count]
+        return self.checksums[first : first + count]
 
     def num_buckets(self, sequence: int) -> int | None:
         total = int(self._words[_TOTAL])
@@ -253,6 +253,6 @@ class Mailbox:
     def receiver_pid(self, sequence: int, receiver: int) -> int:
         return int(self._rows[receiver, _RECEIVER_PID]) if self.state(sequence, receiver) != IDLE else 0
 
-    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
+    def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
         pid = self.receiver_pid(sequence, receiver)
-        return pid != 0 and has_ended(pid)
+        return pid != 0 and has_exited(pid)

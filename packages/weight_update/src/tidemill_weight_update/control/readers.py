@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import IDLE
-from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.control.wait import PollingWait
 
 
-class Audience:
+class Readers:
     """Who has to read what this rank publishes.
 
     Args:
@@ -21,7 +21,7 @@ class Audience:
         timeout_s: longest wait for one of them to make progress.
 
     Attributes:
-        patience_s: longest wait of this rank, while other engines wait for it.
+        max_wait_s: longest wait of this rank, while other engines wait for it.
     """
 
     def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
@@ -29,13 +29,13 @@ class Audience:
         self._own = own
         self._control = control
         self._rows = set(range(num_receivers))
-        self._timeout_s = self.patience_s = timeout_s
+        self._timeout_s = self.max_wait_s = timeout_s
 
-    def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
+    def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         """Sends a bucket that was published to those who cannot read it where it is; here nobody.
 
         Args:
-            place, line: of the bucket in this rank's journal.
+            place, descriptor: of the bucket in this rank's journal.
             arena: that holds it, uint8; None: it stays where it is.
 
         Raises:
@@ -52,7 +52,7 @@ class Audience:
         """
         is_first = self._own is self._control
         timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
-        wait = Wait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        wait = PollingWait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
         slowest = self._slowest()
         while slowest < num_buckets:
             try:
@@ -60,15 +60,15 @@ class Audience:
             except TimeoutError:
                 if not is_first:
                     raise
-                self._give_up(num_buckets)
+                self._exclude_slow(num_buckets)
             now = self._slowest()
             if now != slowest:
                 wait.progress()
             slowest = now
 
-    def await_begin(self, rows: Iterable[int]) -> None:
+    def wait_until_started(self, rows: Iterable[int]) -> None:
         """Returns when all of `rows` have begun the update, and no later than nothing happened for too long."""
-        wait = Wait(self.patience_s, "engines to begin", self._drop_ended)
+        wait = PollingWait(self.max_wait_s, "engines to begin", self._drop_exited)
         pending = set(rows)
         while pending := pending & self._rows:
             begun = {row for row in pending if self._control.state(self._sequence, row) != IDLE}
@@ -81,7 +81,7 @@ class Audience:
             except TimeoutError:
                 return
 
-    def _give_up(self, num_buckets: int) -> None:
+    def _exclude_slow(self, num_buckets: int) -> None:
         for row in list(self._rows):
             if self._own.acknowledged(self._sequence, row) < num_buckets:
                 self._control.exclude(self._sequence, row)
@@ -90,8 +90,8 @@ class Audience:
     def _slowest(self) -> float:
         return min((self._own.acknowledged(self._sequence, row) for row in self._rows), default=float("inf"))
 
-    def _drop_ended(self) -> None:
+    def _drop_exited(self) -> None:
         for row in list(self._rows):
             excluded = self._control.is_excluded(self._sequence, row)
-            if excluded or self._control.receiver_has_ended(self._sequence, row):
+            if excluded or self._control.receiver_has_exited(self._sequence, row):
                 self._rows.remove(row)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-class Wait:
+class PollingWait:
     """A wait that polls: at once at first, then ever more seldom, with a deadline that progress moves on.
 
     Args:
@@ -37,7 +37,7 @@ class Wait:
                 raise TimeoutError(f"waited {self._timeout_s:g} s for {self._what}")
 
 
-def has_ended(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     """Whether the process has ended, also while nobody has collected its exit status."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:

@@ -1,1 +1,1 @@
-"""Carrying out many copies at once, and digests of what was copied."""
+"""Carrying out many copies at once, and checksums of what was copied."""

@@ -1,6 +1,6 @@
-"""Digests of tensors that add up: the digests of disjoint parts of a tensor sum to the digest of the whole.
+"""Checksums of tensors that add up: the checksums of disjoint parts of a tensor sum to the checksum of the whole.
 
-The digest of a tensor is, modulo 2**64 and kept as a signed 64-bit number,
+The checksum of a tensor is, modulo 2**64 and kept as a signed 64-bit number,
 
     sum over its elements of  bits(element) * g(position)
 
@@ -10,7 +10,7 @@ that it does not matter how the tensor is sharded. An element of 8 bytes counts 
 
     g(position) = (mix32(position // lanes) | 1) * LANE_FACTOR ** (position % lanes)  mod 2**32
 
-Factors are odd, hence invertible: any single changed element changes the digest. `mix32` reads 32 bits, so the factors
+Factors are odd, hence invertible: any single changed element changes the checksum. `mix32` reads 32 bits, so they
 repeat after 16 GiB of one tensor. This is no cryptographic hash: it finds lost, stale and misplaced bytes, not forgery.
 
 Everything is chosen for a GPU, whose multipliers are idle during a copy while its logic units are not: `mix32` is two
@@ -53,8 +53,8 @@ def mix32(values: Tensor) -> Tensor:
     return mixed
 
 
-def digest(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The digest of a box of a global tensor.
+def checksum(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The checksum of a box of a global tensor.
 
     Args:
         tensor: the values of the box; any strides, any dtype of 1, 2, 4 or 8 bytes per element, any device.
@@ -75,14 +75,14 @@ def digest(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor
         raise ValueError(f"a box of shape {tuple(tensor.shape)} at {tuple(start)} is no part of shape {tuple(shape)}")
     strides = contiguous_strides(tuple(shape))
     position = sum(first * stride for first, stride in zip(start, strides, strict=True))
-    return _digest(_bits(tensor), position, strides)
+    return _checksum(_bits(tensor), position, strides)
 
 
-def digest_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
-    """The digest of equidistant rows of a global tensor.
+def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
+    """The checksum of equidistant rows of a global tensor.
 
     Args:
-        rows: [R, C], any strides, dtype and device as for `digest`.
+        rows: [R, C], any strides, dtype and device as for `checksum`.
         pos: position of `rows[0, 0]` in the flattened global tensor; those of its row follow it.
         pos_pitch: how many positions `rows[r + 1, 0]` lies after `rows[r, 0]`.
 
@@ -92,21 +92,21 @@ def digest_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
     Raises:
         TypeError: the elements have another size than 1, 2, 4 or 8 bytes.
     """
-    return _digest(_bits(rows), pos, (pos_pitch, 1))
+    return _checksum(_bits(rows), pos, (pos_pitch, 1))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.element_size() not in _BITS:
-        raise TypeError(f"digests are defined for elements of 1, 2, 4 or 8 bytes, got {tensor.dtype}")
+        raise TypeError(f"checksums are defined for elements of 1, 2, 4 or 8 bytes, got {tensor.dtype}")
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def _digest(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
+def _checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
     """Sums the pieces that `bits` (integers, any shape) has to be cut into so that each is small enough."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for piece, index in _pieces(bits):
         first = position + sum(i * stride for i, stride in zip(index, strides, strict=True))
-        total += _piece_digest(piece, first, strides)
+        total += _piece_checksum(piece, first, strides)
     return total
 
 
@@ -126,7 +126,7 @@ def _pieces(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
     return pieces
 
 
-def _piece_digest(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
+def _piece_checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
     positions = torch.full((), position, dtype=torch.int64, device=bits.device)
     for dim, stride in enumerate(strides):
         steps = torch.arange(bits.shape[dim], device=bits.device) * stride

@@ -14,12 +14,16 @@ READING_STEPS = 4
 
 
 class SendCopier(Protocol):
-    """Copies pieces into an arena, casts them on the way, and digests what is sent."""
+    """Copies pieces into an arena, casts them on the way, and checksums what is sent."""
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
+        self,
+        pieces: Sequence[Tensor] | Sequence[int],
+        arena: Tensor | None,
+        checksums: Tensor,
+        non_finite: Tensor | None,
     ) -> None:
-        """Adds to `digests` (int64) and `non_finite` (int32, if given), by source; without an arena it only reads.
+        """Adds to `checksums` (int64) and `non_finite` (int32, if given), by source; without an arena it only reads.
 
         Args:
             pieces: what the tables number as memories: tensors, or addresses of GPU memory.
@@ -37,13 +41,17 @@ class _HostSend:
         self._tables = tables
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
+        self,
+        pieces: Sequence[Tensor] | Sequence[int],
+        arena: Tensor | None,
+        checksums: Tensor,
+        non_finite: Tensor | None,
     ) -> None:
         assert arena is not None, "host memory of this process cannot be read by others"
         # Not kept: its views would hold the trainer's tensors.
-        copier = HostCopier(self._tables, [arena], digest_of="target")
+        copier = HostCopier(self._tables, [arena], checksum_of="target")
         copier.run(
-            [_brought(piece, arena.device) for piece in pieces if isinstance(piece, Tensor)], digests, non_finite
+            [_on_device(piece, arena.device) for piece in pieces if isinstance(piece, Tensor)], checksums, non_finite
         )
 
 
@@ -52,18 +60,22 @@ class _CudaSend:
         from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
         tiling = Tiling(steps=READING_STEPS) if stays else None
-        self._copier = CudaCopier(tables, device, digest_of="target", tiling=tiling)
+        self._copier = CudaCopier(tables, device, checksum_of="target", tiling=tiling)
         self._device = device
 
     def run(
-        self, pieces: Sequence[Tensor] | Sequence[int], arena: Tensor | None, digests: Tensor, non_finite: Tensor | None
+        self,
+        pieces: Sequence[Tensor] | Sequence[int],
+        arena: Tensor | None,
+        checksums: Tensor,
+        non_finite: Tensor | None,
     ) -> None:
         # Memory of what was brought here is given out again in stream order, so it lives until it was read.
-        here = [_brought(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
+        here = [_on_device(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
         addresses = [piece.data_ptr() for piece in here] or pieces
         target = 0 if arena is None else arena.data_ptr()
-        self._copier.run(addresses, [target], digests, non_finite, write=arena is not None)  # type: ignore[arg-type]
+        self._copier.run(addresses, [target], checksums, non_finite, write=arena is not None)  # type: ignore[arg-type]
 
 
-def _brought(piece: Tensor, device: torch.device) -> Tensor:
+def _on_device(piece: Tensor, device: torch.device) -> Tensor:
     return piece if piece.device == device else piece.to(device).contiguous()

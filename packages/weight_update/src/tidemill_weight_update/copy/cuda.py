@@ -1,8 +1,8 @@
-"""Executes copy tables on a GPU, with a Triton kernel that copies, casts, digests and counts in one pass.
+"""Executes copy tables on a GPU, with a Triton kernel that copies, casts, checksums and counts in one pass.
 
 The floor is the time in which the bytes cross the memory, so the kernel is laid out around keeping many bytes on the
 way: a block of threads handles one tile (see `tiles`), each thread with several 16-byte loads in flight, and all tiles
-of a model start from one launch. The digest costs one 32-bit mix per 4 bytes and one multiply-add per element; each
+of a model start from one launch. The checksum costs one 32-bit mix per 4 bytes and one multiply-add per element; each
 block adds its sum to the tensor's by one atomic.
 """
 
@@ -59,7 +59,7 @@ class CudaCopier:
     Args:
         tables: what to copy; see `CopyTable`. Casts are between float32, bfloat16 and float16.
         device: where the kernel runs. Memories and targets are its own, or peers' that are mapped into this process.
-        digest_of: which elements `run` digests and counts: those read, or those written (after the cast, if any).
+        checksum_of: which elements `run` checksums and counts: those read, or those written (after the cast, if any).
         tiling: how the work is cut.
 
     Raises:
@@ -70,7 +70,7 @@ class CudaCopier:
         self,
         tables: Sequence[CopyTable],
         device: torch.device,
-        digest_of: Literal["source", "target"] = "source",
+        checksum_of: Literal["source", "target"] = "source",
         tiling: Tiling | None = None,
     ) -> None:
         self._tables = tuple(tables)
@@ -78,7 +78,7 @@ class CudaCopier:
             _check(table)
         # With its index, as tensors name it.
         self._device = torch.empty(0, device=device).device
-        self._digest_target = digest_of == "target"
+        self._checksum_target = checksum_of == "target"
         self._tiling = Tiling() if tiling is None else tiling
         self._num_tensors = _length(self._tables, "tensor")
         self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
@@ -91,7 +91,7 @@ class CudaCopier:
         self,
         memory_bases: Sequence[int],
         target_bases: Sequence[int],
-        digests: Tensor | None = None,
+        checksums: Tensor | None = None,
         non_finite: Tensor | None = None,
         write: bool = True,
     ) -> None:
@@ -102,7 +102,7 @@ class CudaCopier:
         Args:
             memory_bases: addresses of what the tables' `memory` columns index.
             target_bases: addresses of what the tables' `target` columns index; not used if `write` is False.
-            digests: int64 [number of tensors] on the device, added to; or None.
+            checksums: int64 [number of tensors] on the device, added to; or None.
             non_finite: int32 [number of tensors] on the device, added to; or None.
             write: False reads only.
 
@@ -116,15 +116,15 @@ class CudaCopier:
         if not all(np.array_equal(new, old) for new, old in zip(aligned, self._aligned, strict=True)):
             self._aligned = aligned
             self._launches = self._cut()
-        self._check_result(digests, torch.int64, "digests")
+        self._check_result(checksums, torch.int64, "checksums")
         self._check_result(non_finite, torch.int32, "non_finite")
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             for launch in self._launches:
-                launch.start(memories.uploaded, targets.uploaded, digests, non_finite, write)
+                launch.start(memories.uploaded, targets.uploaded, checksums, non_finite, write)
 
     def _cut(self) -> list["_Launch"]:
         return [
-            _Launch(group, self._device, self._digest_target, self._tiling)
+            _Launch(group, self._device, self._checksum_target, self._tiling)
             for table in self._tables
             for group in cut(table, self._tiling.tile_elements, *self._aligned, steps=self._tiling.steps)
         ]
@@ -176,11 +176,11 @@ class _Bases:
 class _Launch:
     """A group of tiles on the device."""
 
-    def __init__(self, group: TileGroup, device: torch.device, digest_target: bool, tiling: Tiling) -> None:
+    def __init__(self, group: TileGroup, device: torch.device, checksum_target: bool, tiling: Tiling) -> None:
         self.segments = torch.from_numpy(group.segments).to(device)
         self.tile_segment = torch.from_numpy(group.tile_segment).to(device)
         cast = group.src_dtype != group.dst_dtype
-        sent = group.dst_dtype if digest_target else group.src_dtype
+        sent = group.dst_dtype if checksum_target else group.src_dtype
         self._sent = sent
         width = min(sent.itemsize, 4)
         number = _WORDS[width * group.packed] if not cast else None
@@ -189,7 +189,7 @@ class _Launch:
             "DST": _FLOATS[group.dst_dtype] if number is None else number,
             "SENT": _WORDS[width * group.packed],
             "CAST": cast,
-            "DIGEST_TARGET": digest_target,
+            "CHECKSUM_TARGET": checksum_target,
             "BITS": 8 * width,
             "PACKED": group.packed,
             "UNIT": group.unit,
@@ -202,11 +202,11 @@ class _Launch:
         }
 
     def start(
-        self, memories: Tensor, targets: Tensor, digests: Tensor | None, non_finite: Tensor | None, write: bool
+        self, memories: Tensor, targets: Tensor, checksums: Tensor | None, non_finite: Tensor | None, write: bool
     ) -> None:
         modes: dict[str, Any] = {
             "WRITE": write,
-            "DIGEST": digests is not None,
+            "CHECKSUM": checksums is not None,
             "NON_FINITE": 0 if non_finite is None else _non_finite_bits(self._sent),
         }
         copy_tiles[(len(self.tile_segment),)](
@@ -214,7 +214,7 @@ class _Launch:
             self.segments,
             memories,
             targets,
-            self.segments if digests is None else digests,
+            self.segments if checksums is None else checksums,
             self.tile_segment if non_finite is None else non_finite,
             **modes,
             **self._constants,

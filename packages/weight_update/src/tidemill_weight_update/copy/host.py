@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.copy.checksum import digest_rows
+from tidemill_weight_update.copy.checksum import checksum_rows
 from tidemill_weight_update.copy.checksum import non_finite as count_non_finite
 from tidemill_weight_update.copy.table import CopyTable
 
@@ -33,31 +33,34 @@ class HostCopier:
         tables: what to copy; see `CopyTable`.
         targets: what the tables' `target` columns index, in host memory. Offsets count elements of the table's
             `dst_dtype` from the first byte of a target, whatever the target's own dtype and shape.
-        digest_of: which elements `run` digests and counts: those read, or those written (after the cast, if any).
+        checksum_of: which elements `run` checksums and counts: those read, or those written (after the cast, if any).
     """
 
     def __init__(
-        self, tables: Sequence[CopyTable], targets: Sequence[Tensor], digest_of: Literal["source", "target"] = "source"
+        self,
+        tables: Sequence[CopyTable],
+        targets: Sequence[Tensor],
+        checksum_of: Literal["source", "target"] = "source",
     ) -> None:
         self._tables = tuple(tables)
         self._targets = tuple(targets)
-        self._digest_of = digest_of
+        self._checksum_of = checksum_of
         self._views: dict[tuple[int, ...], list[_Rows]] = {}
 
     def run(
         self,
         memories: Sequence[Tensor],
-        digests: Tensor | None = None,
+        checksums: Tensor | None = None,
         non_finite: Tensor | None = None,
         write: bool = True,
     ) -> None:
-        """Copies, and adds to `digests` and `non_finite` what was copied.
+        """Copies, and adds to `checksums` and `non_finite` what was copied.
 
         Args:
             memories: what the tables' `memory` columns index; offsets count elements of the table's `src_dtype` from
                 the first byte of a memory, whatever its own dtype and shape. They must live until `forget` or until
                 two runs with other memories.
-            digests: int64 [number of tensors], or None.
+            checksums: int64 [number of tensors], or None.
             non_finite: int32 [number of tensors], number of elements that are infinite or not a number, or None.
             write: False reads only.
 
@@ -67,13 +70,13 @@ class HostCopier:
         for rows in self._rows(memories):
             if write:
                 rows.target.copy_(rows.source)
-            if digests is None and non_finite is None:
+            if checksums is None and non_finite is None:
                 continue
             elements = rows.source
-            if self._digest_of == "target":
+            if self._checksum_of == "target":
                 elements = rows.target if write else rows.source.to(rows.target.dtype)
-            if digests is not None:
-                digests[rows.tensor] += digest_rows(elements, rows.pos, rows.pos_pitch)
+            if checksums is not None:
+                checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
             if non_finite is not None:
                 non_finite[rows.tensor] += count_non_finite(elements)
 

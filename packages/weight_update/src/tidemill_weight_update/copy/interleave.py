@@ -14,7 +14,7 @@ _ROWS = 128
 """A piece has a multiple of so many rows, so that pieces need no more tiles than the whole."""
 
 
-def evenly(table: CopyTable, origin: NDArray[np.int64]) -> CopyTable:
+def interleave(table: CopyTable, origin: NDArray[np.int64]) -> CopyTable:
     """The same copies, large ones in pieces, in an order in which all origins are read at an even pace.
 
     Each origin has a link of its own, and they are fastest together: in the order of the layers a rank would read its

@@ -1,6 +1,6 @@
-"""The kernel that copies, casts, digests and counts a tile per block of threads.
+"""The kernel that copies, casts, checksums and counts a tile per block of threads.
 
-Its arithmetic is that of `digest`, which says what the numbers mean, and its tables are those of `tiles`.
+Its arithmetic is that of `checksum`, which says what the numbers mean, and its tables are those of `tiles`.
 """
 
 # Triton's kernels look like Python functions but are not: compile-time arguments are upper case, and what pyright knows
@@ -32,7 +32,7 @@ def _mix32(number):
 
 
 @triton.jit
-def _digest(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
+def _checksum(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
     """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
     if BITS * PACKED == 32:
         factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
@@ -85,13 +85,13 @@ def copy_tiles(
     segments,
     memories,
     targets,
-    digests,
+    checksums,
     non_finite,
     SRC: tl.constexpr,
     DST: tl.constexpr,
     SENT: tl.constexpr,
     CAST: tl.constexpr,
-    DIGEST_TARGET: tl.constexpr,
+    CHECKSUM_TARGET: tl.constexpr,
     BITS: tl.constexpr,
     PACKED: tl.constexpr,
     UNIT: tl.constexpr,
@@ -100,7 +100,7 @@ def copy_tiles(
     STRIDE: tl.constexpr,
     STEPS: tl.constexpr,
     WRITE: tl.constexpr,
-    DIGEST: tl.constexpr,
+    CHECKSUM: tl.constexpr,
     NON_FINITE: tl.constexpr,
     HALVES: tl.constexpr,
 ):
@@ -145,14 +145,14 @@ def copy_tiles(
             tl.store(written + (rows_down * dst_pitch + col[None, :]), cast, mask=inside)
 
         sent = value
-        if DIGEST_TARGET:
+        if CHECKSUM_TARGET:
             sent = cast
         if CAST:
             sent = sent.to(SENT, bitcast=True)
         sent = sent.to(tl.uint32)
-        if DIGEST:
+        if CHECKSUM:
             position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
-            total += _digest(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
+            total += _checksum(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
         if NON_FINITE:
             found = _carries(sent, BITS, PACKED, NON_FINITE)
             if HALVES:
@@ -160,8 +160,8 @@ def copy_tiles(
                 found = tl.where(odd, found, 0)
             if tl.max(found & HIGHEST) != 0:
                 number += _count(found, BITS, PACKED)
-    if DIGEST:
-        tl.atomic_add(digests + tensor, total, sem="relaxed")
+    if CHECKSUM:
+        tl.atomic_add(checksums + tensor, total, sem="relaxed")
     if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
         if number != 0:
             tl.atomic_add(non_finite + tensor, number, sem="relaxed")

@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 
 
-class Tally:
-    """Digests, and numbers of elements that are not finite, by tensor: added up on a device, read on the host.
+class TensorSums:
+    """Checksums, and numbers of elements that are not finite, by tensor: added up on a device, read on the host.
 
     Args:
         num_tensors: of which the sums are.
@@ -14,7 +14,7 @@ class Tally:
         counts_non_finite: whether there are such numbers.
 
     Attributes:
-        digests: int64 [num_tensors] on the device.
+        checksums: int64 [num_tensors] on the device.
         non_finite: int32 [num_tensors] there; None: not counted.
     """
 
@@ -22,7 +22,7 @@ class Tally:
         # In one piece, so that one transfer brings all.
         self._sums = torch.zeros(num_tensors * (12 if counts_non_finite else 8), dtype=torch.uint8, device=device)
         self._num_tensors = num_tensors
-        self.digests = self._sums[: 8 * num_tensors].view(torch.int64)
+        self.checksums = self._sums[: 8 * num_tensors].view(torch.int64)
         self.non_finite = self._sums[8 * num_tensors :].view(torch.int32) if counts_non_finite else None
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -43,7 +43,7 @@ class Tally:
         if self._event is not None:
             self._event.synchronize()
 
-    def digests_on_host(self) -> NDArray[np.int64]:
+    def checksums_on_host(self) -> NDArray[np.int64]:
         """As they arrived last: int64 [num_tensors]; the next `fetch` overwrites them."""
         return self._on_host[: 8 * self._num_tensors].numpy().view(np.int64)
 

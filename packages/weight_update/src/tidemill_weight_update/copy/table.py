@@ -31,7 +31,7 @@ class CopyTable:
     """Two-dimensional copies, one per entry of the columns. All counts are in elements.
 
     Attributes:
-        tensor: index of the source tensor, for digests.
+        tensor: index of the source tensor, for checksums.
         memory, src, src_pitch: index of the memory block, first element, elements between rows.
         target, dst, dst_pitch: index of the parameter, first element, elements between rows.
         rows, cols: a row is contiguous in the source, in the parameter and in the global tensor.

@@ -103,7 +103,7 @@ def _check_device(device: torch.device) -> None:
 
 
 class ArenaRing(Generic[M]):
-    """Arenas taken in turn, each grown to the most that it had to hold.
+    """Arenas taken in index, each grown to the most that it had to hold.
 
     Args:
         length: how many they are.
@@ -113,22 +113,22 @@ class ArenaRing(Generic[M]):
     def __init__(self, length: int, new: Callable[[int], Arena[M]]) -> None:
         self._new = new
         self._arenas: list[Arena[M] | None] = [None] * length
-        self._turn = 0
+        self._next_index = 0
 
     def rewind(self) -> None:
         """Begins with the first one again, so that one bucket at a time always lies in the same."""
-        self._turn = 0
+        self._next_index = 0
 
     def next(self, num_bytes: int) -> Arena[M]:
         """The next arena, with room for `num_bytes`; what it held may be overwritten."""
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._arenas)
-        arena = self._arenas[turn]
+        index = self._next_index
+        self._next_index = (index + 1) % len(self._arenas)
+        arena = self._arenas[index]
         if arena is None or arena.data.numel() < num_bytes:
             if arena is not None:
-                self._arenas[turn] = None  # freed before there is another one
+                self._arenas[index] = None  # freed before there is another one
                 arena.close()
-            arena = self._arenas[turn] = self._new(num_bytes)
+            arena = self._arenas[index] = self._new(num_bytes)
         return arena
 
     def close(self) -> None:

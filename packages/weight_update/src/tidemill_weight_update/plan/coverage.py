@@ -78,8 +78,8 @@ def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
     return coverage
 
 
-class _Canvas:
-    """Cells of a parameter, and the cells that each write hits, as views into arrays of the canvas' shape.
+class _CellGrid:
+    """Cells of a parameter, and the cells that each write hits, as views into arrays of the grid' shape.
 
     Attributes:
         numel: elements in each cell.
@@ -124,7 +124,7 @@ class _Canvas:
             raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
 
     def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
-        """The cells that the write hits, of an array in the shape of the canvas."""
+        """The cells that the write hits, of an array in the shape of the grid."""
         if self._slices is None:
             write = self._writes[index]
             strides = [stride * cells.itemsize for stride in write.strides]
@@ -157,34 +157,34 @@ def _place(start: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | Non
 
 def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mapping[int, Write]) -> None:
     try:
-        canvas = _Canvas(place, writes)
+        grid = _CellGrid(place, writes)
     except UntraceableError:
         coverage.unknown.add(name)
         return
-    last = np.full(canvas.shape, -1, np.int64)
+    last = np.full(grid.shape, -1, np.int64)
     visible = last.copy()  # what `load_weights` alone can do may depend on what it finds, and hides nothing
-    sources = np.zeros(canvas.shape, np.int8)  # how many writes from sources, at most 2
-    covered = np.zeros(canvas.shape, bool)
+    sources = np.zeros(grid.shape, np.int8)  # how many writes from sources, at most 2
+    covered = np.zeros(grid.shape, bool)
     for index, write in writes.items():
-        for view in canvas.hit(index, last):
+        for view in grid.hit(index, last):
             coverage.overlaps.update((int(before), index) for before in np.unique(view) if before not in (-1, index))
             view[...] = index
         if write.kind != "loader":
-            for view in canvas.hit(index, visible):
+            for view in grid.hit(index, visible):
                 view[...] = index
         if write.names:
-            for view in canvas.hit(index, sources):
+            for view in grid.hit(index, sources):
                 np.minimum(view + 1, 2, out=view)
         if write.names or write.kind == "fill" or write.during is not None:
-            for view in canvas.hit(index, covered):
+            for view in grid.hit(index, covered):
                 view[...] = True
-    remaining = set(np.unique(visible[canvas.numel > 0]).tolist())
+    remaining = set(np.unique(visible[grid.numel > 0]).tolist())
     coverage.hidden.update(
         index for index, write in writes.items() if write.kind != "loader" and index not in remaining
     )
-    if uncovered := int(canvas.numel[~covered].sum()):
+    if uncovered := int(grid.numel[~covered].sum()):
         coverage.uncovered[name] = uncovered
-    if overwritten := int(canvas.numel[sources > 1].sum()):
+    if overwritten := int(grid.numel[sources > 1].sum()):
         coverage.overwritten[name] = overwritten
 
 
@@ -192,7 +192,7 @@ def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[s
     """Names that `load_weights` must load, so that a replay gives the same -> why.
 
     A replay does the fills, then the copies that are not hidden, then calls `load_weights` with these names. Where two
-    writes share elements, that must not turn their order round.
+    writes share elements, that must not stage their order round.
 
     Args:
         names: those that are left to `load_weights` already.
@@ -209,13 +209,13 @@ def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[s
         known = len(left)
         for before, after in sorted(coverage.overlaps):
             first, second = writes[before], writes[after]
-            turn, next_turn = _turn(first, left), _turn(second, left)
-            if before in coverage.hidden and turn == 1 and next_turn is not None:
+            stage, next_stage = _replay_stage(first, left), _replay_stage(second, left)
+            if before in coverage.hidden and stage == 1 and next_stage is not None:
                 continue
             moved: tuple[Write, ...] = ()
-            if turn == 1 and (next_turn is None or next_turn <= 1):
+            if stage == 1 and (next_stage is None or next_stage <= 1):
                 moved = first, second
-            elif turn is not None and next_turn is not None and turn > next_turn:
+            elif stage is not None and next_stage is not None and stage > next_stage:
                 moved = (second,)
             for write in moved:
                 for name in write.names or (() if write.during is None else (write.during,)):
@@ -223,7 +223,7 @@ def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[s
     return left
 
 
-def _turn(write: Write, left: Mapping[str, str]) -> int | None:
+def _replay_stage(write: Write, left: Mapping[str, str]) -> int | None:
     """When a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
     by_name = not left.keys().isdisjoint(write.names) if write.names else write.during in left
     if by_name or (left and not write.names and write.during is None):

@@ -128,8 +128,8 @@ def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
     """Groups that share a name become one."""
     group_of: dict[str, set[str]] = {}
     for group in groups:
-        joined = set(group).union(*(group_of.get(name, ()) for name in group))
-        group_of |= dict.fromkeys(joined, joined)
+        merge_descriptors = set(group).union(*(group_of.get(name, ()) for name in group))
+        group_of |= dict.fromkeys(merge_descriptors, merge_descriptors)
     return list({id(group): group for group in group_of.values()}.values())
 
 

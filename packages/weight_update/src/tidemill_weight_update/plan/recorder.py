@@ -22,7 +22,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._came: dict[str, SourceSpec] = {}
+        self._received: dict[str, SourceSpec] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -40,7 +40,7 @@ class Recorder:
             RuntimeError: the model refuses a source.
         """
         before = self.plan
-        self.settle(sources)
+        self.record_all(sources)
         if self.plan is not before:
             self._fills = list(self.plan.fills)
 
@@ -49,7 +49,7 @@ class Recorder:
 
         If all parameters are written anew, so are the constants: memory may have been given back and taken again since.
         """
-        self._came = {}
+        self._received = {}
         if all_come and self._proven:
             self._fills = list(self.plan.fills)
 
@@ -64,9 +64,9 @@ class Recorder:
         """
         if any(source != self.sources.get(source.name, source) for source in sources):
             self.forget()
-            self._add(list(self._came.values()))
+            self._add(list(self._received.values()))
             self._fills = []  # they are written, and copies that came since may lie there
-        self._came |= {source.name: source for source in sources}
+        self._received |= {source.name: source for source in sources}
         self._add([source for source in sources if source.name not in self.sources])
 
     def _add(self, new: Sequence[SourceSpec]) -> None:
@@ -83,7 +83,7 @@ class Recorder:
             unused=self.plan.unused + part.unused,
         )
 
-    def settle(self, sources: Sequence[SourceSpec]) -> None:
+    def record_all(self, sources: Sequence[SourceSpec]) -> None:
         """What `cover` does, after all of these sources were loaded in parts, with the constants of each."""
         wanted = {source.name: source for source in sources}
         if not self._proven or wanted != self.sources:

@@ -242,7 +242,7 @@ class Tracer:
 def _joined(
     shape: Sequence[int], steps: Sequence[int], target_steps: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same copy with as few dims as possible: neighbours that are one run on both sides are joined."""
+    """The same copy with as few dims as possible: neighbours that are one run on both sides are merge_descriptors."""
     out: tuple[list[int], list[int], list[int]] = ([], [], [])
     for size, step, target_step in zip(shape, steps, target_steps, strict=True):
         if size == 1:

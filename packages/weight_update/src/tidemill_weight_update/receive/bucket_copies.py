@@ -1,4 +1,4 @@
-"""A journal line as an engine rank sees it: the copies that it makes of what the line describes."""
+"""A journal descriptor as an engine rank sees it: the copies that it makes of what the descriptor describes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.interleave import evenly
-from tidemill_weight_update.copy.sums import Tally
+from tidemill_weight_update.copy.interleave import interleave
+from tidemill_weight_update.copy.sums import TensorSums
 from tidemill_weight_update.copy.table import CopyTable, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
@@ -21,37 +21,39 @@ if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier
 
 
-class Incoming:
-    """Built once for a line and a plan, run at each update.
+class BucketCopies:
+    """Built once for a descriptor and a plan, run at each update.
 
     Args:
-        line: what a trainer rank announced.
-        plan: of the sources in `line`, at least.
+        descriptor: what a trainer rank announced.
+        plan: of the sources in `descriptor`, at least.
         parameters: of the model, by name.
         device: of the model.
 
     Attributes:
-        counts: elements of each source of the line that are copied here, int64 [num_sources].
-        tally: of the sources, as the last run read them.
+        counts: elements of each source of the descriptor that are copied here, int64 [num_sources].
+        sums: of the sources, as the last run read them.
         staged: sources that go through the model's own loader; their copies need `run(staging=...)`.
     """
 
-    def __init__(self, line: Line, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device) -> None:
-        self.line = line
+    def __init__(
+        self, descriptor: BucketDescriptor, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.descriptor = descriptor
         self._device = device
-        names = {source.name for source in line.sources}
-        self.staged = tuple(source for source in line.sources if source.name in plan.through_loader)
+        names = {source.name for source in descriptor.sources}
+        self.staged = tuple(source for source in descriptor.sources if source.name in plan.through_loader)
         copies = [copy for copy in plan.copies if copy.name in names]
         copies += [
             Copy(s.name, Box.whole(s.shape), f"staged {s.name}", 0, contiguous_strides(s.shape), s.dtype)
             for s in self.staged
         ]
         self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
-        shards = {source.name: shards for source, shards in zip(line.sources, line.shards, strict=True)}
-        self._tables = build_tables(copies, line.sources, shards, self._targets, complete=False)
+        shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
+        self._tables = build_tables(copies, descriptor.sources, shards, self._targets, complete=False)
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
-        self.counts = _counts(self._tables, len(line.sources))
-        self.tally = Tally(len(line.sources), device, counts_non_finite=False)
+        self.counts = _counts(self._tables, len(descriptor.sources))
+        self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)
         self._gpu_copier: CudaCopier | None = None
         # Where parameters that move lie is found out for a new plan, of which there is a new object of this class.
         self._addresses = [] if self.staged else [place.data_ptr() for place in self._places({})]
@@ -60,25 +62,25 @@ class Incoming:
             self._host_copier = HostCopier(self._tables, self._places({}))
 
     def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
-        """Copies, and leaves the digests of what was copied; on a GPU they are there when the current stream has come
+        """Copies, and leaves the checksums of what was copied; on a GPU they are there when the current stream has come
         so far, where this only queues it.
 
         Args:
-            arena: that holds the line's pieces, in the trainer's memory or in this process's; None: the line names
-                its memories.
+            arena: memory that holds the pieces, of the trainer or of this process; None: the descriptor names its
+                memories.
             mapped: opens memories.
             staging: source name -> where to put a tensor that is staged.
         """
-        self.tally.clear()
+        self.sums.clear()
         if self._tables:
             self._run(arena, mapped, staging)
-        self.tally.fetch()
+        self.sums.fetch()
 
     def _run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
-        memories = self.line.memories if arena is None else (arena,)
+        memories = self.descriptor.memories if arena is None else (arena,)
         if self._device.type == "cpu":
             copier = self._host_copier or HostCopier(self._tables, self._places(staging))
-            copier.run([_on_host(memory, mapped) for memory in memories], self.tally.digests)
+            copier.run([_on_host(memory, mapped) for memory in memories], self.sums.checksums)
         else:
             addresses = self._addresses or [place.data_ptr() for place in self._places(staging)]
             self._run_on_gpu(arena, mapped, addresses)
@@ -95,19 +97,19 @@ class Incoming:
             self._gpu_copier = CudaCopier(self._paced() if arena is None else self._tables, self._device)
         upload = None  # alive until the copies are queued: the allocator hands memory out again in stream order
         if arena is None:
-            bases = mapped.addresses(self.line.memories)
+            bases = mapped.addresses(self.descriptor.memories)
         elif isinstance(arena, DeviceMemory):
             bases = [mapped.address(arena)]
         else:
             upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
             bases = [upload.data_ptr()]
-        self._gpu_copier.run(bases, targets, self.tally.digests)
+        self._gpu_copier.run(bases, targets, self.sums.checksums)
 
     def _paced(self) -> list[CopyTable]:
-        """The tables in an order that serves the GPUs alike on which the line's memories lie."""
-        gpus = {memory.device_uuid: number for number, memory in enumerate(self.line.memories)}
-        origin = np.array([gpus[memory.device_uuid] for memory in self.line.memories], np.int64)
-        return [evenly(table, origin) for table in self._tables]
+        """The tables in an order that serves the GPUs alike on which the descriptor's memories lie."""
+        gpus = {memory.device_uuid: number for number, memory in enumerate(self.descriptor.memories)}
+        origin = np.array([gpus[memory.device_uuid] for memory in self.descriptor.memories], np.int64)
+        return [interleave(table, origin) for table in self._tables]
 
     def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
         staged = {f"staged {name}": tensor for name, tensor in staging.items()}

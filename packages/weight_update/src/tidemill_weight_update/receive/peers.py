@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.control.wait import PollingWait
 
 
 class Peers:
@@ -60,7 +60,7 @@ class Peers:
             TimeoutError: nothing happened for too long.
         """
         pending = set(self._rows) - {self.row}
-        wait = Wait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
+        wait = PollingWait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
         while pending:
             for row in list(pending):
                 reached = self._control.state(self._sequence, row)
@@ -72,20 +72,20 @@ class Peers:
             if pending:
                 wait.pause()
 
-    def share_totals(self, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Leaves this rank's digest and element count of each tensor for the others; announced by the next `report`."""
+    def share_totals(self, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Write the checksum and element count of each tensor on this rank; announced by the next `report`."""
         self._check_trainer()
-        self._control.write_totals(self.row, digests, counts)
+        self._control.write_totals(self.row, checksums, counts)
 
     def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sums over all ranks of what they left: digests modulo 2**64, and element counts."""
+        """The sums over all ranks of what they left: checksums modulo 2**64, and element counts."""
         totals = [self._control.totals(row, num_tensors) for row in self._rows]
-        digests = np.zeros(num_tensors, np.int64)
+        checksums = np.zeros(num_tensors, np.int64)
         counts = np.zeros(num_tensors, np.int64)
-        for digest, count in totals:
-            digests += digest
+        for checksum, count in totals:
+            checksums += checksum
             counts += count
-        return digests, counts
+        return checksums, counts
 
     def _check_own_row(self) -> None:
         if self._control.is_excluded(self._sequence, self.row):
@@ -98,7 +98,7 @@ class Peers:
         self.check()
         for row in pending:
             rank = row - self._rows[0]
-            if self._control.receiver_has_ended(self._sequence, row):
+            if self._control.receiver_has_exited(self._sequence, row):
                 pid = self._control.receiver_pid(self._sequence, row)
                 raise RuntimeError(f"rank {rank} of this engine (process {pid}) has ended")
             if self._control.is_excluded(self._sequence, row):

@@ -8,20 +8,26 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.descriptor import Line, joined, line_from_json, list_from_json, memory_from_json
+from tidemill_weight_update.control.descriptor import (
+    BucketDescriptor,
+    descriptor_from_json,
+    listing_from_json,
+    memory_from_json,
+    merge_descriptors,
+)
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.recorder import Recorder
-from tidemill_weight_update.receive.bucket_copies import Incoming
-from tidemill_weight_update.receive.manifest import LineKey, Manifest
-from tidemill_weight_update.receive.session import Turn
+from tidemill_weight_update.receive.bucket_copies import BucketCopies
+from tidemill_weight_update.receive.manifest import DescriptorKey, Manifest
+from tidemill_weight_update.receive.session import UpdateSession
 from tidemill_weight_update.remote.engine_link import EngineLinks
 from tidemill_weight_update.remote.group_link import LinkAddress
 
-FAR = 1 << 31
+ALL_BUCKETS = 1 << 31
 """More buckets than any update has: nobody waits for a rank that acknowledged so many."""
 
 
@@ -62,10 +68,10 @@ class Receiver:
         self._num_ranks = num_ranks
         self._links = EngineLinks(self.device)
         self._mailboxes: dict[str, Channel] = {}
-        self._parsed: dict[LineKey, Line] = {}
-        self._incoming: dict[LineKey, Incoming] = {}
-        self._joined: dict[tuple[LineKey, ...], Incoming] = {}
-        self._plan = self.recorder.plan  # of `_incoming` and `_joined`
+        self._parsed: dict[DescriptorKey, BucketDescriptor] = {}
+        self._bucket_copies: dict[DescriptorKey, BucketCopies] = {}
+        self._joined: dict[tuple[DescriptorKey, ...], BucketCopies] = {}
+        self._plan = self.recorder.plan  # of `_bucket_copies` and `_joined`
         self._manifest: Manifest | None = None
         self._modules = list(model.modules())
         self._layout = self._find_parameters()
@@ -89,7 +95,7 @@ class Receiver:
             if self._num_ranks != request.num_receivers:
                 raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
             boxes = [control, *self._open_others(request)]
-            turn = Turn(self, request, boxes, rank)
+            turn = UpdateSession(self, request, boxes, rank)
             with torch.no_grad():
                 self._follow_model()
                 turn.run()
@@ -103,50 +109,50 @@ class Receiver:
                 control.report(request.sequence, row, state, reply)
         finally:
             if self.memories.close_unused():
-                for incoming in self._incoming.values():
-                    incoming.forget()
+                for bucket_copies in self._bucket_copies.values():
+                    bucket_copies.forget()
             for box in [box for box in boxes if box.is_at(request.sequence)]:
-                box.acknowledge(request.sequence, row, FAR)
+                box.acknowledge(request.sequence, row, ALL_BUCKETS)
 
-    def manifest(self, keys: Sequence[LineKey]) -> Manifest:
+    def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest:
         """What these lines send in all; kept for the next update, which is likely to have the same lines."""
         if self._manifest is None or self._manifest.keys != tuple(keys):
-            self._manifest = Manifest(keys, [self.line(*key) for key in keys])
+            self._manifest = Manifest(keys, [self.descriptor(*key) for key in keys])
         return self._manifest
 
-    def lines(self, box: Channel, listed: Place) -> list[Place]:
+    def read_listing(self, box: Channel, listed: Place) -> list[Place]:
         """The lines of an update that lists them."""
-        return list_from_json(box.read_journal(listed))
+        return listing_from_json(box.read_journal(listed))
 
-    def line(self, box: Channel, place: Place) -> Line:
-        """A line of a journal, parsed once. What stands at a place of a journal never changes."""
+    def descriptor(self, box: Channel, place: Place) -> BucketDescriptor:
+        """A descriptor of a journal, parsed once. What stands at a place of a journal never changes."""
         key = (box, place)
         if key not in self._parsed:
-            self._parsed[key] = line_from_json(box.read_journal(place))
+            self._parsed[key] = descriptor_from_json(box.read_journal(place))
         return self._parsed[key]
 
-    def incoming(self, box: Channel, place: Place) -> Incoming:
-        """The copies of a line, for the present plan."""
+    def bucket_copies(self, box: Channel, place: Place) -> BucketCopies:
+        """The copies of a descriptor, for the present plan."""
         self._follow_plan()
         key = (box, place)
-        if key not in self._incoming:
-            line = self.line(box, place)
-            if box.inlet is not None:
-                line = box.inlet.pack(place, line, self._plan)
-            self._incoming[key] = self._build(line)
-        return self._incoming[key]
+        if key not in self._bucket_copies:
+            descriptor = self.descriptor(box, place)
+            if box.remote_input is not None:
+                descriptor = box.remote_input.pack(place, descriptor, self._plan)
+            self._bucket_copies[key] = self._build(descriptor)
+        return self._bucket_copies[key]
 
-    def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming:
+    def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies:
         """The copies of lines whose pieces stay where they are, as one.
 
         The parts of a tensor that lie on several GPUs are then copied at about the same time, and no GPU has to serve
         all others at once.
         """
         if len(keys) == 1:
-            return self.incoming(*keys[0])
+            return self.bucket_copies(*keys[0])
         self._follow_plan()
         if keys not in self._joined:
-            self._joined[keys] = self._build(joined([self.line(*key) for key in keys]))
+            self._joined[keys] = self._build(merge_descriptors([self.descriptor(*key) for key in keys]))
         return self._joined[keys]
 
     def arena(self, box: Channel, place: Place) -> Memory:
@@ -156,11 +162,11 @@ class Receiver:
         """Forgets the copies that were built on another plan than the present one."""
         if self._plan is not self.recorder.plan:
             self._plan = self.recorder.plan
-            self._incoming.clear()
+            self._bucket_copies.clear()
             self._joined.clear()
 
-    def _build(self, line: Line) -> Incoming:
-        return Incoming(line, self._plan, dict(self.model.named_parameters()), self.device)
+    def _build(self, descriptor: BucketDescriptor) -> BucketCopies:
+        return BucketCopies(descriptor, self._plan, dict(self.model.named_parameters()), self.device)
 
     def _follow_model(self) -> None:
         """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
@@ -192,8 +198,8 @@ class Receiver:
 
     def _forget(self, path: str) -> None:
         box = self._mailboxes.pop(path)
-        self._parsed = {key: line for key, line in self._parsed.items() if key[0] is not box}
-        self._incoming = {key: line for key, line in self._incoming.items() if key[0] is not box}
+        self._parsed = {key: descriptor for key, descriptor in self._parsed.items() if key[0] is not box}
+        self._bucket_copies = {key: descriptor for key, descriptor in self._bucket_copies.items() if key[0] is not box}
         self._joined.clear()
         self._manifest = None
         box.close()

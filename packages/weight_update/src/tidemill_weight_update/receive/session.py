@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tidemill_weight_update.control.channel import Channel, Place
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, fitting
 from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.recorder import Recorder
-from tidemill_weight_update.receive.bucket_copies import Incoming
-from tidemill_weight_update.receive.manifest import LineKey, Manifest
+from tidemill_weight_update.receive.bucket_copies import BucketCopies
+from tidemill_weight_update.receive.manifest import DescriptorKey, Manifest
 from tidemill_weight_update.receive.peers import Peers
 from tidemill_weight_update.stages import Stages
 
@@ -37,20 +37,20 @@ class ReceiverState(Protocol):
     may_ignore: Callable[[str], bool]
     finish: Callable[[], None]
 
-    def manifest(self, keys: Sequence[LineKey]) -> Manifest: ...
+    def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest: ...
 
-    def lines(self, box: Channel, listed: Place) -> list[Place]: ...
+    def read_listing(self, box: Channel, listed: Place) -> list[Place]: ...
 
-    def line(self, box: Channel, place: Place) -> Line: ...
+    def descriptor(self, box: Channel, place: Place) -> BucketDescriptor: ...
 
-    def incoming(self, box: Channel, place: Place) -> Incoming: ...
+    def bucket_copies(self, box: Channel, place: Place) -> BucketCopies: ...
 
-    def incoming_of_all(self, keys: tuple[LineKey, ...]) -> Incoming: ...
+    def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies: ...
 
     def arena(self, box: Channel, place: Place) -> Memory: ...
 
 
-class Turn:
+class UpdateSession:
     """What one engine rank does in one update, and what it knows during it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Turn:
         # Not a method: a cycle would keep staged tensors and mappings until Python collects garbage.
         self.peers = Peers(boxes[0], request, rank, partial(_check_trainer, boxes, request.sequence))
         self.changed = False
-        self._came: list[tuple[tuple[LineKey, ...], Incoming]] = []
+        self._copied: list[tuple[tuple[DescriptorKey, ...], BucketCopies]] = []
         self._num_in_place = 0
         self._expected: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._staging: dict[str, Tensor] = {}
@@ -80,7 +80,7 @@ class Turn:
             raise
         finally:
             if self.changed:
-                self._synchronize()  # the trainer is told next that nothing of it is read any more
+                self._synchronize()  # the trainer is message next that nothing of it is read any more
 
     def _run(self) -> None:
         self.peers.report(ATTACHED)
@@ -94,11 +94,11 @@ class Turn:
             self.peers.report(CHECKED)
             self.peers.wait(CHECKED)
             if manifest is not None:
-                self._refuse_excess(manifest)
+                self._reject_unused(manifest)
         self._copy(manifest)
         with self._stages("check"):
             if manifest is None:
-                manifest = self._check_what_came()
+                manifest = self._check_received()
         with self._stages("finish"):
             self._load_staged()
             self._receiver.finish()
@@ -118,30 +118,30 @@ class Turn:
     # Before anything changes.
 
     def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
-        wait = Wait(self._request.timeout_s, "the trainer to begin", self.peers.check)
+        wait = PollingWait(self._request.timeout_s, "the trainer to begin", self.peers.check)
         while True:
-            is_open, listed = box.lines(self._request.sequence)
+            is_open, listed = box.listing(self._request.sequence)
             if is_open:
                 return listed
             box.num_buckets(self._request.sequence)  # raises if the trainer has failed or gone on
             wait.pause()
 
     def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
-        """Compiles all lines and checks them, or finds that they are those of the last update."""
+        """Compiles all descriptors and checks them, or finds that they are those of the last update."""
         receiver, recorder = self._receiver, self._receiver.recorder
         keys = [
             (box, place)
             for box, where in zip(self._boxes, listed, strict=True)
             if where is not None
-            for place in receiver.lines(box, where)
+            for place in receiver.read_listing(box, where)
         ]
         manifest = receiver.manifest(keys)
         checked, plan, counts = receiver.checked
         if checked is not manifest or plan is not recorder.plan:
             recorder.cover(manifest.sources)
             self._check_dtypes()
-            incoming = [receiver.incoming(*key) for key in keys]
-            counts = manifest.sum([each.line for each in incoming], [each.counts for each in incoming])
+            bucket_copies = [receiver.bucket_copies(*key) for key in keys]
+            counts = manifest.sum([each.descriptor for each in bucket_copies], [each.counts for each in bucket_copies])
             receiver.checked = manifest, recorder.plan, counts
         self._check_coverage(manifest)
         self._num_in_place = manifest.num_in_place
@@ -158,25 +158,25 @@ class Turn:
             if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
                 wrong[copy.name] = f"it is cast from {sent} to {copy.dtype}, and its scale is not applied"
         if wrong:
-            told = _some([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
-            raise ValueError(f"{told}; send it in the dtype of its parameter")
+            message = _first_few([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
+            raise ValueError(f"{message}; send it in the dtype of its parameter")
 
     def _check_coverage(self, manifest: Manifest) -> None:
         plan = self._receiver.recorder.plan
         if not plan.uncovered or self._request.partial:
             return
         missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
-        told = f"no tensor was sent for these parameters of the engine: {_some(missing)}"
+        message = f"no tensor was sent for these parameters of the engine: {_first_few(missing)}"
         if gone := [repr(name) for name in self._receiver.last_names if name not in manifest.index]:
-            told += f"; of the tensors of the last complete update these did not come: {_some(gone)}"
-        raise ValueError(told)
+            message += f"; of the tensors of the last complete update these did not come: {_first_few(gone)}"
+        raise ValueError(message)
 
-    def _refuse_excess(self, manifest: Manifest) -> None:
+    def _reject_unused(self, manifest: Manifest) -> None:
         _, counts = self.peers.sum_totals(len(manifest.names))
         unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
         unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
         if unused:
-            raise ValueError(f"the engine's model has no parameter for these tensors: {_some(unused)}")
+            raise ValueError(f"the engine's model has no parameter for these tensors: {_first_few(unused)}")
         # SGLang's sharded layers cut off what is beyond their own shape, in silence.
         cut = [
             f"{manifest.names[i]!r} ({counts[i]} of {manifest.numel[i]} elements)"
@@ -184,7 +184,7 @@ class Turn:
         ]
         if cut:
             raise ValueError(
-                f"the engine's model takes only a part of these tensors: {_some(cut)}; they do not have its shapes"
+                f"the engine's model takes only a part of these tensors: {_first_few(cut)}; they do not have its shapes"
             )
 
     # The copies.
@@ -194,7 +194,7 @@ class Turn:
         # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
         num_boxes = len(self._boxes)
         pending = {(index + self.peers.row) % num_boxes: 0 for index in range(num_boxes)}
-        wait = Wait(self._request.timeout_s, "the trainer's next bucket", self.peers.check)
+        wait = PollingWait(self._request.timeout_s, "the trainer's next bucket", self.peers.check)
         while pending:
             ready: dict[int, tuple[Place, Place | None]] = {}
             for index, bucket in list(pending.items()):
@@ -213,11 +213,11 @@ class Turn:
                 continue
             with self._stages("copy"):
                 if in_place:
-                    self._run_copies(in_place, self._receiver.incoming_of_all(in_place), None)
+                    self._run_copies(in_place, self._receiver.merged_copies(in_place), None)
                 for index, (place, arena) in ready.items():
                     if arena is not None:
                         self._copy_bucket(self._boxes[index], pending[index], place, arena)
-                if manifest is not None and sum(len(keys) for keys, _ in self._came) == len(manifest.keys):
+                if manifest is not None and sum(len(keys) for keys, _ in self._copied) == len(manifest.keys):
                     self._expected = self._expect(manifest)  # while a GPU copies the last of them
                 self._synchronize()
             for index in ready:
@@ -228,39 +228,41 @@ class Turn:
     def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place) -> None:
         receiver = self._receiver
         if not self._request.complete:
-            receiver.recorder.extend(receiver.line(box, place).sources)
-        incoming = receiver.incoming(box, place)
+            receiver.recorder.extend(receiver.descriptor(box, place).sources)
+        bucket_copies = receiver.bucket_copies(box, place)
         memory: Memory | Tensor = receiver.arena(box, arena)
-        if box.inlet is not None:
+        if box.remote_input is not None:
             at = self._request.sequence, self.peers.row, bucket, place
-            memory = box.inlet.take(*at, memory, self.peers.check)
-        self._run_copies(((box, place),), incoming, memory)
+            memory = box.remote_input.receive(*at, memory, self.peers.check)
+        self._run_copies(((box, place),), bucket_copies, memory)
 
-    def _run_copies(self, keys: tuple[LineKey, ...], incoming: Incoming, memory: Memory | Tensor | None) -> None:
-        for source in incoming.staged:
+    def _run_copies(
+        self, keys: tuple[DescriptorKey, ...], bucket_copies: BucketCopies, memory: Memory | Tensor | None
+    ) -> None:
+        for source in bucket_copies.staged:
             if source.name not in self._staging:
                 staged = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
                 self._staging[source.name] = staged
         self.changed = True
         self._receiver.recorder.write_fills()
-        incoming.run(memory, self._receiver.memories, self._staging)
-        self._came.append((keys, incoming))
+        bucket_copies.run(memory, self._receiver.memories, self._staging)
+        self._copied.append((keys, bucket_copies))
 
-    def _check_what_came(self) -> Manifest:
+    def _check_received(self) -> Manifest:
         """What `_prepare` checks, for an update whose tensors were not known before."""
         recorder = self._receiver.recorder
-        manifest = self._receiver.manifest([key for keys, _ in self._came for key in keys])
+        manifest = self._receiver.manifest([key for keys, _ in self._copied for key in keys])
         # Without what came only with earlier updates, unless that keeps its values.
-        recorder.settle(list(recorder.sources.values()) if self._request.partial else manifest.sources)
+        recorder.record_all(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
         self._check_coverage(manifest)
-        self._check_parts(manifest)
+        self._check_split_modules(manifest)
         return manifest
 
-    def _check_parts(self, manifest: Manifest) -> None:
+    def _check_split_modules(self, manifest: Manifest) -> None:
         """Raises ValueError: a model combines tensors that came apart, so that they were not loaded as it would."""
-        lines = [incoming.line for _, incoming in self._came]
-        copied = manifest.sum(lines, [incoming.counts for _, incoming in self._came])
+        descriptors = [bucket_copies.descriptor for _, bucket_copies in self._copied]
+        copied = manifest.sum(descriptors, [bucket_copies.counts for _, bucket_copies in self._copied])
         plan = self._receiver.recorder.plan
         wanted: Counter[str] = Counter()
         for copy in plan.copies:
@@ -275,7 +277,7 @@ class Turn:
             self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
             raise ValueError(
                 f"the model combines these tensors with others that came in another part of the stream: "
-                f"{_some(apart)}; pass a collection, or larger bucket_bytes"
+                f"{_first_few(apart)}; pass a collection, or larger bucket_bytes"
             )
 
     def _load_staged(self) -> None:
@@ -288,23 +290,26 @@ class Turn:
     def _compare(self, manifest: Manifest) -> int:
         """Compares with the other ranks and the trainer; see `_verify`."""
         counts, sent = self._expected or self._expect(manifest)
-        lines = [incoming.line for _, incoming in self._came]
-        digests = [incoming.tally.digests_on_host() for _, incoming in self._came]
-        self.peers.share_totals(manifest.sum(lines, digests), counts)
+        descriptors = [bucket_copies.descriptor for _, bucket_copies in self._copied]
+        checksums = [bucket_copies.sums.checksums_on_host() for _, bucket_copies in self._copied]
+        self.peers.share_totals(manifest.sum(descriptors, checksums), counts)
         self.peers.report(COPIED)
         self.peers.wait(COPIED)
         if not self._request.complete:
-            self._refuse_excess(manifest)
+            self._reject_unused(manifest)
         return self._verify(manifest, sent)
 
     def _expect(self, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each tensor: how many elements the lines that came bring here, and the digest of what was sent."""
-        copied = [incoming for _, incoming in self._came]
-        counts = manifest.sum([each.line for each in copied], [each.counts for each in copied])
-        lines = [self._receiver.line(*key) for key in manifest.keys]
+        """Of each tensor: how many elements the descriptors that came bring here, and the checksum of what was sent."""
+        copied = [bucket_copies for _, bucket_copies in self._copied]
+        counts = manifest.sum([each.descriptor for each in copied], [each.counts for each in copied])
+        descriptors = [self._receiver.descriptor(*key) for key in manifest.keys]
         boxes = [box for box, _ in manifest.keys]
-        sent = [box.sent(line.first_digest, len(line.sources)) for box, line in zip(boxes, lines, strict=True)]
-        return counts, manifest.sum(lines, sent)
+        sent = [
+            box.sent(descriptor.first_checksum, len(descriptor.sources))
+            for box, descriptor in zip(boxes, descriptors, strict=True)
+        ]
+        return counts, manifest.sum(descriptors, sent)
 
     def _verify(self, manifest: Manifest, sent: NDArray[np.int64]) -> int:
         """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
@@ -315,12 +320,12 @@ class Turn:
         Raises:
             RuntimeError: a tensor arrived with other values than it was sent with.
         """
-        digests, counts = self.peers.sum_totals(len(manifest.names))
+        checksums, counts = self.peers.sum_totals(len(manifest.names))
         comparable = counts % manifest.numel == 0
-        wrong = comparable & (digests != sent * (counts // manifest.numel))
+        wrong = comparable & (checksums != sent * (counts // manifest.numel))
         if wrong.any():
             names = [repr(manifest.names[i]) for i in np.flatnonzero(wrong)]
-            raise RuntimeError(f"these tensors did not arrive as they were sent: {_some(names)}")
+            raise RuntimeError(f"these tensors did not arrive as they were sent: {_first_few(names)}")
         through = self._receiver.recorder.plan.through_loader
         comparable[[manifest.index[name] for name in through if name in manifest.index]] = False
         return int((~comparable).sum())
@@ -337,10 +342,10 @@ def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
 
 
 def _check_alive(boxes: Sequence[Channel]) -> None:
-    ended = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_ended()]
+    ended = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
     if ended:  # all are named: the others may have ended because of the first
         raise RuntimeError(f"trainer rank {', '.join(ended)} has ended")
 
 
-def _some(items: Sequence[str]) -> str:
+def _first_few(items: Sequence[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

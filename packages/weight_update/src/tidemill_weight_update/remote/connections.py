@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import CopyTable
-from tidemill_weight_update.remote.packed import pack_line, pack_tables, parts_from_json
-from tidemill_weight_update.remote.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.remote.packed import pack_descriptor, pack_tables, parts_from_json
+from tidemill_weight_update.remote.store_mailbox import ReceiverStatus, StoreMailbox
 from tidemill_weight_update.transport.connect import connect
 from tidemill_weight_update.transport.wire import TRAINER, Wire
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class Message:
-    """What is sent of a line to engine ranks that take the same parts of it."""
+    """What is sent of a descriptor to engine ranks that take the same parts of it."""
 
-    def __init__(self, line: Line, parts: bytes) -> None:
-        packed = pack_line(line, parts_from_json(parts))
+    def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
+        packed = pack_descriptor(descriptor, parts_from_json(parts))
         self.num_bytes = packed.num_bytes
-        self.is_line = packed.line.shards == line.shards
-        self._tables: tuple[CopyTable, ...] = () if self.is_line else pack_tables(line, packed)
+        self.is_whole_bucket = packed.descriptor.shards == descriptor.shards
+        self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
         self._gpu_copier: CudaCopier | None = None
 
     def fill(self, arena: Tensor, place: Tensor) -> None:
-        """Copies the parts from the line's arena to `place`, uint8 [num_bytes]; on a GPU, queues that."""
+        """Copies the parts from the descriptor's arena to `place`, uint8 [num_bytes]; on a GPU, queues that."""
         if arena.device.type == "cpu":
             HostCopier(self._tables, [place]).run([arena])
             return
@@ -50,7 +50,7 @@ class _Partner:
     was_used: bool = True
 
 
-class Outlets:
+class Connections:
     """Wires to engine ranks and what those take, from one update to the next.
 
     An engine rank is known by a name that it chose, for it may have another row in each update. Both sides forget what
@@ -76,30 +76,30 @@ class Outlets:
             self.drop(name)
         for partner in self._partners.values():
             partner.was_used = False
-        self._mailbox.know(self._partners)
+        self._mailbox.set_partners(self._partners)
 
-    def message(self, word: Word, place: Place, line: Line) -> Message:
-        """What the engine rank asks for of the line at `place`."""
-        partner = self._partner(word)
-        number, length = word.parts
+    def message(self, status: ReceiverStatus, place: Place, descriptor: BucketDescriptor) -> Message:
+        """What the engine rank asks for of the descriptor at `place`."""
+        partner = self._partner(status)
+        number, length = status.parts
         if number not in partner.parts:
-            key = f"parts{self._mailbox.rank}/{word.partner}/{word.generation}/{number}"
+            key = f"parts{self._mailbox.rank}/{status.partner}/{status.generation}/{number}"
             partner.parts[number] = self._mailbox.store.read(key, length)
             self._mailbox.store.drop(key, length)
         parts = partner.parts[number]
         if (place, parts) not in self._messages:
-            self._messages[place, parts] = Message(line, parts)
+            self._messages[place, parts] = Message(descriptor, parts)
         return self._messages[place, parts]
 
-    def wire(self, word: Word, device: torch.device) -> Wire:
+    def wire(self, status: ReceiverStatus, device: torch.device) -> Wire:
         """The wire to the engine rank; made if there is none.
 
         Raises:
             WireError: it could not be made.
         """
-        partner = self._partner(word)
+        partner = self._partner(status)
         if partner.wire is None:
-            name = f"wire{self._mailbox.rank}/{word.partner}/{word.generation}"
+            name = f"wire{self._mailbox.rank}/{status.partner}/{status.generation}"
             partner.wire = connect(self._mailbox.store, name, TRAINER, device, self._address, self._timeout_s)
         return partner.wire
 
@@ -109,15 +109,15 @@ class Outlets:
         if partner is not None and partner.wire is not None:
             partner.wire.close()
 
-    def drop_all(self) -> None:
+    def close_all(self) -> None:
         for name in list(self._partners):
             self.drop(name)
 
-    def _partner(self, word: Word) -> _Partner:
-        partner = self._partners.get(word.partner)
-        if partner is None or partner.generation != word.generation:
-            self.drop(word.partner)
-            partner = self._partners[word.partner] = _Partner(word.generation)
+    def _partner(self, status: ReceiverStatus) -> _Partner:
+        partner = self._partners.get(status.partner)
+        if partner is None or partner.generation != status.generation:
+            self.drop(status.partner)
+            partner = self._partners[status.partner] = _Partner(status.generation)
         partner.was_used = True
         return partner
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.descriptor import Line
-from tidemill_weight_update.control.readers import Audience
-from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.readers import Readers
+from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.remote.connections import Message, Outlets, batches
-from tidemill_weight_update.remote.store_mailbox import StoreMailbox, Word
+from tidemill_weight_update.remote.connections import Connections, Message, batches
+from tidemill_weight_update.remote.store_mailbox import ReceiverStatus, StoreMailbox
 from tidemill_weight_update.transport.wire import WireError
 
 
-class LinkAudience(Audience):
+class RemoteReaders(Readers):
     """Engine ranks behind a link. Each asks for a bucket when it is ready to take it, and is sent it then.
 
     Nobody is sent anything that it does not wait for, and whoever asks is served at once, in any order: so no two
@@ -26,8 +26,8 @@ class LinkAudience(Audience):
     engines that wait for the next bucket meanwhile do not give up. What becomes of its engine its client knows.
 
     Args:
-        sequence, own, control, num_receivers, timeout_s: as in `Audience`.
-        outlets: to the engine ranks.
+        sequence, own, control, num_receivers, timeout_s: as in `Readers`.
+        connections: to the engine ranks.
         staging: memory to pack in, kept between updates.
     """
 
@@ -38,84 +38,88 @@ class LinkAudience(Audience):
         control: StoreMailbox,
         num_receivers: int,
         timeout_s: float,
-        outlets: Outlets,
+        connections: Connections,
         staging: "Staging",
     ) -> None:
         super().__init__(sequence, own, control, num_receivers, timeout_s)
-        self.patience_s = timeout_s / 2
+        self.max_wait_s = timeout_s / 2
         self._mailbox = own
-        self._outlets = outlets
+        self._connections = connections
         self._staging = staging
 
     def wait(self, num_buckets: int) -> None:
-        wait = Wait(self.patience_s, f"engines to read bucket {num_buckets - 1}", self._drop_ended)
+        wait = PollingWait(self.max_wait_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
         before: list[int] = []
         while True:
-            words = self._mailbox.words(self._sequence, sorted(self._rows))
-            late = {row for row, word in words.items() if word.taken < num_buckets}
-            taken = sorted(words[row].taken for row in late)
+            statuses = self._mailbox.statuses(self._sequence, sorted(self._rows))
+            late = {row for row, status in statuses.items() if status.released < num_buckets}
+            taken = sorted(statuses[row].released for row in late)
             if not late:
                 return
             if taken != before:
                 before = taken
                 wait.progress()
-            self._pause(wait, late, words)
+            self._pause(wait, late, statuses)
 
-    def deliver(self, bucket: int, place: Place, line: Line, arena: Tensor | None) -> None:
+    def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         if arena is None:
             return
         pending = set(self._rows)
-        wait = Wait(self.patience_s, f"engines to take bucket {bucket}", self._drop_ended)
+        wait = PollingWait(self.max_wait_s, f"engines to take bucket {bucket}", self._drop_exited)
         while pending := pending & self._rows:
-            words = self._mailbox.words(self._sequence, sorted(pending))
-            asking = {row: word for row, word in words.items() if word.asked == bucket}
-            pending -= asking.keys() | {row for row, word in words.items() if word.maps or word.taken > bucket}
-            if asking:
-                self._serve(asking, place, line, arena)
+            statuses = self._mailbox.statuses(self._sequence, sorted(pending))
+            waiting = {row: status for row, status in statuses.items() if status.wanted == bucket}
+            pending -= waiting.keys() | {
+                row for row, status in statuses.items() if status.maps or status.released > bucket
+            }
+            if waiting:
+                self._serve(waiting, place, descriptor, arena)
                 wait.progress()
             elif pending:
-                self._pause(wait, pending, words)
+                self._pause(wait, pending, statuses)
 
-    def _pause(self, wait: Wait, late: set[int], words: Mapping[int, Word]) -> None:
+    def _pause(self, wait: PollingWait, late: set[int], statuses: Mapping[int, ReceiverStatus]) -> None:
         try:
             wait.pause()
         except TimeoutError:
-            if any(words[row].maps for row in late):
+            if any(statuses[row].maps for row in late):
                 raise  # it may still read what would be overwritten
             self._rows.difference_update(late)
 
-    def _serve(self, asking: Mapping[int, Word], place: Place, line: Line, arena: Tensor) -> None:
-        messages = {row: self._outlets.message(word, place, line) for row, word in asking.items()}
+    def _serve(
+        self, waiting: Mapping[int, ReceiverStatus], place: Place, descriptor: BucketDescriptor, arena: Tensor
+    ) -> None:
+        messages = {row: self._connections.message(status, place, descriptor) for row, status in waiting.items()}
         for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
             packed = self._staging.pack(group, arena)
             if arena.device.type == "cuda":
                 torch.cuda.synchronize(arena.device)  # see NcclWire
-            self._send({row: packed[message] for row, message in messages.items() if message in packed}, asking)
+            self._send({row: packed[message] for row, message in messages.items() if message in packed}, waiting)
 
-    def _send(self, packed: Mapping[int, Tensor], asking: Mapping[int, Word]) -> None:
+    def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, ReceiverStatus]) -> None:
         """Sends to several engine ranks at once. One whose wire breaks is out; its engine notices that, too."""
         sending = {}
         for row, data in packed.items():
             try:
-                sending[row] = self._outlets.wire(asking[row], data.device)
+                sending[row] = self._connections.wire(waiting[row], data.device)
                 sending[row].send(data)
             except WireError:
-                self._drop(row, asking[row])
+                self._drop(row, waiting[row])
                 sending.pop(row, None)
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.max_wait_s
         for row, wire in sending.items():
             try:
                 wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
             except WireError:
-                self._drop(row, asking[row])
+                self._drop(row, waiting[row])
 
     def _check(self, row: int) -> None:
-        self._drop_ended()
+        self._drop_exited()
         if row not in self._rows:
             raise WireError("its engine has failed")
 
-    def _drop(self, row: int, word: Word) -> None:
-        self._outlets.drop(word.partner)
+    def _drop(self, row: int, status: ReceiverStatus) -> None:
+        self._connections.drop(status.partner)
         self._rows.discard(row)
 
 
@@ -131,18 +135,19 @@ class Staging:
         self._memory: Tensor | None = None
 
     def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
-        """Packs the messages from a line's arena; uint8, valid until the next call."""
+        """Packs the messages from a descriptor's arena; uint8, valid until the next call."""
         packed = {}
         used = 0
         for message in messages:
-            if not message.is_line:
+            if not message.is_whole_bucket:
                 packed[message] = slice(used, used + message.num_bytes)
                 used = aligned(used + message.num_bytes)
         memory = self._room(used, arena.device)
         for message, place in packed.items():
             message.fill(arena, memory[place])
         return {
-            message: arena[: message.num_bytes] if message.is_line else memory[packed[message]] for message in messages
+            message: arena[: message.num_bytes] if message.is_whole_bucket else memory[packed[message]]
+            for message in messages
         }
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.channel import Place
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress
 from tidemill_weight_update.remote.location import can_map
-from tidemill_weight_update.remote.packed import pack_line, parts_of, parts_to_json
+from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
 from tidemill_weight_update.remote.store_mailbox import StoreMailbox
 from tidemill_weight_update.remote.trainer_link import open_store
 from tidemill_weight_update.transport.connect import connect
@@ -46,52 +46,52 @@ class EngineLink:
         """uint8 [num_bytes]: one piece of memory for all trainer ranks, as they are asked one after the other."""
         if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
             self._memory = None  # freed before there is another one
-            # Doubled, so that a line which is larger than all before it does not often mean new memory.
+            # Doubled, so that a descriptor which is larger than all before it does not often mean new memory.
             self._memory = torch.empty(1 << max(num_bytes - 1, 0).bit_length(), dtype=torch.uint8, device=device)
         return self._memory[:num_bytes]
 
 
-class StoreInlet:
-    """What one trainer rank sends to this engine rank; see `Inlet`."""
+class StoreInput:
+    """What one trainer rank sends to this engine rank; see `RemoteInput`."""
 
     def __init__(self, link: EngineLink, mailbox: StoreMailbox) -> None:
         self._link = link
         self._mailbox = mailbox
         self._wire: Wire | None = None
         self._generation = 0
-        self._known_in = 0
+        self._known_in_update = 0
         self._packed: dict[Place, tuple[bytes, int]] = {}
-        self._told: dict[bytes, int] = {}
+        self._part_numbers: dict[bytes, int] = {}
 
-    def pack(self, place: Place, line: Line, plan: CopyPlan) -> Line:
-        parts = parts_of(line, plan)
-        packed = pack_line(line, parts)
+    def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+        parts = parts_of(descriptor, plan)
+        packed = pack_descriptor(descriptor, parts)
         self._packed[place] = parts_to_json(parts), packed.num_bytes
-        return packed.line
+        return packed.descriptor
 
-    def take(
+    def receive(
         self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
     ) -> Tensor:
         device = self._device_for(memory)
-        if self._known_in != sequence:
-            self._begin_anew_if_unknown()
-            self._known_in = sequence
+        if self._known_in_update != sequence:
+            self._reset_if_forgotten()
+            self._known_in_update = sequence
         parts, num_bytes = self._packed[place]
-        told = self._tell(parts)
-        self._mailbox.ask(
+        number = self._number_of(parts)
+        self._mailbox.request_bucket(
             *(sequence, receiver, bucket),
             partner=self._link.partner,
             generation=self._generation,
-            parts=(told, len(parts)),
+            parts=(number, len(parts)),
         )
         data = self._link.memory(num_bytes, device)
         if num_bytes:
-            self._receive(data, check)
+            self._receive_into(data, check)
         return data
 
     def close(self) -> None:
         """Ends the wire; the next `take` makes another one."""
-        self._known_in = 0
+        self._known_in_update = 0
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -104,23 +104,23 @@ class StoreInlet:
             raise RuntimeError("an engine on a CPU cannot take GPU memory; give WeightUpdater device='cpu'")
         return self._link.device
 
-    def _begin_anew_if_unknown(self) -> None:
-        if self._known_in and self._link.partner in self._mailbox.head().partners:
+    def _reset_if_forgotten(self) -> None:
+        if self._known_in_update and self._link.partner in self._mailbox.sender_status().partners:
             return
         self.close()
         self._generation += 1
-        self._told.clear()
+        self._part_numbers.clear()
 
-    def _tell(self, parts: bytes) -> int:
+    def _number_of(self, parts: bytes) -> int:
         """The number by which the trainer rank knows these parts."""
-        if parts not in self._told:
-            number = len(self._told)
+        if parts not in self._part_numbers:
+            number = len(self._part_numbers)
             key = f"parts{self._mailbox.rank}/{self._link.partner}/{self._generation}/{number}"
             self._mailbox.store.write(key, parts)
-            self._told[parts] = number
-        return self._told[parts]
+            self._part_numbers[parts] = number
+        return self._part_numbers[parts]
 
-    def _receive(self, data: Tensor, check: Callable[[], None]) -> None:
+    def _receive_into(self, data: Tensor, check: Callable[[], None]) -> None:
         link = self._link
         try:
             if self._wire is None:
@@ -160,9 +160,9 @@ class EngineLinks:
         if link is None or link.store.is_broken:
             link = self._links[address] = EngineLink(address, self._device, timeout_s)
         mailbox = StoreMailbox(link.store, path, rank)
-        head = mailbox.head()
-        if not can_map(head.location, head.pid):
-            mailbox.inlet = StoreInlet(link, mailbox)
+        sender_status = mailbox.sender_status()
+        if not can_map(sender_status.location, sender_status.pid):
+            mailbox.remote_input = StoreInput(link, mailbox)
         return mailbox
 
     def keep(self, paths: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """A trainer rank's mailbox in a store that processes of other machines reach.
 
-What `Mailbox` keeps in words of shared memory is here one value per writer and reader: the trainer rank's head (how far
-it is), each engine rank's state, and its word to each trainer rank. Values are JSON, or int64 as raw bytes.
+What `Mailbox` keeps in words of shared memory is one value per writer and reader here: the status of the trainer rank,
+the state of each engine rank, and its status for each trainer rank. Values are JSON, or int64 as raw bytes.
 """
 
 import json
@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.control.channel import Inlet, Place
+from tidemill_weight_update.control.channel import Place, RemoteInput
 from tidemill_weight_update.control.mailbox import IDLE, reply_to_json
-from tidemill_weight_update.control.wait import has_ended
+from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.remote.location import here
 from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 
 _KEPT_BYTES = 4096
-"""Journal lines up to this length are kept: descriptions of memory, which come with every bucket."""
+"""Journal listing up to this length are kept: descriptions of memory, which come with every bucket."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class SenderStatus:
     """What a trainer rank says of itself.
 
     Attributes:
         location, pid: where it runs.
         total: number of buckets of the update, if it is known.
-        slots: of the last bucket with an even number and the last with an odd one: number, line, memory's line.
-        partners: engine ranks that it knows from earlier updates; see `Outlets`.
+        slots: of the last bucket with an even number and the last with an odd one: number, place, memory's place.
+        partners: engine ranks that it knows from earlier updates; see `Connections`.
     """
 
     location: str
@@ -40,28 +40,28 @@ class Head:
     sequence: int = 0
     is_open: bool = False
     has_failed: bool = False
-    lines: Place | None = None
+    listing: Place | None = None
     total: int | None = None
     slots: tuple[tuple[int, Place, Place | None] | None, ...] = (None, None)
     partners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class ReceiverStatus:
     """What an engine rank says to one trainer rank.
 
     Attributes:
-        taken: number of buckets that it does not need any longer.
+        released: number of buckets that it does not need any longer.
         maps: whether it maps the trainer's memory.
-        asked: number of the bucket that it waits for, -1 for none.
+        wanted: number of the bucket that it waits for, -1 for none.
         partner, generation: who asks, and how often it has begun anew; what was agreed on before is void then.
-        parts: number and length of the text that says what it takes of the bucket's line.
+        parts: number and length of the text that says what it takes of the bucket's place.
     """
 
     sequence: int = 0
-    taken: int = 0
+    released: int = 0
     maps: bool = False
-    asked: int = -1
+    wanted: int = -1
     partner: str = ""
     generation: int = 0
     parts: Place = (0, 0)
@@ -89,9 +89,9 @@ class StoreMailbox:
         self.path = path
         self.rank = rank
         self.store = store
-        self.inlet: Inlet | None = None
-        self._head = Head(location=here(), pid=os.getpid())
-        self._word = Word()
+        self.remote_input: RemoteInput | None = None
+        self._sender_status = SenderStatus(location=here(), pid=os.getpid())
+        self._receiver_status = ReceiverStatus()
         self._num_receivers = 0
         self._read: dict[Place, bytes] = {}
         self._excluded: tuple[int, list[int]] = (0, [])
@@ -102,16 +102,18 @@ class StoreMailbox:
 
     def close(self) -> None:
         """Ends what was opened for this mailbox; the store is its owner's to close."""
-        if self.inlet is not None:
-            self.inlet.close()
-            self.inlet = None  # it refers to this mailbox: the store would stay open until Python looks for cycles
+        if self.remote_input is not None:
+            self.remote_input.close()
+            self.remote_input = (
+                None  # it refers to this mailbox: the store would stay open until Python looks for cycles
+            )
 
     # The trainer rank writes.
 
     def make_room(self, num_receivers: int) -> None:
         """Sets what has to be there to be read, before anybody reads it: the idle states of further engine ranks."""
         for row in range(self._num_receivers, num_receivers):
-            self.store.set(self._word_key(row), _to_json(Word()))
+            self.store.set(self._receiver_status_key(row), _to_json(ReceiverStatus()))
             if self.rank == 0:
                 self.store.set(_state_key(row), _to_json(_Report()))
         if self.rank == 0 and not self._num_receivers:
@@ -119,32 +121,36 @@ class StoreMailbox:
         self._num_receivers = max(self._num_receivers, num_receivers)
 
     def begin(self, sequence: int) -> None:
-        self._tell(Head(self._head.location, self._head.pid, sequence, partners=self._head.partners))
+        self._write_sender_status(
+            SenderStatus(
+                self._sender_status.location, self._sender_status.pid, sequence, partners=self._sender_status.partners
+            )
+        )
 
-    def know(self, partners: Iterable[str]) -> None:
+    def set_partners(self, partners: Iterable[str]) -> None:
         """Sets which engine ranks this trainer rank knows from earlier updates; told by the next `begin`."""
-        self._head = replace(self._head, partners=tuple(partners))
+        self._sender_status = replace(self._sender_status, partners=tuple(partners))
 
     def write_journal(self, offset: int, text: bytes) -> None:
         self.store.write(f"journal{self.rank}/{offset}", text)
 
-    def write_digests(self, first: int, digests: NDArray[np.int64]) -> None:
-        self.store.write(f"digests{self.rank}/{first}", digests.astype("<i8").tobytes())
+    def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
+        self.store.write(f"checksums{self.rank}/{first}", checksums.astype("<i8").tobytes())
 
-    def announce(self, sequence: int, lines: Place | None) -> None:
-        self._tell(replace(self._head, is_open=True, lines=lines))
+    def announce(self, sequence: int, listing: Place | None) -> None:
+        self._write_sender_status(replace(self._sender_status, is_open=True, listing=listing))
 
-    def publish(self, sequence: int, bucket: int, line: Place, arena: Place | None) -> None:
-        slots = list(self._head.slots)
-        slots[bucket % 2] = bucket, line, arena
-        self._tell(replace(self._head, slots=tuple(slots)))
+    def publish(self, sequence: int, bucket: int, place: Place, arena: Place | None) -> None:
+        slots = list(self._sender_status.slots)
+        slots[bucket % 2] = bucket, place, arena
+        self._write_sender_status(replace(self._sender_status, slots=tuple(slots)))
 
     def finish(self, sequence: int, num_buckets: int) -> None:
-        self._tell(replace(self._head, total=num_buckets))
+        self._write_sender_status(replace(self._sender_status, total=num_buckets))
 
     def fail(self, sequence: int) -> None:
         try:
-            self._tell(replace(self._head, has_failed=True))
+            self._write_sender_status(replace(self._sender_status, has_failed=True))
         except LinkError:
             return  # The error that led here is raised; engines that cannot be told have their deadline.
 
@@ -157,89 +163,95 @@ class StoreMailbox:
     # Engine ranks write.
 
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
-        maps = self.inlet is None
-        self._say(receiver, replace(self._word, sequence=sequence, taken=num_buckets, maps=maps, asked=-1))
+        maps = self.remote_input is None
+        self._write_receiver_status(
+            receiver, replace(self._receiver_status, sequence=sequence, released=num_buckets, maps=maps, wanted=-1)
+        )
 
-    def ask(self, sequence: int, receiver: int, bucket: int, *, partner: str, generation: int, parts: Place) -> None:
-        """Asks for a bucket; see `Word`."""
-        taken = self._word.taken if self._word.sequence == sequence else 0
-        self._say(receiver, Word(sequence, taken, False, bucket, partner, generation, parts))
+    def request_bucket(
+        self, sequence: int, receiver: int, bucket: int, *, partner: str, generation: int, parts: Place
+    ) -> None:
+        """Asks for a bucket; see `ReceiverStatus`."""
+        released = self._receiver_status.released if self._receiver_status.sequence == sequence else 0
+        self._write_receiver_status(
+            receiver, ReceiverStatus(sequence, released, False, bucket, partner, generation, parts)
+        )
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
         report = _Report(sequence, state, here(), os.getpid(), json.loads(reply_to_json(reply)))
         self.store.set(_state_key(receiver), _to_json(report))
 
-    def write_totals(self, receiver: int, digests: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        self.store.write(f"totals/{receiver}", np.concatenate([digests, counts]).astype("<i8").tobytes())
+    def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        self.store.write(f"totals/{receiver}", np.concatenate([checksums, counts]).astype("<i8").tobytes())
 
     # All read.
 
     @property
     def owner_pid(self) -> int:
-        return self.head().pid
+        return self.sender_status().pid
 
-    def head(self) -> Head:
-        fields = json.loads(self.store.get(f"head{self.rank}"))
-        fields["lines"] = _place(fields["lines"])
+    def sender_status(self) -> SenderStatus:
+        fields = json.loads(self.store.get(f"sender_status{self.rank}"))
+        fields["listing"] = _place(fields["listing"])
         fields["slots"] = tuple(
             None if slot is None else (slot[0], _place(slot[1]), _place(slot[2])) for slot in fields["slots"]
         )
-        return Head(**fields)
+        return SenderStatus(**fields)
 
-    def owner_has_ended(self) -> bool:
-        head = self.head()
-        return head.location == here() and has_ended(head.pid)
+    def owner_has_exited(self) -> bool:
+        sender_status = self.sender_status()
+        return sender_status.location == here() and has_exited(sender_status.pid)
 
     def is_at(self, sequence: int) -> bool:
-        return self.head().sequence == sequence
+        return self.sender_status().sequence == sequence
 
-    def lines(self, sequence: int) -> tuple[bool, Place | None]:
-        head = self.head()
-        is_open = head.sequence == sequence and head.is_open
-        return is_open, head.lines if is_open else None
+    def listing(self, sequence: int) -> tuple[bool, Place | None]:
+        sender_status = self.sender_status()
+        is_open = sender_status.sequence == sequence and sender_status.is_open
+        return is_open, sender_status.listing if is_open else None
 
     def announced(self, sequence: int, bucket: int) -> tuple[Place, Place | None] | None:
-        head = self.head()
-        slot = head.slots[bucket % 2]
-        if head.sequence != sequence or slot is None or slot[0] != bucket:
+        sender_status = self.sender_status()
+        slot = sender_status.slots[bucket % 2]
+        if sender_status.sequence != sequence or slot is None or slot[0] != bucket:
             return None
         return slot[1:]
 
-    def read_journal(self, line: Place) -> bytes:
-        if line not in self._read:
-            text = self.store.read(f"journal{self.rank}/{line[0]}", line[1])
-            if line[1] > _KEPT_BYTES:
+    def read_journal(self, place: Place) -> bytes:
+        if place not in self._read:
+            text = self.store.read(f"journal{self.rank}/{place[0]}", place[1])
+            if place[1] > _KEPT_BYTES:
                 return text
-            self._read[line] = text
-        return self._read[line]
+            self._read[place] = text
+        return self._read[place]
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        return np.frombuffer(self.store.read(f"digests{self.rank}/{first}", 8 * count), "<i8")
+        return np.frombuffer(self.store.read(f"checksums{self.rank}/{first}", 8 * count), "<i8")
 
     def num_buckets(self, sequence: int) -> int | None:
-        head = self.head()
-        if head.sequence != sequence:
+        sender_status = self.sender_status()
+        if sender_status.sequence != sequence:
             raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
-        if head.has_failed:
+        if sender_status.has_failed:
             raise RuntimeError("the trainer failed while it sent; its own error says why")
-        return head.total
+        return sender_status.total
 
     def is_excluded(self, sequence: int, receiver: int) -> bool:
         of, rows = json.loads(self.store.get("excluded"))
         return of == sequence and receiver in rows
 
     def acknowledged(self, sequence: int, receiver: int) -> int:
-        return self.words(sequence, [receiver])[receiver].taken
+        return self.statuses(sequence, [receiver])[receiver].released
 
-    def words(self, sequence: int, rows: Collection[int]) -> dict[int, Word]:
+    def statuses(self, sequence: int, rows: Collection[int]) -> dict[int, ReceiverStatus]:
         """What engine ranks said to this trainer rank in this update."""
-        texts = self.store.multi_get([self._word_key(row) for row in rows]) if rows else []
-        words = {}
+        texts = self.store.multi_get([self._receiver_status_key(row) for row in rows]) if rows else []
+        statuses = {}
         for row, text in zip(rows, texts, strict=True):
             fields = json.loads(text)
-            word = Word(**fields | {"parts": tuple(fields["parts"])})
-            words[row] = word if word.sequence == sequence else Word()
-        return words
+            status = ReceiverStatus(**fields | {"parts": tuple(fields["parts"])})
+            statuses[row] = status if status.sequence == sequence else ReceiverStatus()
+        return statuses
 
     def state(self, sequence: int, receiver: int) -> int:
         report = self._report(receiver)
@@ -252,9 +264,9 @@ class StoreMailbox:
         report = self._report(receiver)
         return report.pid if report.sequence == sequence else 0
 
-    def receiver_has_ended(self, sequence: int, receiver: int) -> bool:
+    def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
         report = self._report(receiver)
-        return report.sequence == sequence and report.location == here() and has_ended(report.pid)
+        return report.sequence == sequence and report.location == here() and has_exited(report.pid)
 
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         both = np.frombuffer(self.store.read(f"totals/{receiver}", 16 * num_tensors), "<i8").reshape(2, num_tensors)
@@ -263,23 +275,23 @@ class StoreMailbox:
     def _report(self, receiver: int) -> _Report:
         return _Report(**json.loads(self.store.get(_state_key(receiver))))
 
-    def _tell(self, head: Head) -> None:
-        self._head = head
-        self.store.set(f"head{self.rank}", _to_json(head))
+    def _write_sender_status(self, sender_status: SenderStatus) -> None:
+        self._sender_status = sender_status
+        self.store.set(f"sender_status{self.rank}", _to_json(sender_status))
 
-    def _say(self, receiver: int, word: Word) -> None:
-        self._word = word
-        self.store.set(self._word_key(receiver), _to_json(word))
+    def _write_receiver_status(self, receiver: int, status: ReceiverStatus) -> None:
+        self._receiver_status = status
+        self.store.set(self._receiver_status_key(receiver), _to_json(status))
 
-    def _word_key(self, receiver: int) -> str:
-        return f"word{self.rank}/{receiver}"
+    def _receiver_status_key(self, receiver: int) -> str:
+        return f"status{self.rank}/{receiver}"
 
 
 def _state_key(receiver: int) -> str:
     return f"state/{receiver}"
 
 
-def _to_json(value: Head | Word | _Report) -> str:
+def _to_json(value: SenderStatus | ReceiverStatus | _Report) -> str:
     return json.dumps(asdict(value), separators=(",", ":"))
 
 

@@ -7,8 +7,8 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.control.request import run_token
-from tidemill_weight_update.remote.connections import Outlets
-from tidemill_weight_update.remote.delivery import LinkAudience, Staging
+from tidemill_weight_update.remote.connections import Connections
+from tidemill_weight_update.remote.delivery import RemoteReaders, Staging
 from tidemill_weight_update.remote.group_link import GroupLink, LinkAddress, listen
 from tidemill_weight_update.remote.store_mailbox import StoreMailbox
 from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
@@ -35,7 +35,7 @@ class TrainerLink:
         self._address: LinkAddress | None = None
         self._mailbox: StoreMailbox | None = None
         self._control: StoreMailbox | None = None
-        self._outlets: Outlets | None = None
+        self._connections: Connections | None = None
 
     def open(self) -> tuple[int, int]:
         """Opens the store, unless it is open; returns its port and session. On rank 0 only.
@@ -75,10 +75,10 @@ class TrainerLink:
             self._mailbox = StoreMailbox(store, self._address.mailbox_path(self._rank), self._rank)
             path = self._address.mailbox_path(0)
             self._control = self._mailbox if self._rank == 0 else StoreMailbox(store, path, 0)
-            self._outlets = Outlets(self._mailbox, self._address.own_address(), self._timeout_s / 2)
-        assert self._outlets is not None
+            self._connections = Connections(self._mailbox, self._address.own_address(), self._timeout_s / 2)
+        assert self._connections is not None
         self._mailbox.make_room(num_receivers)
-        self._outlets.begin()
+        self._connections.begin()
         return self._mailbox
 
     def paths(self, num_ranks: int) -> tuple[str, ...]:
@@ -86,26 +86,26 @@ class TrainerLink:
         assert self._address is not None, "connect() comes first"
         return tuple(self._address.mailbox_path(rank) for rank in range(num_ranks))
 
-    def audience(self, sequence: int, num_receivers: int) -> LinkAudience:
+    def readers(self, sequence: int, num_receivers: int) -> RemoteReaders:
         """The engine ranks of an update."""
         assert self._mailbox is not None, "connect() comes first"
         assert self._control is not None
-        assert self._outlets is not None
-        return LinkAudience(
+        assert self._connections is not None
+        return RemoteReaders(
             *(sequence, self._mailbox, self._control, num_receivers, self._timeout_s),
-            outlets=self._outlets,
+            connections=self._connections,
             staging=self._staging,
         )
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Ends all wires, so that no engine rank waits for what will not come."""
-        if self._outlets is not None:
-            self._outlets.drop_all()
+        if self._connections is not None:
+            self._connections.close_all()
 
     def close(self) -> None:
-        self.hang_up()
+        self.close_connections()
         self._staging.close()
-        self._mailbox = self._control = self._outlets = self._server = None
+        self._mailbox = self._control = self._connections = self._server = None
         self._identity = (0, 0)
 
 

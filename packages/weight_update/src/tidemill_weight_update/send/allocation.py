@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from tidemill_weight_update.memory.handle import DeviceMemory
-from tidemill_weight_update.tensors.shards import Held
+from tidemill_weight_update.tensors.shards import Piece
 
 
 def allocations(
-    pieces: Sequence[Held], device: torch.device
-) -> tuple[list[Held], list[DeviceMemory], list[int], list[Held]]:
+    pieces: Sequence[Piece], device: torch.device
+) -> tuple[list[Piece], list[DeviceMemory], list[int], list[Piece]]:
     """Divides pieces into those that stay where they are and those that have to travel through an arena on `device`.
 
     A piece stays if it lies on `device`, is sent in its own dtype, and its allocation can be shared between processes
@@ -21,9 +21,9 @@ def allocations(
     """
     from tidemill_weight_update.memory.cuda_memory import NotExportableError, export
 
-    stay: list[Held] = []
+    stay: list[Piece] = []
     memory_of: list[int] = []
-    move: list[Held] = []
+    move: list[Piece] = []
     memories: list[DeviceMemory] = []
     for piece in sorted(pieces, key=lambda piece: piece.local.data_ptr()):
         address = piece.local.data_ptr()

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import Mailbox, path_of
-from tidemill_weight_update.control.readers import Audience
+from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.allocation import allocations
 from tidemill_weight_update.send.fast_bucket import in_place
-from tidemill_weight_update.send.fingerprint import Known
+from tidemill_weight_update.send.fingerprint import Fingerprint
 from tidemill_weight_update.send.packing import pack
-from tidemill_weight_update.send.sender import Prepared, Sender
+from tidemill_weight_update.send.sender import PreparedBucket, Sender
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import Held, LocalShard
+from tidemill_weight_update.tensors.shards import LocalShard, Piece
 from tidemill_weight_update.tensors.source import NamedTensors, pieces_of
 
 if TYPE_CHECKING:
@@ -63,26 +63,26 @@ class FastPath:
         self._sequence = 0
         self._sender: Sender | None = None
         self._control: Channel | None = None
-        self._known = Known([])
-        self._prepared: list[Prepared] = []
-        self.plain = self._known_plain = PlainNames()
+        self._fingerprint = Fingerprint([])
+        self._prepared: list[PreparedBucket] = []
+        self.plain = self._kept_plain = PlainNames()
         # Alive while an update reads them by their addresses: what came, which may be made anew each time, and what was
         # made of it.
         self._items: list[tuple[str, Tensor | LocalShard]] = []
-        self._pieces: list[Held] = []
-        self._came_again = False
+        self._pieces: list[Piece] = []
+        self._is_same_input = False
         self._num_freed: int | None = None
         self._is_being_read = False
-        self._others_are_worn = False
+        self._others_mostly_unused = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
         """Starts an update; returns what the other ranks have to know for `connect`."""
         self._sequence = sequence
         self._is_being_read = False  # an interrupt may have left it
-        is_worn = self._sender is not None and self._sender.is_worn
+        is_mostly_unused = self._sender is not None and self._sender.is_mostly_unused
         if self._link is not None and self._group_rank > 0:
-            return int(is_worn), 0
-        if is_worn or self._others_are_worn:
+            return int(is_mostly_unused), 0
+        if is_mostly_unused or self._others_mostly_unused:
             self.close()  # with a new mailbox, over a new link for all, engines too forget what they know of this one
         if self._link is not None:
             return self._link.open()
@@ -107,7 +107,9 @@ class FastPath:
         if not self._link.is_at(begun[0]):
             self.close()
         mailbox = self._link.connect(begun[0], num_receivers)
-        self._others_are_worn = self._sender is not None and any(is_worn for is_worn, _ in begun[1:])
+        self._others_mostly_unused = self._sender is not None and any(
+            is_mostly_unused for is_mostly_unused, _ in begun[1:]
+        )
         if self._sender is None:
             self._sender = Sender(mailbox, self._bucket_bytes, self._allow_non_finite)
         mailbox.begin(self._sequence)
@@ -121,42 +123,48 @@ class FastPath:
         """Tells the engines that this rank sends no more."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
-            self._link.hang_up()
+            self._link.close_connections()
 
-    def prepare(self, named_tensors: NamedTensors, stages: Stages, let_ask: Callable[[bool], None]) -> list[Prepared]:
+    def prepare(
+        self, named_tensors: NamedTensors, stages: Stages, let_calls_start: Callable[[bool], None]
+    ) -> list[PreparedBucket]:
         """Describes tensors that stay where they are until the update is over; nothing is sent yet.
 
         What was described for the last update is used again if the same parameters come again. If they did so at the
         last update, the GPU reads them while that is found out, which is safe as long as the allocations are there.
 
         Args:
-            let_ask: called before what keeps the interpreter for milliseconds, with whether the GPU reads meanwhile.
+            let_calls_start: called before long work in Python; its argument is whether the GPU reads meanwhile.
         """
         with stages("prepare"):
             items = list(named_tensors)
             num_freed = self._count_freed()
             is_kept = self._is_still_allocated(num_freed)
-            reads = is_kept and self._came_again and bool(self._prepared) and bool(self._prepared[0].line.memories)
+            reads = (
+                is_kept and self._is_same_input and bool(self._prepared) and bool(self._prepared[0].descriptor.memories)
+            )
         if reads:
             with stages("fill"):
                 self._require_sender().fill(self._prepared[0])
-        let_ask(reads)
+        let_calls_start(reads)
         with stages("prepare"):
-            self._came_again = is_kept and self._known.are(items)
-            lines = self._prepared if self._came_again else self._describe(items)
-            self.plain = self._known_plain
+            self._is_same_input = is_kept and self._fingerprint.matches(items)
+            buckets = self._prepared if self._is_same_input else self._describe(items)
+            self.plain = self._kept_plain
             self._num_freed = num_freed
-        self._items, self._is_being_read = items, reads and self._came_again
-        return lines
+        self._items, self._is_being_read = items, reads and self._is_same_input
+        return buckets
 
-    def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[Prepared]:
-        self.plain = self._known_plain = PlainNames()
+    def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[PreparedBucket]:
+        self.plain = self._kept_plain = PlainNames()
         pieces = list(pieces_of(items, self._dtype, self._group_rank, self.plain))
         prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
         # Kept for the next update are addresses only, and only those of the tensors that were passed.
-        known = Known(items)
-        kept = all(isinstance(piece, int) for line in prepared for piece in line.pieces) and known.hold(pieces)
-        self._known, self._prepared = (known, prepared) if kept else (Known([]), [])
+        fingerprint = Fingerprint(items)
+        kept = all(isinstance(piece, int) for bucket in prepared for piece in bucket.pieces) and fingerprint.covers(
+            pieces
+        )
+        self._fingerprint, self._prepared = (fingerprint, prepared) if kept else (Fingerprint([]), [])
         self._pieces = pieces
         return prepared
 
@@ -167,7 +175,7 @@ class FastPath:
         """
         if self._device is None or (num_freed is not None and num_freed == self._num_freed):
             return True
-        memories = [memory for line in self._prepared for memory in line.line.memories]
+        memories = [memory for bucket in self._prepared for memory in bucket.descriptor.memories]
         if not memories:
             return True
         from tidemill_weight_update.memory.cuda_memory import are_allocated
@@ -181,23 +189,25 @@ class FastPath:
 
         return num_freed(self._device)
 
-    def stream(self, named_tensors: NamedTensors) -> Iterator[Prepared]:
+    def stream(self, named_tensors: NamedTensors) -> Iterator[PreparedBucket]:
         """Describes tensors as they come; they may be gone when the next one is asked for."""
         self.plain = PlainNames()
-        for outgoing in pack(pieces_of(named_tensors, self._dtype, self._group_rank, self.plain), self._bucket_bytes):
-            self._use_device_of(outgoing.pieces[0])
-            yield self._require_sender().prepare(outgoing)
+        for fast_bucket in pack(
+            pieces_of(named_tensors, self._dtype, self._group_rank, self.plain), self._bucket_bytes
+        ):
+            self._use_device_of(fast_bucket.pieces[0])
+            yield self._require_sender().prepare(fast_bucket)
 
-    def _prepare_all(self, pieces: Sequence[Held], device: torch.device) -> list[Prepared]:
+    def _prepare_all(self, pieces: Sequence[Piece], device: torch.device) -> list[PreparedBucket]:
         sender = self._require_sender()
         if device.type == "cuda" and self._link is None:
             stay, memories, memory_of, move = allocations(pieces, device)
         else:
             stay, memories, memory_of, move = [], [], [], pieces
         prepared = [sender.prepare(in_place(stay, memories, memory_of))] if stay else []
-        return prepared + [sender.prepare(outgoing) for outgoing in pack(move, self._bucket_bytes)]
+        return prepared + [sender.prepare(fast_bucket) for fast_bucket in pack(move, self._bucket_bytes)]
 
-    def _use_device_of(self, piece: Held) -> torch.device:
+    def _use_device_of(self, piece: Piece) -> torch.device:
         if self._device is None:
             self._device = piece.local.device
         self._require_sender().use(self._device)
@@ -209,52 +219,52 @@ class FastPath:
 
     def send(
         self,
-        lines: Iterable[Prepared],
+        buckets: Iterable[PreparedBucket],
         control: str,
         num_receivers: int,
         stages: Stages,
         started: Callable[[], None],
-        finishing: Callable[[Audience], None],
+        finishing: Callable[[Readers], None],
     ) -> tuple[int, int, int]:
-        """Sends lines to all engine ranks; see `Sender.send`.
+        """Sends buckets to all engine ranks; see `Sender.send`.
 
         Args:
-            lines: a list if the update is complete, else an iterator.
+            buckets: a list if the update is complete, else an iterator.
             control: path of trainer rank 0's mailbox.
         """
         sender = self._require_sender()
         try:
-            sender.open(self._sequence, lines if isinstance(lines, list) else None)
-            audience = self._audience(sender.mailbox, control, num_receivers)
-            return sender.send(self._sequence, lines, audience, stages, started, finishing, self._is_being_read)
+            sender.open(self._sequence, buckets if isinstance(buckets, list) else None)
+            readers = self._new_readers(sender.mailbox, control, num_receivers)
+            return sender.send(self._sequence, buckets, readers, stages, started, finishing, self._is_being_read)
         finally:
             self._is_being_read = False
             self._items, self._pieces = [], []
 
-    def _audience(self, own: Channel, control: str, num_receivers: int) -> Audience:
+    def _new_readers(self, own: Channel, control: str, num_receivers: int) -> Readers:
         if self._link is not None:
-            return self._link.audience(self._sequence, num_receivers)
+            return self._link.readers(self._sequence, num_receivers)
         if self._control is not None and not (self._control.path == control and self._control.is_current()):
             if self._control is not own:
                 self._control.close()
             self._control = None
         if self._control is None:
             self._control = own if own.path == control else Mailbox.open(control)
-        return Audience(self._sequence, own, self._control, num_receivers, self._timeout_s)
+        return Readers(self._sequence, own, self._control, num_receivers, self._timeout_s)
 
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._drop_sender()
+        self._close_sender()
 
-    def _drop_sender(self) -> None:
+    def _close_sender(self) -> None:
         if self._sender is None:
             return
         if self._control is not None and self._control is not self._sender.mailbox:
             self._control.close()
         self._sender.close()
         self._sender = self._control = None
-        self._known, self._prepared, self._came_again = Known([]), [], False
+        self._fingerprint, self._prepared, self._is_same_input = Fingerprint([]), [], False
 
 
 def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":

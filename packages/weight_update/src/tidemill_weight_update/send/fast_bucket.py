@@ -1,40 +1,40 @@
-"""A journal line as the trainer rank that sends it sees it."""
+"""A journal descriptor as the trainer rank that sends it sees it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tidemill_weight_update.control.descriptor import Line
+from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.plan.plan import Copy
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
-from tidemill_weight_update.tensors.shards import Held
+from tidemill_weight_update.tensors.shards import Piece
 from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outgoing:
+class FastBucket:
     """What one rank sends together.
 
     Attributes:
         pieces: of tensors.
-        places: where each piece lies, in the arena or in the line's memories.
-        line: as it is written into the journal.
+        places: where each piece lies, in the arena or in the descriptor's memories.
+        descriptor: as it is written into the journal.
         num_bytes: that it takes in the arena; 0 if the engines read the trainer's own memory.
     """
 
-    pieces: tuple[Held, ...]
+    pieces: tuple[Piece, ...]
     places: tuple[Shard, ...]
-    line: Line
+    descriptor: BucketDescriptor
     num_bytes: int
 
     @property
     def addresses(self) -> list[int]:
         """Of the memories where the pieces stay; none if they travel through the arena."""
-        return [memory.address for memory in self.line.memories]
+        return [memory.address for memory in self.descriptor.memories]
 
     @property
     def payload_bytes(self) -> int:
@@ -44,7 +44,7 @@ class Outgoing:
         """The copies that fill the arena (target 0): memory `i` is piece `i`'s own.
 
         Pieces that are not on `device` count as contiguous: they have to be brought there first. If the pieces stay
-        where they are, the memories are the line's, and the copies are good for reading only.
+        where they are, the memories are the descriptor's, and the copies are good for reading only.
         """
         copies: list[Copy] = []
         shards: dict[str, list[Shard]] = {}
@@ -53,24 +53,24 @@ class Outgoing:
             name = piece.spec.name
             dtypes[name] = piece.local.dtype
             packed = contiguous_strides(piece.box.shape)
-            if self.line.memories:
+            if self.descriptor.memories:
                 copies.append(Copy(name, piece.box, "arena", 0, packed, piece.spec.dtype))
                 shards.setdefault(name, []).append(place)
             else:
                 copies.append(Copy(name, piece.box, "arena", place.offset, packed, piece.spec.dtype))
                 strides = piece.local.stride() if piece.local.device == device else packed
                 shards.setdefault(name, []).append(Shard(piece.box, index, 0, strides))
-        sources = [SourceSpec(s.name, s.shape, dtypes.get(s.name, s.dtype)) for s in self.line.sources]
+        sources = [SourceSpec(s.name, s.shape, dtypes.get(s.name, s.dtype)) for s in self.descriptor.sources]
         return build_tables(copies, sources, shards, ("arena",), complete=False)
 
     def layout(self) -> tuple[object, ...]:
-        """Equal for lines with equal `line` and equal `tables()`."""
+        """Equal for lines with equal `descriptor` and equal `tables()`."""
         own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
-        return own, self.line.memories, self.places if self.line.memories else self.line.sources
+        return own, self.descriptor.memories, self.places if self.descriptor.memories else self.descriptor.sources
 
 
-def in_arena(pieces: Sequence[Held], announced: Iterable[SourceSpec] = ()) -> Outgoing:
-    """A line whose pieces travel through the arena, one after the other; `announced` names further tensors to come."""
+def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> FastBucket:
+    """A bucket whose pieces travel through the arena, one after the other; `announced` lists further tensors."""
     used = 0
     places: list[Shard] = []
     for piece in pieces:
@@ -78,11 +78,11 @@ def in_arena(pieces: Sequence[Held], announced: Iterable[SourceSpec] = ()) -> Ou
         used = aligned(used)
         places.append(Shard(piece.box, 0, used // itemsize, contiguous_strides(piece.box.shape)))
         used += piece.box.numel * itemsize
-    return Outgoing(tuple(pieces), tuple(places), _line(pieces, places, (), announced), used)
+    return FastBucket(tuple(pieces), tuple(places), _descriptor(pieces, places, (), announced), used)
 
 
-def in_place(pieces: Sequence[Held], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> Outgoing:
-    """A line whose pieces the engines read where they are: piece `i` lies in `memories[memory_of[i]]`."""
+def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> FastBucket:
+    """A descriptor whose pieces the engines read where they are: piece `i` lies in `memories[memory_of[i]]`."""
     places = [
         Shard(
             piece.box,
@@ -92,23 +92,23 @@ def in_place(pieces: Sequence[Held], memories: Sequence[DeviceMemory], memory_of
         )
         for piece, memory in zip(pieces, memory_of, strict=True)
     ]
-    return Outgoing(tuple(pieces), tuple(places), _line(pieces, places, memories, ()), 0)
+    return FastBucket(tuple(pieces), tuple(places), _descriptor(pieces, places, memories, ()), 0)
 
 
-def _line(
-    pieces: Sequence[Held],
+def _descriptor(
+    pieces: Sequence[Piece],
     places: Sequence[Shard],
     memories: Sequence[DeviceMemory],
     announced: Iterable[SourceSpec],
-) -> Line:
+) -> BucketDescriptor:
     sources: dict[SourceSpec, list[Shard]] = {spec: [] for spec in announced}
     for piece, place in zip(pieces, places, strict=True):
         sources.setdefault(piece.spec, []).append(place)
     shards = tuple(tuple(places) for places in sources.values())
-    return Line(sources=tuple(sources), shards=shards, memories=tuple(memories), first_digest=0)
+    return BucketDescriptor(sources=tuple(sources), shards=shards, memories=tuple(memories), first_checksum=0)
 
 
-def split(piece: Held, max_bytes: int) -> list[Held]:
+def split(piece: Piece, max_bytes: int) -> list[Piece]:
     """Parts of at most `max_bytes` that make up `piece`, cut along its first dims."""
     row_bytes = piece.spec.dtype.itemsize
     parts = [piece]
@@ -125,11 +125,11 @@ def split(piece: Held, max_bytes: int) -> list[Held]:
     return parts
 
 
-def _cut(piece: Held, dim: int, step: int) -> list[Held]:
+def _cut(piece: Piece, dim: int, step: int) -> list[Piece]:
     parts = []
     for start in range(0, piece.box.shape[dim], step):
         size = min(step, piece.box.shape[dim] - start)
         first = (*piece.box.start[:dim], piece.box.start[dim] + start, *piece.box.start[dim + 1 :])
         shape = (*piece.box.shape[:dim], size, *piece.box.shape[dim + 1 :])
-        parts.append(Held(spec=piece.spec, box=Box(first, shape), local=piece.local.narrow(dim, start, size)))
+        parts.append(Piece(spec=piece.spec, box=Box(first, shape), local=piece.local.narrow(dim, start, size)))
     return parts

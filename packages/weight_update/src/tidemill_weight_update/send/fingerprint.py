@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.tensors.shards import Held, LocalShard, has_partial_sums, is_dtensor, local_values
+from tidemill_weight_update.tensors.shards import LocalShard, Piece, has_partial_sums, is_dtensor, local_values
 
 
-class Known:
+class Fingerprint:
     """What was described, so that it is recognised when it comes again. Of tensors that are no parameters, no memory is
     kept alive.
 
@@ -29,11 +29,11 @@ class Known:
         kinds = {_kind(tensor) for _, tensor in items if isinstance(tensor, Tensor)}
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def hold(self, pieces: Sequence[Held]) -> bool:
+    def covers(self, pieces: Sequence[Piece]) -> bool:
         """Whether all pieces lie where the tensors lie, and none was made for the purpose, here or on another rank."""
         return not self._are_summed and {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
 
-    def are(self, items: Sequence[object]) -> bool:
+    def matches(self, items: Sequence[object]) -> bool:
         """Whether these are the same places in memory under the same names, in the same order."""
         if not items or len(items) != len(self._names):
             return False

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from tidemill_weight_update.client import EngineClient, HoldingClient
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
-from tidemill_weight_update.control.readers import Audience
+from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.control.request import Request
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
@@ -82,10 +82,10 @@ class Fleet:
         self.num_receivers = 0
         self.calls: list[Future[None]] = []
         for member in self.members:
-            member.attempt(lambda member=member: self._number(member), unchanged=True)
+            member.attempt(lambda member=member: self._assign_rows(member), unchanged=True)
         self.stock = [member for member in self.members if not member.rows and member.error is None]
 
-    def _number(self, member: Member) -> None:
+    def _assign_rows(self, member: Member) -> None:
         if member.client.has_loader:
             end = self.num_receivers + member.client.tp_size
             member.rows = range(self.num_receivers, end)
@@ -126,23 +126,23 @@ class Fleet:
         for row in range(self.num_receivers):
             control.exclude(sequence, row)
 
-    def hold(self, sequence: int, control: Channel, audience: Audience) -> None:
+    def hold(self, sequence: int, control: Channel, readers: Readers) -> None:
         """Holds back the requests that wait for the end of `load`, where they could begin before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
         if not held:
             return
-        audience.await_begin(row for member in held for row in member.rows)
+        readers.wait_until_started(row for member in held for row in member.rows)
         calls = []
         for member in held:
             if all(control.state(sequence, row) != IDLE for row in member.rows):
                 calls.append((member, self._start(_hold, member)))
             else:
-                self._give_up(member, "its ranks did not begin in time", sequence, control)
-        deadline = time.monotonic() + audience.patience_s
+                self._fail_late(member, "its ranks did not begin in time", sequence, control)
+        deadline = time.monotonic() + readers.max_wait_s
         for member, call in calls:
             wait([call], max(0.0, deadline - time.monotonic()))
             if not call.done():
-                self._give_up(member, "it did not hold back requests in time", sequence, control)
+                self._fail_late(member, "it did not hold back requests in time", sequence, control)
 
     def join(self, sequence: int, control: Channel) -> None:
         """Waits for the answers of the engines. An interrupt gives up those that have not answered."""
@@ -154,10 +154,10 @@ class Fleet:
             for member in self.members:
                 if member.rows and member.error is None and not member.replies:
                     why = f"the trainer was interrupted before the engine answered: {type(error).__name__}"
-                    self._drop(member, why, sequence, control)
+                    self._fail_and_exclude(member, why, sequence, control)
             raise
 
-    def _give_up(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+    def _fail_late(self, member: Member, why: str, sequence: int, control: Channel) -> None:
         """Whether it has changed anything, `_load` says when it ends."""
         member.fail(why, unchanged=True)
         self._exclude(member, sequence, control)
@@ -167,7 +167,7 @@ class Fleet:
         call: Future[None] = Future()
         try:
             self.calls.append(call)
-            threading.Thread(target=_carry_out, args=(call, action, *args), daemon=True).start()
+            threading.Thread(target=_run_call, args=(call, action, *args), daemon=True).start()
         except BaseException:
             call.cancel()  # unless it has begun
             raise
@@ -176,15 +176,15 @@ class Fleet:
     def _load(self, member: Member, request: Request, control: Channel) -> None:
         try:
             member.client.load(request, flush_cache=self.flushes and member.holding is None)
-            self._judge(member, request.sequence, control)
+            self._check_reports(member, request.sequence, control)
             if member.holding is not None:
                 member.attempt(member.client.flush_cache, unchanged=False)
         except BaseException as error:  # noqa: BLE001 - it would end this thread, and pass for a success
-            self._drop(member, str(error) or type(error).__name__, request.sequence, control)
+            self._fail_and_exclude(member, str(error) or type(error).__name__, request.sequence, control)
         if member.error is not None and not member.unchanged and not member.paused:  # now, as others may take long
             self._stop(member)
 
-    def _drop(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+    def _fail_and_exclude(self, member: Member, why: str, sequence: int, control: Channel) -> None:
         """Gives up an engine whose client has, and finds out what it holds."""
         unchanged = False
         try:
@@ -198,7 +198,7 @@ class Fleet:
         for row in member.rows:
             control.exclude(sequence, row)
 
-    def _judge(self, member: Member, sequence: int, control: Channel) -> None:
+    def _check_reports(self, member: Member, sequence: int, control: Channel) -> None:
         states = [control.state(sequence, row) for row in member.rows]
         if not any(states):
             raise RuntimeError(
@@ -217,7 +217,7 @@ class Fleet:
         member.replies = replies
         member.unchanged = False
 
-    def abandon(self, why: str) -> None:
+    def fail_changed(self, why: str) -> None:
         """The update ends before its end: engines that may have changed something hold what nobody can tell."""
         for member in self.members:
             if member.error is None and not member.unchanged:
@@ -227,7 +227,7 @@ class Fleet:
         """What became of the update: entries of `UpdateStats`, and "all_failed"."""
         replies = [reply for member in self.members for reply in member.replies]
         return {
-            "fenced": {member.name: member.error for member in self.members if member.error is not None},
+            "quarantined": {member.name: member.error for member in self.members if member.error is not None},
             "all_failed": all(member.error is not None for member in self.members),
             "through_loader": {name: why for reply in replies for name, why in reply["through_loader"].items()},
             "num_unverified": max((reply["num_unverified"] for reply in replies), default=0),
@@ -235,7 +235,7 @@ class Fleet:
             "verified": all(member.replies for member in self.members if member.error is None),
         }
 
-    def told(self) -> list[str]:
+    def failures(self) -> list[str]:
         """The engines that failed, and why."""
         return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
 
@@ -288,7 +288,7 @@ def _resume(member: Member) -> None:
         member.error = told if member.error is None else f"{member.error}; {told}"
 
 
-def _carry_out(call: Future[None], action: Callable[..., None], *args: object) -> None:
+def _run_call(call: Future[None], action: Callable[..., None], *args: object) -> None:
     if call.set_running_or_notify_cancel():
         try:
             action(*args)

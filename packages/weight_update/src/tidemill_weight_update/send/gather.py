@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class GatheredPiece:
     """Values of a part of a tensor: indices `[start, start + values.shape[dim])` of `dim`."""
 
     entry: TensorEntry
@@ -68,7 +68,7 @@ def check_parts(bucket: Bucket) -> None:
             )
 
 
-def gather(bucket: Bucket, owner: int) -> list[Piece]:
+def gather(bucket: Bucket, owner: int) -> list[GatheredPiece]:
     """Brings the tensors of `bucket` to global rank `owner`; other ranks get pieces of no use.
 
     Collective over the ranks that hold the tensors. DTensors sharded along one mesh axis are cast and travel together,
@@ -77,20 +77,23 @@ def gather(bucket: Bucket, owner: int) -> list[Piece]:
     """
     # A DTensor cannot exist before its module is loaded, which takes two seconds that other callers need not pay.
     if "torch.distributed.tensor" not in sys.modules:
-        return [Piece(entry=entry, values=tensor) for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True)]
+        return [
+            GatheredPiece(entry=entry, values=tensor)
+            for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True)
+        ]
     from torch.distributed.tensor import DTensor
 
-    pieces: list[Piece] = []
+    pieces: list[GatheredPiece] = []
     batches: dict[tuple[DeviceMesh, int], list[_Sharded]] = {}
     for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
         if not isinstance(tensor, DTensor):
-            pieces.append(Piece(entry=entry, values=tensor))
+            pieces.append(GatheredPiece(entry=entry, values=tensor))
             continue
         axes = _sharded_axes(tensor)
         if axes is None or len(axes) > 1:
-            pieces.append(Piece(entry=entry, values=tensor.full_tensor()))
+            pieces.append(GatheredPiece(entry=entry, values=tensor.full_tensor()))
         elif not axes:
-            pieces.append(Piece(entry=entry, values=tensor.to_local()))
+            pieces.append(GatheredPiece(entry=entry, values=tensor.to_local()))
         else:
             ((axis, dim),) = axes.items()
             sharded = _Sharded(entry=entry, local=tensor.to_local(), dim=dim)
@@ -113,7 +116,7 @@ def _sharded_axes(tensor: "DTensor") -> dict[int, int] | None:
     return axes
 
 
-def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: int) -> list[Piece]:
+def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: int) -> list[GatheredPiece]:
     group = mesh.get_group(axis)
     members = dist.get_process_group_ranks(group)
     if owner not in members:  # a replica of what the owner's own row of the mesh gathers
@@ -133,7 +136,7 @@ def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: i
     received = [torch.empty_like(buffer) for _ in members]
     dist.gather(buffer, received, dst=owner, group=group)
     return [
-        Piece(
+        GatheredPiece(
             entry=item.entry,
             values=place.view(received[r]),
             dim=item.dim,

@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 
-from tidemill_weight_update.control.readers import Audience
+from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import Fleet, Member
 
-ASKING_S = 1e-3
+START_CALLS_S = 1e-3
 """How long threads have to ask engines, before this one keeps the interpreter to itself for milliseconds."""
 
 
-class Asking:
+class LoadCalls:
     """The engines with our loader in one update of this rank, each asked once.
 
     Args:
@@ -27,30 +27,30 @@ class Asking:
         self._fast = fast
         self._sequence = sequence
         self._request = request
-        self._asked = 0.0
+        self._started_at = 0.0
 
-    def ask(self) -> None:
+    def start(self) -> None:
         """Asks the engines, unless they were asked before; threads wait for their answers."""
         if not self._fleet.calls:
-            self._asked = time.monotonic()
+            self._started_at = time.monotonic()
             self._fleet.load(self._request, self._fast.mailbox)
 
-    def let_ask(self, is_reading: bool) -> None:
+    def let_calls_start(self, is_reading: bool) -> None:
         """Gives the threads time to ask, before what keeps the interpreter for milliseconds.
 
         Args:
             is_reading: whether the GPU reads meanwhile, so that engines may be asked now.
         """
         if is_reading:
-            self.ask()
+            self.start()
         if self._fleet.calls:
-            time.sleep(max(0.0, self._asked + ASKING_S - time.monotonic()))
+            time.sleep(max(0.0, self._started_at + START_CALLS_S - time.monotonic()))
 
-    def hold(self, audience: Audience) -> None:
+    def hold(self, readers: Readers) -> None:
         """Holds back requests that could begin before the engines have loaded."""
-        self._fleet.hold(self._sequence, self._fast.mailbox, audience)
+        self._fleet.hold(self._sequence, self._fast.mailbox, readers)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Tells engines that wait for this rank that it failed; if none was asked, other ranks that none will read."""
         self._fast.fail()
         if not self._fleet.calls:

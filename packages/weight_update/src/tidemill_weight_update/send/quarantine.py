@@ -11,7 +11,7 @@ Operation = Literal["update", "update_adapter"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Fence:
+class _Entry:
     """Around an engine that is behind in an operation. One that may hold a mix of versions is stopped, if it can be."""
 
     client: EngineClient
@@ -20,60 +20,59 @@ class _Fence:
     stopped: bool = False
 
 
-class Fences:
-    """Which engines are behind in what, since they failed or were left out. A fence falls when its engine catches up.
+class Quarantine:
+    """Which engines are behind in what, since they failed or were left out. A entry falls when its engine catches up.
 
     Adapters belong to weights: an engine that is behind in `update` gets no adapter. One that lacks an adapter only
     still gets weights.
     """
 
     def __init__(self) -> None:
-        self._closed: list[_Fence] = []
+        self._entries: list[_Entry] = []
 
-    def are_around(self, engine: EngineClient, operation: Operation) -> bool:
+    def is_behind(self, engine: EngineClient, operation: Operation) -> bool:
         """Whether the engine is behind in `operation`."""
-        return any(engine is fence.client and operation == fence.behind for fence in self._closed)
+        return any(engine is entry.client and operation == entry.behind for entry in self._entries)
 
-    def recall(self, member: Member) -> None:
+    def restore(self, member: Member) -> None:
         """Notes what an earlier `update`, of this or another updater, has left of the member's engine, until this one
         succeeds."""
-        for fence in self._closed:
-            if fence.client is member.client and fence.behind == "update":
+        for entry in self._entries:
+            if entry.client is member.client and entry.behind == "update":
                 member.paused = True
-                member.unchanged, member.stopped = not fence.mixed, fence.stopped
+                member.unchanged, member.stopped = not entry.mixed, entry.stopped
                 return
         if isinstance(member.client, PausingClient) and member.client.paused == "abort":
             member.paused = member.stopped = True
             member.unchanged = False
 
-    def without(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
+    def eligible(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
         """Those that `operation` does not leave out; all if it would leave out all."""
-        open_ones = [
+        eligible = [
             engine
             for engine in engines
-            if not self.are_around(engine, "update") and not self.are_around(engine, operation)
+            if not self.is_behind(engine, "update") and not self.is_behind(engine, operation)
         ]
-        return open_ones if open_ones else list(engines)
+        return eligible if eligible else list(engines)
 
-    def settle(self, fleet: Fleet, operation: Operation) -> None:
-        """Fences the engines that failed in `operation`, and lifts the fences of those that did not.
+    def record_outcome(self, fleet: Fleet, operation: Operation) -> None:
+        """Quarantine the engines that failed in `operation`, and lifts the fences of those that did not.
 
-        An engine that holds what it held before is fenced only if it was already, or if others went on to the new
+        An engine that holds what it held before is quarantined only if it was already, or if others went on to the new
         version. One that was left out because it is behind in `update` is then behind in the adapter, too.
         """
         took_part = {id(member.client) for member in fleet.members}
         others = any(member.error is None for member in fleet.members)
         late = [
-            _Fence(member.client, operation, not member.unchanged, member.stopped)
+            _Entry(member.client, operation, not member.unchanged, member.stopped)
             for member in fleet.members
-            if member.error is not None
-            and (others or not member.unchanged or self.are_around(member.client, operation))
+            if member.error is not None and (others or not member.unchanged or self.is_behind(member.client, operation))
         ]
-        closed = [fence for fence in self._closed if fence.behind != operation or id(fence.client) not in took_part]
+        closed = [entry for entry in self._entries if entry.behind != operation or id(entry.client) not in took_part]
         if others and operation == "update_adapter":
-            behind = {id(fence.client) for fence in closed if fence.behind == operation}
-            late += [_Fence(fence.client, operation) for fence in closed if id(fence.client) not in took_part | behind]
-        self._closed = closed + late
+            behind = {id(entry.client) for entry in closed if entry.behind == operation}
+            late += [_Entry(entry.client, operation) for entry in closed if id(entry.client) not in took_part | behind]
+        self._entries = closed + late
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:

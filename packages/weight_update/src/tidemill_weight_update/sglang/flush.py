@@ -3,5 +3,5 @@
 DRAIN_S = 10.0
 """For a paused engine: what was aborted needs one more step."""
 
-PATIENCE = 0.9
+FLUSH_WAIT_FRACTION = 0.9
 """Of the wait for an answer, so that SGLang says itself that requests did not end."""

@@ -13,7 +13,7 @@ from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
-from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
+from tidemill_weight_update.sglang.flush import DRAIN_S, FLUSH_WAIT_FRACTION
 from tidemill_weight_update.sglang.launch import LOADER, has_loader
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
@@ -131,7 +131,7 @@ class HttpEngine:
             if status == 200:
                 return
             self._request("POST", "/abort_request", {"abort_all": True})
-        self._flush_within(DRAIN_S if self.paused is not None else self._timeout_s * PATIENCE)
+        self._flush_within(DRAIN_S if self.paused is not None else self._timeout_s * FLUSH_WAIT_FRACTION)
 
     def get_weight_version(self) -> str:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
@@ -198,8 +198,8 @@ class HttpEngine:
             self._info = None  # it may have been started anew, with another number of ranks
             raise
 
-    def _flush_within(self, patience_s: float) -> None:
-        self._request("POST", f"/flush_cache?timeout={patience_s:g}")
+    def _flush_within(self, max_wait_s: float) -> None:
+        self._request("POST", f"/flush_cache?timeout={max_wait_s:g}")
 
     def _drop_flush(self) -> None:
         """Of a load that failed; SGLang may still carry it out."""

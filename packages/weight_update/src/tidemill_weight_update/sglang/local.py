@@ -9,7 +9,7 @@ from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.request import Request, run_token
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
-from tidemill_weight_update.sglang.flush import DRAIN_S, PATIENCE
+from tidemill_weight_update.sglang.flush import DRAIN_S, FLUSH_WAIT_FRACTION
 from tidemill_weight_update.sglang.launch import LOADER, has_loader
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
@@ -150,14 +150,14 @@ class LocalEngine:
         has ended. SGLang would do it in the same call if that asked for it, and end if a request still runs.
         """
         request = self._load_request(payload, load_format, None)
-        async with self._without_new_requests() as patience_s:
+        async with self._without_new_requests() as max_wait_s:
             load = self._manager.update_weights_from_tensor_communicator  # pyright: ignore[reportAttributeAccessIssue]
             flushed, results = await asyncio.gather(self._manager.flush_cache(), load(request))
             failed = [result.message for result in results if not result.success]
             if failed:
                 raise RuntimeError("; ".join(failed))
             if not flushed.success:
-                await self._flush_within(patience_s)
+                await self._flush_within(max_wait_s)
 
     def _load_request(
         self, payload: bytes, load_format: str, weight_version: str | None
@@ -173,13 +173,13 @@ class LocalEngine:
         )
 
     async def _flush(self) -> None:
-        async with self._without_new_requests() as patience_s:
-            await self._flush_within(patience_s)
+        async with self._without_new_requests() as max_wait_s:
+            await self._flush_within(max_wait_s)
 
-    async def _flush_within(self, patience_s: float) -> None:
-        answer = await self._manager.flush_cache(patience_s)
+    async def _flush_within(self, max_wait_s: float) -> None:
+        answer = await self._manager.flush_cache(max_wait_s)
         if not answer.success:
-            raise RuntimeError(f"cannot flush its prefix cache: requests still run after {patience_s:g} s")
+            raise RuntimeError(f"cannot flush its prefix cache: requests still run after {max_wait_s:g} s")
 
     @asynccontextmanager
     async def _without_new_requests(self) -> AsyncIterator[float]:
@@ -195,7 +195,7 @@ class LocalEngine:
             yield DRAIN_S
         else:
             async with manager.model_update_lock.writer_lock:
-                yield self._timeout_s * PATIENCE
+                yield self._timeout_s * FLUSH_WAIT_FRACTION
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = self._engine.loop

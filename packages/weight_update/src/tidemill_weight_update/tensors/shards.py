@@ -86,7 +86,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
+class Piece:
     """Values `local` of the part `box` of tensor `spec.name`, to be sent as `spec.dtype`."""
 
     spec: SourceSpec
@@ -94,7 +94,7 @@ class Held:
     local: Tensor
 
 
-def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Held | None:
+def piece_to_send(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
     """What this rank sends of `tensor`; None if it sends nothing of it (it holds nothing, or another rank's copy goes).
 
     A plain tensor is sent by group rank 0. Of equal copies one is sent, chosen by the name, so that all holders take
@@ -112,27 +112,27 @@ def held(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, grou
             box = tensor.box()
         except ValueError as error:
             raise ValueError(f"the LocalShard of tensor {name!r} does not fit: {error}") from error
-        return _held(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
+        return _piece(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
     if is_dtensor(tensor):
-        return _held_of_dtensor(name, tensor, dtype)
-    return _held(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
+        return _piece_of_dtensor(name, tensor, dtype)
+    return _piece(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
 
 
-def _held(
+def _piece(
     name: str,
     local: Tensor,
     shape: tuple[int, ...],
     box: Box,
     dtype: torch.dtype | None,
     replica: tuple[int, int],
-) -> Held | None:
+) -> Piece | None:
     check_dense(name, local)
     index, count = replica
     if index != zlib.crc32(name.encode()) % count or box.numel == 0:
         return None
     local = dense_values(name, local)
     spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
-    return Held(spec=spec, box=box, local=local.detach())
+    return Piece(spec=spec, box=box, local=local.detach())
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -207,7 +207,7 @@ def has_partial_sums(tensor: "DTensor") -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 
 
-def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Held | None:
+def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Piece | None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -246,7 +246,7 @@ def _held_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) ->
             f"placements {tensor.placements} of {tuple(tensor.shape)} say {box.shape}: they cut a tensor as "
             f"torch.chunk does; pass parts of other sizes as LocalShard(start=...)"
         )
-    return _held(name, local, tuple(tensor.shape), box, dtype, (replica, num_replicas))
+    return _piece(name, local, tuple(tensor.shape), box, dtype, (replica, num_replicas))
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import Held, LocalShard, held, is_dtensor
+from tidemill_weight_update.tensors.shards import LocalShard, Piece, is_dtensor, piece_to_send
 
 NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
 
 
 def pieces_of(
     named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int, plain: PlainNames
-) -> Iterator[Held]:
+) -> Iterator[Piece]:
     """What this rank sends of each item, one item at a time. The names of plain tensors are added to `plain`.
 
     Raises:
@@ -25,7 +25,7 @@ def pieces_of(
         name, tensor = checked_item(item, seen)
         if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
             plain.names.add(name)
-        piece = held(name, tensor, dtype, group_rank)
+        piece = piece_to_send(name, tensor, dtype, group_rank)
         if piece is not None:
             yield piece
     if not seen:

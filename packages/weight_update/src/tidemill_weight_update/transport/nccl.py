@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.wait import Wait
+from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.transport.nccl_library import Communicator, NcclError, unique_id
 from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 from tidemill_weight_update.transport.wire import TRAINER, WireError
@@ -70,7 +70,7 @@ class NcclWire:
             raise WireError(f"broke ({error})") from error
 
     def _until(self, over: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> None:
-        wait = Wait(timeout_s, "the other side", check)
+        wait = PollingWait(timeout_s, "the other side", check)
         try:
             while not over():
                 wait.pause()

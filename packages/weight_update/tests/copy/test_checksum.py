@@ -1,10 +1,10 @@
-"""The digest against its definition in Python integers, and that it adds up, whatever the sharding."""
+"""The checksum against its definition in Python integers, and that it adds up, whatever the sharding."""
 
 import random
 
 import pytest
 import torch
-from tidemill_weight_update.copy.checksum import CHUNK_ELEMENTS, digest, digest_rows, mix32, non_finite
+from tidemill_weight_update.copy.checksum import CHUNK_ELEMENTS, checksum, checksum_rows, mix32, non_finite
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.int64]
 
@@ -39,13 +39,13 @@ def defined(tensor):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_the_sum_that_is_defined(dtype):
     tensor = random_tensor((3, 5, 7), dtype)
-    assert digest(tensor, (0, 0, 0), (3, 5, 7)).item() == defined(tensor)
+    assert checksum(tensor, (0, 0, 0), (3, 5, 7)).item() == defined(tensor)
 
 
 def test_one_dim_none_and_no_elements():
-    assert digest(torch.tensor(1.5), (), ()).item() == defined(torch.tensor(1.5))
-    assert digest(torch.arange(9), (0,), (9,)).item() == defined(torch.arange(9))
-    assert digest(torch.empty(0, 4), (0, 0), (3, 4)).item() == 0
+    assert checksum(torch.tensor(1.5), (), ()).item() == defined(torch.tensor(1.5))
+    assert checksum(torch.arange(9), (0,), (9,)).item() == defined(torch.arange(9))
+    assert checksum(torch.empty(0, 4), (0, 0), (3, 4)).item() == 0
 
 
 def test_mix32_is_what_is_defined_and_reads_32_bits():
@@ -70,10 +70,10 @@ def test_mix32_scatters_neighbours():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_digests_of_the_parts_add_up_whatever_the_cuts(dtype):
+def test_the_checksums_of_the_parts_add_up_whatever_the_cuts(dtype):
     shape = (6, 11, 9)
     tensor = random_tensor(shape, dtype, seed=1)
-    whole = digest(tensor, (0, 0, 0), shape)
+    whole = checksum(tensor, (0, 0, 0), shape)
     rng = random.Random(0)
     for _ in range(5):
         boxes = [((0, 0, 0), tensor)]
@@ -83,19 +83,19 @@ def test_the_digests_of_the_parts_add_up_whatever_the_cuts(dtype):
             cut = rng.randint(0, part.shape[dim])
             moved = tuple(first + cut * (d == dim) for d, first in enumerate(start))
             boxes += [(start, part.narrow(dim, 0, cut)), (moved, part.narrow(dim, cut, part.shape[dim] - cut))]
-        assert sum(digest(part, start, shape) for start, part in boxes) == whole
+        assert sum(checksum(part, start, shape) for start, part in boxes) == whole
 
 
 def test_strides_do_not_matter():
     tensor = random_tensor((40, 30), torch.bfloat16)
-    assert digest(tensor.t().contiguous().t(), (0, 0), (40, 30)) == digest(tensor, (0, 0), (40, 30))
+    assert checksum(tensor.t().contiguous().t(), (0, 0), (40, 30)) == checksum(tensor, (0, 0), (40, 30))
 
 
 def test_rows_are_the_box_they_tile():
     tensor = random_tensor((8, 12, 5), torch.bfloat16)
     part = tensor[2:7, 3:9]
-    expected = digest(part, (2, 3, 0), tensor.shape)
-    assert digest_rows(part.flatten(1), (2 * 12 + 3) * 5, 12 * 5) == expected
+    expected = checksum(part, (2, 3, 0), tensor.shape)
+    assert checksum_rows(part.flatten(1), (2 * 12 + 3) * 5, 12 * 5) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_rows_are_the_box_they_tile():
 def test_large_tensors_are_worked_on_in_chunks(shape):
     tensor = random_tensor(shape, torch.bfloat16)
     flat, middle = tensor.flatten(), tensor.numel() // 2 + 1
-    halves = [digest_rows(flat[:middle].view(1, -1), 0, 0), digest_rows(flat[middle:].view(1, -1), middle, 0)]
-    assert digest(tensor, (0,) * len(shape), shape) == sum(halves)
+    halves = [checksum_rows(flat[:middle].view(1, -1), 0, 0), checksum_rows(flat[middle:].view(1, -1), middle, 0)]
+    assert checksum(tensor, (0,) * len(shape), shape) == sum(halves)
     tensor.view(torch.int16).flatten()[-1] += 1
-    assert digest(tensor, (0,) * len(shape), shape) != sum(halves)
+    assert checksum(tensor, (0,) * len(shape), shape) != sum(halves)
 
 
 def test_one_changed_moved_or_lost_element_is_seen():
     tensor = random_tensor((64, 33), torch.bfloat16, seed=3)
-    whole = digest(tensor, (0, 0), tensor.shape).item()
+    whole = checksum(tensor, (0, 0), tensor.shape).item()
     changed = []
     for at in range(0, tensor.numel(), 7):
         for edit in ("flip", "swap", "zero"):
@@ -124,24 +124,26 @@ def test_one_changed_moved_or_lost_element_is_seen():
             else:
                 bits[at] = 0
             same = torch.equal(bits, tensor.view(torch.int16).flatten())
-            changed.append(same or digest(bits.view(64, 33), (0, 0), (64, 33)).item() != whole)
+            changed.append(same or checksum(bits.view(64, 33), (0, 0), (64, 33)).item() != whole)
     assert all(changed)
 
 
 def test_positions_beyond_32_bits_and_offsets_of_a_huge_tensor():
     row = random_tensor((1, 50), torch.bfloat16)
-    far = digest_rows(row, 2**33 + 6, 0)
-    assert far == digest_rows(row, 6, 0)  # the factors repeat after 16 GiB
-    assert far != digest_rows(row, 2**32 + 6, 0)
-    assert digest_rows(row, 2**40 + 7, 0) == digest_rows(row[:, :13], 2**40 + 7, 0) + digest_rows(row[:, 13:], 20, 0)
+    far = checksum_rows(row, 2**33 + 6, 0)
+    assert far == checksum_rows(row, 6, 0)  # the factors repeat after 16 GiB
+    assert far != checksum_rows(row, 2**32 + 6, 0)
+    assert checksum_rows(row, 2**40 + 7, 0) == checksum_rows(row[:, :13], 2**40 + 7, 0) + checksum_rows(
+        row[:, 13:], 20, 0
+    )
 
 
 def test_elements_of_another_size_and_boxes_outside_are_refused():
     with pytest.raises(TypeError, match=r"1, 2, 4 or 8 bytes, got torch\.complex128"):
-        digest(torch.zeros(2, dtype=torch.complex128), (0,), (2,))
+        checksum(torch.zeros(2, dtype=torch.complex128), (0,), (2,))
     for start, shape in [((1, 0), (2, 3)), ((0,), (2, 3)), ((-1, 0), (4, 3)), ((0, 0), (2, 3, 1))]:
         with pytest.raises(ValueError, match=r"no part of shape"):
-            digest(torch.zeros(2, 3), start, shape)
+            checksum(torch.zeros(2, 3), start, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
