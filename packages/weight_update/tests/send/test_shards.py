@@ -242,7 +242,7 @@ def test_of_a_tensor_around_another_the_inner_one_is_sent():
             assert type(piece.local) is Tensor
             assert piece.local.data_ptr() == values.data_ptr()
             known = Fingerprint([("w", tensor)])
-            assert known.hold([piece])
+            assert known.covers([piece])
             assert known.matches([("w", tensor)])
             assert not known.matches([("w", Wrapping(values.clone()))])
 
@@ -257,7 +257,7 @@ def _wrapping_in_dtensors() -> bool:
     with torch.no_grad():
         piece, known = piece_to_send("w", tensor, None, 0), Fingerprint([("w", tensor)])
         assert piece is not None
-        assert known.hold([piece])
+        assert known.covers([piece])
         return piece.local.data_ptr() == values.data_ptr() and known.matches([("w", tensor)])
 
 
@@ -306,7 +306,7 @@ def test_what_torch_has_put_off_is_done_before_a_tensor_is_sent():
         assert piece.local.tolist() == tensor.tolist()
         known = Fingerprint(items)
         assert known.matches(items)
-        assert not known.hold([piece])
+        assert not known.covers([piece])
         plain = numbers.imag if tensor.is_neg() else numbers
         assert plain.data_ptr() == tensor.data_ptr()
         assert not known.matches([(name, plain)])
