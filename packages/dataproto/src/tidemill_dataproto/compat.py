@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill_dataproto.balance import karmarkar_karp
 from tidemill_dataproto.gather import all_gather
 from tidemill_dataproto.items import DataProtoItem
-from tidemill_dataproto.meta import MergeRule
+from tidemill_dataproto.merging import MergeRule
 from tidemill_dataproto.proto import DataProto
 
 __all__ = [

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill_dataproto import ragged
-from tidemill_dataproto.agreement import agree
 from tidemill_dataproto.balance import checked_lengths, difference, rows_of_groups
+from tidemill_dataproto.gather import agree
 from tidemill_dataproto.proto import DataProto
 
 __all__ = ["count_micro_batches", "prepare_dynamic_batch", "rearrange_micro_batches", "restore_dynamic_batch"]

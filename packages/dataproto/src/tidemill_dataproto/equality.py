@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill_dataproto.layout import JaggedColumn
 from tidemill_dataproto.ragged.columns import is_ragged, open_column
+from tidemill_dataproto.ragged.layout import JaggedColumn
 
 __all__ = ["same"]
 

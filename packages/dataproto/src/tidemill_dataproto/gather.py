@@ -1,5 +1,6 @@
 """The batches of all ranks, on every rank."""
 
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill_dataproto.agreement import agree
-from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.formats.wire import as_bytes, from_bytes
 from tidemill_dataproto.proto import DataProto
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column
-from tidemill_dataproto.wire import as_bytes, from_bytes
 
-__all__ = ["all_gather"]
+__all__ = ["agree", "all_gather"]
 
 _CPU = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; no element is larger
@@ -123,3 +123,25 @@ def _values_of(column: Column) -> Tensor:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def agree(value: Any, error: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """Gathers one value of each rank, in rank order, or raises on all ranks what went wrong on one. Collective.
+
+    Raises:
+        ValueError: one rank came with an error, or with a value that cannot be pickled; it names the first such rank of
+            the group and what it found.
+    """
+    data = b""
+    if error is None:
+        try:  # here, because torch would raise on this rank only, and the others would wait for it
+            data = pickle.dumps(value, protocol=5)
+        except Exception as caught:  # noqa: BLE001 - raised below, on all ranks; any, because a user's __reduce__ raises any
+            error = TypeError(f"an object or fact of the batch cannot be pickled ({caught}); drop or convert it")
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(reports, (data, text), group=group)
+    for rank, (_, found) in enumerate(reports):
+        if found is not None:
+            raise ValueError(f"rank {rank} of {len(reports)}: {found}") from error
+    return [pickle.loads(received) for received, _ in reports]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tidemill_dataproto.arrays import object_column
-from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column
 
 __all__ = ["fold", "split_rows", "unfold"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill_dataproto import ragged
 from tidemill_dataproto.checks import pick
 from tidemill_dataproto.equality import same
-from tidemill_dataproto.layout import JaggedColumn
+from tidemill_dataproto.ragged.layout import JaggedColumn
 from tidemill_dataproto.tensors import Column
 
 __all__ = ["DataProtoItem", "columns_of_items"]

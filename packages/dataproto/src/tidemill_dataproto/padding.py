@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tidemill_dataproto import arrays as numpy_half
 from tidemill_dataproto import tensors as tensor_half
-from tidemill_dataproto.layout import JaggedColumn
 from tidemill_dataproto.proto import DataProto
+from tidemill_dataproto.ragged.layout import JaggedColumn
 from tidemill_dataproto.tensors import Column
 
 __all__ = ["pad_dataproto_to_divisor", "unpad_dataproto"]

@@ -10,14 +10,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import arrow, checks, disk, groups, tensordicts
+from tidemill_dataproto import checks, groups
 from tidemill_dataproto import tensors as tensor_half
 from tidemill_dataproto.equality import same
+from tidemill_dataproto.formats import arrow, disk, tensordicts
 from tidemill_dataproto.index import as_counts, as_row_index
 from tidemill_dataproto.items import DataProtoItem, columns_of_items
 from tidemill_dataproto.iterator import BatchIterator
-from tidemill_dataproto.merging import join_columns
-from tidemill_dataproto.meta import MergeRule, merge_meta
+from tidemill_dataproto.merging import MergeRule, join_columns, merge_meta
 from tidemill_dataproto.state import BatchState
 
 __all__ = ["DataProto"]

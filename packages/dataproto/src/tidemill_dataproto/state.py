@@ -10,9 +10,10 @@ import torch
 from tensordict import TensorDictBase
 
 from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import checks, wire
+from tidemill_dataproto import checks
 from tidemill_dataproto import tensors as tensor_half
 from tidemill_dataproto.equality import same
+from tidemill_dataproto.formats import wire
 from tidemill_dataproto.tensors import Column, TensorColumns
 
 __all__ = ["BatchState"]

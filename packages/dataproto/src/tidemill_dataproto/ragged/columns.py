@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tidemill_dataproto.layout import JaggedColumn, Layout, make_jagged
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout, make_jagged
 
 __all__ = [
     "describe",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto.index import as_counts
-from tidemill_dataproto.layout import JaggedColumn, Layout
 from tidemill_dataproto.ragged.columns import describe, open_column
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 
 __all__ = ["from_padded", "from_prompt_response", "to_padded", "to_prompt_response"]
 

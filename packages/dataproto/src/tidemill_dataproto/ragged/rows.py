@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from tidemill_dataproto.index import as_counts, as_row_index
-from tidemill_dataproto.layout import JaggedColumn, Layout
 from tidemill_dataproto.ragged.columns import describe, is_ragged, open_column
-from tidemill_dataproto.row_copy import RowCopy
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
+from tidemill_dataproto.ragged.row_copy import RowCopy
 
 __all__ = ["concat_rows", "index_rows", "response_predictions", "split_rows"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 
 __all__ = ["RowCopy"]
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tidemill_dataproto import DataProto, disk, pad_dataproto_to_divisor, ragged
 from tidemill_dataproto.equality import same
-from tidemill_dataproto.objects import Decoder, Encoder
+from tidemill_dataproto.formats.objects import Decoder, Encoder
 
 NAN = float("nan")
 JSON = st.recursive(

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from tidemill_dataproto.layout import JaggedColumn, Layout
-from tidemill_dataproto.objects import Decoder, Encoder, storable
+from tidemill_dataproto.formats.objects import Decoder, Encoder, storable
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column, num_rows_of
 
 __all__ = ["read", "write"]

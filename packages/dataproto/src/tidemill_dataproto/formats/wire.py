@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto import pieces
-from tidemill_dataproto.layout import JaggedColumn, Layout
+from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column
 
 __all__ = ["Packed", "as_bytes", "from_bytes", "pack", "unpack"]
