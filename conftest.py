@@ -1,6 +1,5 @@
-"""What the tests of all packages share: one SGLang engine for the session, and Ctrl-C."""
+"""Shared by the tests of all packages: how tests are spread over processes, one SGLang engine, and Ctrl-C."""
 
-import atexit
 import os
 import signal
 import sys
@@ -9,36 +8,89 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-# Ray would see `uv run pytest` and build the whole environment again for its workers. Read when Ray is imported.
+# Ray detects `uv run pytest` and builds the whole environment again for its workers. Read when Ray is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, and each starts several processes
 
-_SESSION = pytest.StashKey[pytest.Session]()
 _LOADERS = Path(__file__).parent / "testing" / "loaders"
+# Files that use one of these session fixtures run in one process, so that it starts once.
+_GROUP_OF_FIXTURE = {"engine": "sglang", "ray_cluster": "ray", "clusters": "ray"}
+_LONGEST_FIRST = ["cluster", "sglang", "ray"]
+_GROUPS = "tidemill/groups"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    atexit.register(_leave, config)  # early, so that what others register runs before it
+class GroupScheduling(LoadScopeScheduling):
+    """Run each file in one worker, and all files of one group in the same worker.
 
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[_SESSION] = session
-
-
-def _leave(config: pytest.Config) -> None:
-    """Ends the process with the status of the tests, before C++ objects are destroyed under threads that Ray has left.
-
-    Else a run can end by SIGSEGV after all tests have passed (seen twice, on a busy machine, with Ray 2.60 loaded).
+    The `loadgroup` of pytest-xdist 3.8.0 ignores groups under pytest 9.2: it appends their names to `Item._nodeid`,
+    which pytest no longer reads. Here, a worker writes the group of each file to pytest's cache after collection.
     """
-    if "ray" in sys.modules and _SESSION in config.stash:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(config.stash[_SESSION].exitstatus))
+
+    def schedule(self) -> None:
+        self._groups = self.config.cache.get(_GROUPS, {})
+        super().schedule()
+
+    def remove_node(self, node: Any) -> str | None:
+        """Report the test that crashed a worker, and do not run it again: it would crash the next worker."""
+        workload = self.assigned_work.pop(node)
+        pending = [(unit, nodeid) for unit in workload.values() for nodeid, done in unit.items() if not done]
+        if not pending:
+            return None
+        unit, crashed = pending[0]
+        unit[crashed] = True
+        self.workqueue.update({scope: unit for scope, unit in workload.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._groups.get(_file_of(nodeid), _file_of(nodeid))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Use two workers; run in this process where one file is named, or where tests would compete for a GPU."""
+    one_file = len(config.args) == 1 and ".py" in config.args[0]
+    return 0 if one_file or any(Path("/dev").glob("nvidia[0-9]*")) else 2
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker: group files that share an engine or a cluster, and start the longest groups first."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    groups: dict[str, str] = {}
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        shared = [_GROUP_OF_FIXTURE[name] for name in item.fixturenames if name in _GROUP_OF_FIXTURE]
+        if mark is not None:
+            groups[_file_of(item.nodeid)] = mark.args[0]
+        elif shared:
+            groups.setdefault(_file_of(item.nodeid), shared[0])
+    items.sort(key=lambda item: _start_order(item, groups.get(_file_of(item.nodeid))))
+    if worker["workerid"] == "gw0":
+        config.cache.set(_GROUPS, groups)
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _start_order(item: pytest.Item, group: str | None) -> int:
+    if group in _LONGEST_FIRST:
+        return _LONGEST_FIRST.index(group)
+    starts_servers = any(item.iter_markers("sglang")) or any(item.iter_markers("ray"))
+    return len(_LONGEST_FIRST) + (0 if starts_servers else 1)
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Lets SIGINT interrupt, here and in processes started meanwhile, also where pytest runs in the background."""
+    """Restore Python's SIGINT handler, here and in processes started meanwhile: background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -46,7 +98,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny float32 Qwen3 that `engine` starts with."""
+    """Tiny float32 Qwen3 that `engine` is launched with."""
     from tidemill_testing import tiny_model
 
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=3)
@@ -54,13 +106,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path) -> Iterator[Any]:
-    """A stock `sglang.Engine`, small enough that prompts are prefilled in pieces and batches run in waves.
+    """Stock `sglang.Engine`, small enough that prompts are prefilled in chunks and batches run in waves.
 
-    The only one in this process: the shutdown of an engine kills all children of its process, other engines' too. Tests
-    that need the weights of `checkpoint` load them.
+    It is the only engine in this process: `Engine.shutdown` kills all children of its process, including those of other
+    engines. A test that needs the weights of `checkpoint` loads them.
     """
-    sys.path.insert(0, str(_LOADERS))  # multiprocessing hands it on to the scheduler
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path.insert(0, str(_LOADERS))  # multiprocessing passes it on to the scheduler process
     import sglang
     from tidemill_weight_update.sglang import sglang_launch_args
 
@@ -79,4 +130,4 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     engine.shutdown()
     addresses = [value for value in vars(engine.port_args).values() if str(value).startswith("ipc://")]
     for path in [engine.tokenizer_manager.load_snapshot_reader.path, *(a.removeprefix("ipc://") for a in addresses)]:
-        Path(path).unlink(missing_ok=True)  # SGLang leaves them
+        Path(path).unlink(missing_ok=True)  # SGLang does not remove them
