@@ -1,4 +1,4 @@
-"""One contract for the mailboxes of trainer ranks, in shared memory and over a network."""
+"""Contract of both mailboxes of trainer ranks: in shared memory, and over a network."""
 
 import os
 import socket
@@ -57,7 +57,7 @@ def sides(request) -> Iterator[Sides]:
         box.close()
 
 
-def test_an_update_is_announced_bucket_by_bucket(sides):
+def test_update_is_announced_bucket_by_bucket(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(5)
     assert engine.listing(5) == (False, None)
@@ -82,7 +82,7 @@ def test_an_update_is_announced_bucket_by_bucket(sides):
     assert engine.num_buckets(5) == 3
 
 
-def test_what_belongs_to_another_update_does_not_count(sides):
+def test_state_of_another_update_is_ignored(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
     trainer.announce(1, None)
@@ -101,7 +101,7 @@ def test_what_belongs_to_another_update_does_not_count(sides):
         engine.num_buckets(1)
 
 
-def test_a_failed_trainer_says_so(sides):
+def test_failed_trainer_raises_on_engine_ranks(sides):
     sides.trainer.begin(1)
     sides.trainer.fail(1)
     with pytest.raises(RuntimeError, match="the trainer failed while it sent"):
@@ -110,13 +110,13 @@ def test_a_failed_trainer_says_so(sides):
     assert sides.engines[0].num_buckets(2) is None
 
 
-def test_a_journal_line_may_be_long(sides):
+def test_journal_entry_of_10_mib_arrives(sides):
     text = os.urandom(10 << 20)
     sides.trainer.write_journal(7, text)
     assert sides.engines[0].read_journal((7, len(text))) == text
 
 
-def test_engine_ranks_report_to_all(sides):
+def test_reports_of_engine_ranks_are_visible_to_all(sides):
     trainer, (first, second) = sides.trainer, sides.engines
     trainer.begin(3)
     first.report(3, 0, ATTACHED, {})
@@ -130,14 +130,14 @@ def test_engine_ranks_report_to_all(sides):
     assert trainer.state(3, 0) == CHECKED
 
 
-def test_a_reply_that_is_too_long_is_cut(sides):
+def test_too_long_reply_is_truncated(sides):
     sides.trainer.begin(1)
     sides.engines[0].report(1, 0, MIXED, {"error": "x" * (1 << 20), "reached": CHECKED})
     assert sides.trainer.reply(0) == {"error": "x" * 4096, "reached": CHECKED}
 
 
 @pytest.mark.parametrize("num_names", [0, 1, 600, 60_000])
-def test_as_many_names_are_reported_as_there_is_room_for(sides, num_names):
+def test_reported_names_are_truncated_to_the_available_room(sides, num_names):
     named = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": "it is cömputed" for i in range(num_names)}
     sides.trainer.begin(1)
     sides.engines[0].report(1, 0, LOADED, {"through_loader": fitting(named), "num_unverified": num_names})
@@ -153,7 +153,7 @@ def test_as_many_names_are_reported_as_there_is_room_for(sides, num_names):
         assert set(kept.values()) == {"it is cömputed"}
 
 
-def test_acknowledgements_and_exclusions_are_by_rank(sides):
+def test_acknowledgements_and_exclusions_are_per_rank(sides):
     trainer, (first, second) = sides.trainer, sides.engines
     trainer.begin(1)
     first.acknowledge(1, 0, 4)
@@ -164,7 +164,7 @@ def test_acknowledgements_and_exclusions_are_by_rank(sides):
     assert [first.is_excluded(1, row) for row in (0, 1, 5)] == [True, False, True]
 
 
-def test_checksums_and_totals_are_int64_as_they_were_written(sides):
+def test_checksums_and_totals_arrive_as_int64(sides):
     trainer, (first, second) = sides.trainer, sides.engines
     checksums = np.array([-(2**63), 2**63 - 1, 0, -1], np.int64)
     trainer.write_checksums(3, checksums)
@@ -177,21 +177,21 @@ def test_checksums_and_totals_are_int64_as_they_were_written(sides):
         assert [part.tolist() for part in view.totals(3, 4)] == [checksums.tolist(), [0] * 4]
 
 
-def test_it_is_known_who_has_ended(sides, monkeypatch):
+def test_exited_engine_rank_is_detected(sides, monkeypatch):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
     assert engine.owner_pid == os.getpid()
     assert not engine.owner_has_exited()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    monkeypatch.setattr(os, "getpid", lambda: ended.pid)
+    exited = subprocess.Popen([sys.executable, "-c", ""])
+    exited.wait()
+    monkeypatch.setattr(os, "getpid", lambda: exited.pid)
     engine.report(1, 0, ATTACHED, {})
     assert trainer.receiver_has_exited(1, 0)
     assert not trainer.receiver_has_exited(2, 0)
 
 
-def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
-    """A number that no process has here may be a process that runs there."""
+def test_process_of_another_machine_is_never_considered_exited(server, monkeypatch):
+    """A process id that is unused here may be in use there."""
     box = StoreMailbox(signed(server), "path", 0)
     box.make_room(1)
     box.begin(1)
@@ -203,10 +203,10 @@ def test_of_another_machine_nobody_knows_who_has_ended(server, monkeypatch):
     assert not box.receiver_has_exited(1, 0)
 
 
-# The store beneath.
+# The signed store below.
 
 
-def test_values_of_another_run_or_key_or_link_are_refused(server):
+def test_values_signed_for_another_run_key_or_session_are_refused(server):
     ours = signed(server)
     ours.set("one", b"value")
     assert ours.get("one") == b"value"
@@ -228,7 +228,7 @@ def test_values_of_another_run_or_key_or_link_are_refused(server):
         ours.get("one")
 
 
-def test_a_store_that_does_not_answer_is_an_error_and_stays_one(server):
+def test_unresponsive_store_is_an_error_and_marked_broken(server):
     store = signed(client(server, timeout_s=0.2))
     assert not store.is_broken
     with pytest.raises(LinkError, match="does not answer"):

@@ -1,4 +1,4 @@
-"""Requests: only those that were signed with the run's token are carried out."""
+"""Requests: only those that were signed with the run's token are executed."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def token(monkeypatch) -> str:
     return TOKEN
 
 
-def test_a_signed_request_arrives_as_it_was():
+def test_signed_request_is_verified_unchanged():
     assert verify(sign(request(), TOKEN), TOKEN) == request()
     assert new_token() != new_token()
     assert TOKEN not in sign(request(), TOKEN)
@@ -56,18 +56,18 @@ def test_each_field_is_signed(field):
     "text",
     [sign(request(), OTHER), sign(request(), ""), "", " ", "{}", "ä {}", sign(request(), TOKEN)[1:], "a" * 64 + " {}"],
 )
-def test_what_another_token_signed_or_none_is_refused(text):
+def test_request_signed_with_another_token_or_none_is_refused(text):
     with pytest.raises(TokenError, match="was not signed with this run's token"):
         verify(text, TOKEN)
 
 
-def test_a_process_without_a_token_signs_nothing(monkeypatch):
+def test_process_without_token_cannot_sign(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(TokenError, match=r"set TIDEMILL_WEIGHT_TOKEN .*sglang_launch_args\(\)"):
         run_token()
 
 
-def test_the_launch_arguments_make_one_token_and_keep_it(monkeypatch):
+def test_launch_arguments_create_one_token_and_keep_it(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "before")
     monkeypatch.delenv(TOKEN_VARIABLE)
     assert sglang_launch_args() == {"custom_weight_loader": [LOADER]}
@@ -77,20 +77,20 @@ def test_the_launch_arguments_make_one_token_and_keep_it(monkeypatch):
     assert os.environ[TOKEN_VARIABLE] == made
 
 
-def test_what_travels_is_a_list_of_one_name_and_an_empty_tensor():
+def test_payload_is_one_name_and_an_empty_tensor():
     ((name, tensor),) = pickle.loads(request_payload(request(), TOKEN))
     assert verify(name, TOKEN) == request()
     assert tensor.numel() == 0
 
 
 def load(model: torch.nn.Module, text: str) -> None:
-    """What SGLang does with what arrives."""
+    """Call the loader as SGLang does."""
     loader.load(model, [(text, torch.empty(0))])
 
 
 @pytest.fixture
 def mailbox():
-    """Of a trainer that waits in update 3 for a receiver."""
+    """Mailbox of a trainer that waits for an engine rank in update 3."""
     box = Mailbox.create()
     box.begin(3)
     yield box
@@ -99,14 +99,14 @@ def mailbox():
 
 @pytest.fixture
 def model(monkeypatch) -> ToyModel:
-    """A model of a scheduler, whose receiver needs nothing of SGLang."""
+    """Model of a scheduler; its receiver is made without SGLang."""
     engine = ToyEngine(1)
     monkeypatch.setattr(loader, "_new_receiver", lambda model: engine.receivers[0])
     return engine.models[0]
 
 
 @pytest.mark.parametrize("key", [OTHER, ""])
-def test_the_loader_refuses_another_token_and_raises_nothing(token, mailbox, model, caplog, key):
+def test_loader_refuses_another_token_and_does_not_raise(token, mailbox, model, caplog, key):
     before = [{name: p.clone() for name, p in model.named_parameters()}]
     good = request(sequence=3, mailboxes=(mailbox.path,), first_receiver=0, num_receivers=1, timeout_s=0.1)
     load(model, sign(good, key))
@@ -117,8 +117,8 @@ def test_the_loader_refuses_another_token_and_raises_nothing(token, mailbox, mod
     assert same([dict(model.named_parameters())], before)
 
 
-def test_the_loader_carries_out_what_was_signed(token, mailbox, model, monkeypatch):
-    """The same request, so that it is the token that decides."""
+def test_loader_executes_a_signed_request(token, mailbox, model, monkeypatch):
+    """The same kind of request as in the test before, so only the token makes the difference."""
     from tidemill_weight_update import WeightUpdater
 
     class Scheduler(ToyEngine):
@@ -134,20 +134,20 @@ def test_the_loader_carries_out_what_was_signed(token, mailbox, model, monkeypat
     assert same([dict(model.named_parameters())], [dict(fresh.named_parameters())])
 
 
-def test_the_loader_raises_nothing_when_the_trainer_is_gone(token, mailbox, model, caplog):
+def test_loader_does_not_raise_if_the_trainer_has_exited(token, mailbox, model, caplog):
     gone = request(sequence=3, mailboxes=("/proc/self/fd/999",), first_receiver=0, num_receivers=1)
     load(model, sign(gone, token))
     assert "cannot open the trainer's memory /proc/self/fd/999" in caplog.text
 
 
-def test_a_trainer_that_is_gone_in_part_is_reported_to_the_rest(token, mailbox, model):
+def test_exited_trainer_rank_is_reported_to_the_other_ranks(token, mailbox, model):
     good = request(sequence=3, mailboxes=(mailbox.path, "/proc/self/fd/999"), first_receiver=0, num_receivers=1)
     load(model, sign(good, token))
     assert 0 < mailbox.state(3, 0) != LOADED
     assert "cannot open the trainer's memory /proc/self/fd/999" in mailbox.reply(0)["error"]
 
 
-def test_an_update_without_the_engines_token_is_told(monkeypatch, model, caplog):
+def test_update_with_another_token_is_an_error_and_leaves_engine_unpaused(monkeypatch, model, caplog):
     from tidemill_weight_update import WeightUpdater
 
     class Scheduler(ToyEngine):
@@ -159,5 +159,5 @@ def test_an_update_without_the_engines_token_is_told(monkeypatch, model, caplog)
     updater = WeightUpdater([engine])
     with pytest.raises(RuntimeError, match=r"its ranks did not report: .*launched with another TIDEMILL_WEIGHT_TOKEN"):
         updater.update(tensors().items(), 1)
-    assert engine.paused is None  # it holds what it held
+    assert engine.paused is None  # its weights are unchanged
     updater.close()

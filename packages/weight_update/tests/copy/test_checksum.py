@@ -1,4 +1,4 @@
-"""The checksum against its definition in Python integers, and that it adds up, whatever the sharding."""
+"""The checksum, compared with its definition in Python integers; checksums of shards add up to that of the tensor."""
 
 import random
 
@@ -23,8 +23,8 @@ def mix(value):
     return value
 
 
-def defined(tensor):
-    """The definition, element by element, with Python's integers."""
+def reference_checksum(tensor):
+    """Compute the checksum element by element with Python integers."""
     data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     itemsize = min(4, tensor.element_size())
     lanes = 4 // itemsize
@@ -37,28 +37,28 @@ def defined(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_the_sum_that_is_defined(dtype):
+def test_checksum_matches_its_definition(dtype):
     tensor = random_tensor((3, 5, 7), dtype)
-    assert checksum(tensor, (0, 0, 0), (3, 5, 7)).item() == defined(tensor)
+    assert checksum(tensor, (0, 0, 0), (3, 5, 7)).item() == reference_checksum(tensor)
 
 
-def test_one_dim_none_and_no_elements():
-    assert checksum(torch.tensor(1.5), (), ()).item() == defined(torch.tensor(1.5))
-    assert checksum(torch.arange(9), (0,), (9,)).item() == defined(torch.arange(9))
+def test_checksum_of_one_dim_of_a_scalar_and_of_no_elements():
+    assert checksum(torch.tensor(1.5), (), ()).item() == reference_checksum(torch.tensor(1.5))
+    assert checksum(torch.arange(9), (0,), (9,)).item() == reference_checksum(torch.arange(9))
     assert checksum(torch.empty(0, 4), (0, 0), (3, 4)).item() == 0
 
 
-def test_mix32_is_what_is_defined_and_reads_32_bits():
+def test_mix32_matches_its_definition_and_reads_32_bits():
     sample = torch.arange(0, 2**32, 2**22 + 1)
     assert [mix(value) for value in sample.tolist()] == mix32(sample).tolist()
     assert torch.equal(mix32(sample + 2**32), mix32(sample))
 
 
-def test_mix32_scatters_neighbours():
+def test_mix32_scatters_neighboring_positions():
     n = 1 << 18
     numbers = torch.arange(n)
     mixed = mix32(numbers)
-    # Of n random numbers of 32 bits n * n / 2**33 pairs, about 8, are equal.
+    # Among n random 32-bit numbers about n * n / 2**33 = 8 pairs are equal.
     assert n - mixed.unique().numel() < 30
     for bit in range(18):
         flipped = mixed ^ mix32(numbers ^ (1 << bit))
@@ -70,7 +70,7 @@ def test_mix32_scatters_neighbours():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_checksums_of_the_parts_add_up_whatever_the_cuts(dtype):
+def test_checksums_of_shards_add_up_to_the_whole(dtype):
     shape = (6, 11, 9)
     tensor = random_tensor(shape, dtype, seed=1)
     whole = checksum(tensor, (0, 0, 0), shape)
@@ -86,12 +86,12 @@ def test_the_checksums_of_the_parts_add_up_whatever_the_cuts(dtype):
         assert sum(checksum(part, start, shape) for start, part in boxes) == whole
 
 
-def test_strides_do_not_matter():
+def test_checksum_is_independent_of_strides():
     tensor = random_tensor((40, 30), torch.bfloat16)
     assert checksum(tensor.t().contiguous().t(), (0, 0), (40, 30)) == checksum(tensor, (0, 0), (40, 30))
 
 
-def test_rows_are_the_box_they_tile():
+def test_checksum_of_rows_equals_checksum_of_their_box():
     tensor = random_tensor((8, 12, 5), torch.bfloat16)
     part = tensor[2:7, 3:9]
     expected = checksum(part, (2, 3, 0), tensor.shape)
@@ -101,7 +101,7 @@ def test_rows_are_the_box_they_tile():
 @pytest.mark.parametrize(
     "shape", [(CHUNK_ELEMENTS * 2 + 5,), (3, CHUNK_ELEMENTS // 2 + 3), (5, 3, CHUNK_ELEMENTS // 7)]
 )
-def test_large_tensors_are_worked_on_in_chunks(shape):
+def test_large_tensors_are_checksummed_in_chunks(shape):
     tensor = random_tensor(shape, torch.bfloat16)
     flat, middle = tensor.flatten(), tensor.numel() // 2 + 1
     halves = [checksum_rows(flat[:middle].view(1, -1), 0, 0), checksum_rows(flat[middle:].view(1, -1), middle, 0)]
@@ -110,7 +110,7 @@ def test_large_tensors_are_worked_on_in_chunks(shape):
     assert checksum(tensor, (0,) * len(shape), shape) != sum(halves)
 
 
-def test_one_changed_moved_or_lost_element_is_seen():
+def test_one_changed_moved_or_lost_element_changes_the_checksum():
     tensor = random_tensor((64, 33), torch.bfloat16, seed=3)
     whole = checksum(tensor, (0, 0), tensor.shape).item()
     changed = []
@@ -128,7 +128,7 @@ def test_one_changed_moved_or_lost_element_is_seen():
     assert all(changed)
 
 
-def test_positions_beyond_32_bits_and_offsets_of_a_huge_tensor():
+def test_positions_beyond_32_bits():
     row = random_tensor((1, 50), torch.bfloat16)
     far = checksum_rows(row, 2**33 + 6, 0)
     assert far == checksum_rows(row, 6, 0)  # the factors repeat after 16 GiB
@@ -138,7 +138,7 @@ def test_positions_beyond_32_bits_and_offsets_of_a_huge_tensor():
     )
 
 
-def test_elements_of_another_size_and_boxes_outside_are_refused():
+def test_unsupported_element_sizes_and_boxes_outside_are_refused():
     with pytest.raises(TypeError, match=r"1, 2, 4 or 8 bytes, got torch\.complex128"):
         checksum(torch.zeros(2, dtype=torch.complex128), (0,), (2,))
     for start, shape in [((1, 0), (2, 3)), ((0,), (2, 3)), ((-1, 0), (4, 3)), ((0, 0), (2, 3, 1))]:
@@ -155,7 +155,7 @@ def test_non_finite_elements_are_counted(dtype):
     assert non_finite(tensor.t()[5:6]) == 1
 
 
-def test_non_finite_elements_of_small_floats_and_of_integers():
+def test_non_finite_elements_of_float8_and_of_integers():
     assert non_finite(torch.tensor([1.0, float("nan"), 448.0]).to(torch.float8_e4m3fn)) == 1
     assert non_finite(torch.tensor([float("inf"), float("nan"), 4.0]).to(torch.float8_e5m2)) == 2
     assert non_finite(torch.full((4,), -1)) == 0

@@ -1,7 +1,7 @@
 """The copy kernel, compared bit for bit with copying row by row: on a GPU, and in Triton's interpreter on any machine.
 
-`test_all_of_this_holds_in_the_interpreter` runs this file again in a process that interprets kernels: its device is the
-CPU, and addresses are those of host memory.
+`test_kernel_tests_pass_in_the_triton_interpreter` runs this file again in a process that interprets kernels. There the
+device is the CPU, and addresses are host addresses.
 """
 
 import os
@@ -21,7 +21,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 FP8, INT64, UINT8 = torch.float8_e4m3fn, torch.int64, torch.uint8
 SAME = [BF16, FP16, FP32, FP64, FP8, torch.float8_e5m2, INT64, UINT8]
 CASTS = [(FP32, BF16), (BF16, FP32), (FP32, FP16), (FP16, FP32), (FP16, BF16), (BF16, FP16)]
-# Types, rows of the parts that make whole rows fold, and what each is folded to.
+# Dtypes; number of short rows that makes long rows fold; columns of a folded row.
 FOLDED = [((BF16, BF16), 120, 32), ((FP8, FP8), 30, 128), ((FP32, FP32), 8, 512), ((FP64, FP64), 120, 32)]
 FOLDED += [((FP32, BF16), 30, 128), ((BF16, FP32), 120, 32)]
 
@@ -33,20 +33,20 @@ on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available()
 
 
 def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
-    """Targets, checksums and counts of one run.
+    """Run the table once; return targets, checksums and counts.
 
     Args:
-        skew: bytes by which every block begins after a multiple of 512.
-        far: elements by which all places are further from where the blocks are said to begin.
+        skew: bytes between the start of every block and a multiple of 512.
+        far: elements added to all offsets, and subtracted from the addresses of the blocks.
     """
     from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
-    def on_skew(block):
+    def with_skew(block):
         room = torch.empty(block.numel() + 1024, dtype=torch.uint8, device=DEVICE)
         start = -room.data_ptr() % 512 + skew
         return room[start : start + block.numel()].copy_(block)
 
-    sources, targets = [on_skew(memory) for memory in memories], [on_skew(target) for target in case.targets()]
+    sources, targets = [with_skew(memory) for memory in memories], [with_skew(target) for target in case.targets()]
     checksums = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
     counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
     table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
@@ -72,7 +72,7 @@ def assert_equal(got, wanted):
 class TestKernel:
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("dtype", SAME, ids=str)
-    def test_it_copies_checksums_and_counts(self, dtype, align):
+    def test_copies_checksums_and_non_finite_counts(self, dtype, align):
         case = copy_tables.random_copies(align, dtype, dtype, align, **SIZE)
         memories = case.memories(1)
         assert_equal(run(case, memories), case.expected(memories, "source"))
@@ -80,7 +80,7 @@ class TestKernel:
     @pytest.mark.parametrize("checksum_of", ["source", "target"])
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("pair", CASTS, ids=str)
-    def test_it_casts_as_torch_does(self, pair, align, checksum_of):
+    def test_casts_match_torch(self, pair, align, checksum_of):
         case = copy_tables.random_copies(align, *pair, align, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
         assert_equal(run(case, memories, checksum_of), case.expected(memories, checksum_of))
@@ -89,7 +89,7 @@ class TestKernel:
         ("cols", "rows", "shape"),
         [(192, 150, (128, 32)), (256, 100, (32, 128)), (1024, 20, (8, 512)), (8192, 4, (1, 4096))],
     )
-    def test_rows_of_all_widths_are_copied(self, cols, rows, shape):
+    def test_every_tile_shape_is_copied(self, cols, rows, shape):
         case = copy_tables.random_copies(cols, BF16, BF16, align=cols, num_copies=10, max_rows=rows, max_cols=cols)
         ones = np.ones(3, bool)
         assert shape in {group.shape for group in cut(case.table, 4096, ones, ones)}
@@ -97,7 +97,7 @@ class TestKernel:
         assert_equal(run(case, memories), case.expected(memories, "source"))
 
     @pytest.mark.parametrize("pair", [(BF16, BF16), (FP32, BF16)], ids=str)
-    def test_it_copies_alone_and_reads_alone(self, pair):
+    def test_copy_without_checksums_and_checksums_without_copy(self, pair):
         case = copy_tables.random_copies(3, *pair, align=16, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
         wanted, checksums, counts = case.expected(memories, "target")
@@ -106,11 +106,11 @@ class TestKernel:
 
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize(("pair", "part_rows", "cols"), FOLDED, ids=str)
-    def test_whole_rows_are_folded_between_parts_of_rows(self, pair, part_rows, cols, align):
+    def test_long_rows_are_folded_beside_short_rows(self, pair, part_rows, cols, align):
         packed = 4 // min(pair[0].itemsize, 4) if pair[0] == pair[1] and align > 1 else 1
-        skew = 0 if align > 1 else min(4, max(dtype.itemsize for dtype in pair))  # so that none is aligned by chance
-        case = copy_tables.whole_and_parts(3, *pair, align, part_rows, fold=cols * packed)
-        assert copy_tables.num_folded(case.table, 4096, aligned=skew == 0) >= 2  # the longer one may have a rest
+        skew = 0 if align > 1 else min(4, max(dtype.itemsize for dtype in pair))  # no block is aligned by chance
+        case = copy_tables.long_and_short_rows(3, *pair, align, part_rows, fold=cols * packed)
+        assert copy_tables.num_folded(case.table, 4096, aligned=skew == 0) >= 2  # the longer row may have a remainder
         memories = case.memories(1, exact=INTERPRETED)
         wanted, *sums = case.expected(memories, "target")
         assert_equal(run(case, memories, "target", skew=skew), (wanted, *sums))
@@ -118,21 +118,21 @@ class TestKernel:
         assert_equal(got, (case.targets(), *sums))
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (FP8, 5), (FP64, 4)])
-    def test_folded_rows_may_begin_anywhere(self, dtype, skew):
-        case = copy_tables.whole_and_parts(skew, dtype, dtype, 16, part_rows=120, fold=128)
+    def test_folded_rows_may_be_unaligned(self, dtype, skew):
+        case = copy_tables.long_and_short_rows(skew, dtype, dtype, 16, part_rows=120, fold=128)
         memories = case.memories(1)
         assert_equal(run(case, memories, skew=skew), case.expected(memories, "source"))
 
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("pair", [(UINT8, UINT8), (FP64, FP64), (FP32, BF16)], ids=str)
-    def test_places_may_be_further_than_32_bits_count(self, pair, align):
-        case = copy_tables.whole_and_parts(4, *pair, align, part_rows=120, fold=128)
+    def test_offsets_may_exceed_32_bits(self, pair, align):
+        case = copy_tables.long_and_short_rows(4, *pair, align, part_rows=120, fold=128)
         memories = case.memories(1, exact=INTERPRETED)
         assert_equal(run(case, memories, far=3 << 30), case.expected(memories, "source"))
 
     @pytest.mark.parametrize("write", [False, True])
     @pytest.mark.parametrize(("cols", "rows"), [(192, 700), (1024, 90), (60_000, 3)])
-    def test_a_block_may_do_several_tiles(self, cols, rows, write):
+    def test_one_block_may_copy_several_tiles(self, cols, rows, write):
         case = copy_tables.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
         memories = case.memories(1)
         wanted, checksums, counts = case.expected(memories, "source")
@@ -141,12 +141,12 @@ class TestKernel:
         )
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
-    def test_blocks_may_begin_anywhere(self, dtype, skew):
+    def test_blocks_may_be_unaligned(self, dtype, skew):
         case = copy_tables.random_copies(4, dtype, dtype, align=16, **SIZE)
         memories = case.memories(1)
         assert_equal(run(case, memories, skew=skew), case.expected(memories, "source"))
 
-    def test_the_smallest_copies_and_none(self):
+    def test_one_element_copies_and_empty_tables(self):
         case = copy_tables.random_copies(5, BF16, BF16, num_copies=12, max_cols=1, max_rows=1)
         memories = case.memories(1)
         assert_equal(run(case, memories), case.expected(memories, "source"))
@@ -158,7 +158,7 @@ class TestKernel:
         CudaCopier([], DEVICE).run([], [], checksums)
         assert checksums.count_nonzero() == 0
 
-    def test_sums_add_up_over_runs_tables_and_addresses(self):
+    def test_checksums_accumulate_over_runs_tables_and_addresses(self):
         from tidemill_weight_update.copy.cuda import CudaCopier
 
         cases = [copy_tables.random_copies(seed, BF16, to, align=8, **SIZE) for seed, to in ((6, BF16), (7, FP32))]
@@ -168,7 +168,7 @@ class TestKernel:
         copier = CudaCopier([cases[0].table, CopyTable(BF16, FP32, **second)], DEVICE)
         checksums = torch.zeros(9, dtype=torch.int64, device=DEVICE)
         total = torch.zeros(9, dtype=torch.int64)
-        for seed in range(3 if INTERPRETED else 6):  # more sets of addresses than are kept
+        for seed in range(3 if INTERPRETED else 6):  # more sets of addresses than the copier caches
             memories = [case.memories(seed, exact=INTERPRETED) for case in cases]
             wanted = [case.expected(memory, "source") for case, memory in zip(cases, memories, strict=True)]
             sources = [block.to(DEVICE) for memory in memories for block in memory]
@@ -178,7 +178,7 @@ class TestKernel:
             total[:7] += wanted[0][1] + wanted[1][1]
             assert torch.equal(checksums.cpu(), total)
 
-    def test_what_does_not_fit_is_refused(self):
+    def test_invalid_arguments_are_refused(self):
         from tidemill_weight_update.copy.cuda import CudaCopier
 
         case = copy_tables.random_copies(8, FP32, FP32)
@@ -199,8 +199,8 @@ class TestKernel:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offsets_beyond_4_gib_and_rows_of_a_huge_tensor():
-    """A 5 GiB fused tensor, of which the odd quarters of all rows go to the end of another such block."""
+def test_offsets_beyond_4_gib_in_a_huge_tensor():
+    """Copy the odd quarters of all rows of a 5 GiB tensor to the second half of another block of this size."""
     from tidemill_weight_update.copy.cuda import CudaCopier
 
     rows, cols = 5 << 17, 4096
@@ -225,9 +225,9 @@ def test_offsets_beyond_4_gib_and_rows_of_a_huge_tensor():
     assert (target[rows * cols :] == 0x5A5A).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
 @pytest.mark.timeout(600)
-def test_all_of_this_holds_in_the_interpreter():
+def test_kernel_tests_pass_in_the_triton_interpreter():
     pytest.importorskip("triton")
     command = [
         sys.executable,

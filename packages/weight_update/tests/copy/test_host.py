@@ -24,7 +24,7 @@ def one_row(dtype, **columns):
 
 @pytest.mark.parametrize("checksum_of", ["source", "target"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_it_copies_casts_checksums_and_counts(pair, checksum_of):
+def test_copies_casts_checksums_and_non_finite_counts(pair, checksum_of):
     for seed in range(3):
         case = copy_tables.random_copies(seed, *pair, align=1 if seed else 8)
         memories = case.memories(seed)
@@ -37,7 +37,7 @@ def test_it_copies_casts_checksums_and_counts(pair, checksum_of):
         assert torch.equal(got[1], counts)
 
 
-def test_reading_alone_writes_nothing_and_counts_the_same():
+def test_checksums_without_copy_write_nothing():
     case = copy_tables.random_copies(0, FP32, BF16)
     memories, targets = case.memories(0), case.targets()
     _, checksums, counts = case.expected(memories, "target")
@@ -48,7 +48,7 @@ def test_reading_alone_writes_nothing_and_counts_the_same():
     assert torch.equal(got[1], counts)
 
 
-def test_several_tables_share_memories_targets_and_checksums():
+def test_tables_share_memories_targets_and_checksums():
     case = copy_tables.random_copies(5, BF16, BF16)
     halves = [slice(0, 15), slice(15, None)]
     tables = [CopyTable(BF16, BF16, **{name: getattr(case.table, name)[half] for name in COLUMNS}) for half in halves]
@@ -60,19 +60,19 @@ def test_several_tables_share_memories_targets_and_checksums():
     assert torch.equal(got, checksums)
 
 
-def test_views_follow_the_memories_of_each_run():
+def test_cached_views_follow_the_memories_of_each_run():
     case = copy_tables.random_copies(1, BF16, BF16)
     targets = case.targets()
     copier = HostCopier([case.table], targets)
     slots = [case.memories(seed) for seed in range(4)]
-    for turn in (0, 1, 0, 2, 3, 0):
-        slots[turn][0] += 1
-        copier.run(slots[turn])
-        wanted, _, _ = case.expected(slots[turn], "source")
+    for slot in (0, 1, 0, 2, 3, 0):
+        slots[slot][0] += 1
+        copier.run(slots[slot])
+        wanted, _, _ = case.expected(slots[slot], "source")
         assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
 
 
-def test_only_the_last_two_sets_of_memories_are_kept_alive():
+def test_only_the_last_two_sets_of_memories_are_cached():
     case = copy_tables.random_copies(1, BF16, BF16)
     copier = HostCopier([case.table], case.targets())
 
@@ -89,16 +89,16 @@ def test_only_the_last_two_sets_of_memories_are_kept_alive():
     assert all(ref() is None for refs in alive for ref in refs)
 
 
-def test_a_target_is_counted_from_its_first_element_whatever_its_strides():
+def test_offsets_in_a_transposed_target_ignore_its_strides():
     storage = torch.zeros(100, dtype=BF16)
     source = torch.randn(12).to(BF16)
-    target = storage[10:34].view(6, 4).t()  # a parameter that a loader keeps transposed
+    target = storage[10:34].view(6, 4).t()  # as a parameter that its loader stores transposed
     HostCopier([one_row(BF16, dst=3, cols=12)], [target]).run([source])
     assert torch.equal(storage[13:25], source)
     assert torch.count_nonzero(storage) == 12
 
 
-def test_a_parameter_that_requires_grad_is_written():
+def test_parameter_with_requires_grad_is_written():
     parameter = torch.nn.Parameter(torch.zeros(4, 6))
     source = torch.randn(24)
     checksums = torch.zeros(1, dtype=torch.int64)
@@ -116,19 +116,19 @@ def test_a_parameter_that_requires_grad_is_written():
         ({"cols": 4, "dst": 21}, "reaches elements 21 to 25 of target 0, which holds 24"),
     ],
 )
-def test_copies_outside_of_a_block_are_refused(columns, message):
+def test_copies_outside_a_block_are_refused(columns, message):
     with pytest.raises(ValueError, match=message):
         HostCopier([one_row(BF16, **columns)], [torch.zeros(24, dtype=BF16)]).run([torch.zeros(24, dtype=BF16)])
 
 
-def test_blocks_that_are_not_aligned_to_the_dtype_are_refused():
+def test_blocks_not_aligned_to_the_dtype_are_refused():
     copier = HostCopier([one_row(FP32, cols=1)], [torch.zeros(4)])
     with pytest.raises(ValueError, match="memory 0 starts at byte 2 of its storage, not at a multiple of the 4 bytes"):
         copier.run([torch.zeros(16, dtype=torch.uint8)[2:]])
 
 
-def test_blocks_need_be_aligned_to_the_dtypes_of_their_own_copies_only():
-    """A flat buffer of bfloat16 with an odd number of elements in front, beside float32."""
+def test_alignment_is_checked_per_dtype_of_the_own_copies():
+    """As a flat bfloat16 buffer after an odd number of elements, beside float32."""
     halves, singles = torch.randn(9).to(BF16), torch.randn(4)
     parameters = torch.zeros(9, dtype=BF16), torch.zeros(4)
     tables = [one_row(BF16, cols=8), one_row(FP32, memory=1, target=1, cols=4)]

@@ -1,4 +1,4 @@
-"""Tiles: together they are the copies, and not many more of them than needed."""
+"""Tiles: each word of the copies is in one tile, and the number of tiles is close to the minimum."""
 
 import random
 
@@ -31,8 +31,8 @@ def words(dtype):
     return 2 if dtype.itemsize == 8 else 1
 
 
-def places_in(group):
-    """(tensor, memory, byte read, target, byte written, byte of the source) of every word of every tile."""
+def words_of(group):
+    """Tuples (tensor, memory, byte read, target, byte written, byte in the source) of every word of every tile."""
     src_bytes, dst_bytes = (dtype.itemsize // words(dtype) for dtype in (group.src_dtype, group.dst_dtype))
     height, width = group.shape
     found = []
@@ -46,7 +46,7 @@ def places_in(group):
         read = (s["src"] + rows * s["src_pitch"]) * group.unit + cols
         written = (s["dst"] + rows * s["dst_pitch"]) * group.unit + cols
         position = s["pos"] + rows * s["pos_pitch"] + cols
-        for part in range(group.packed):  # each number holds so many words
+        for part in range(group.packed):  # words per index
             ends = [number * group.packed + part for number in (read, written, position)]
             columns = [
                 s["tensor"],
@@ -62,17 +62,17 @@ def places_in(group):
 
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_the_tiles_are_the_copies(pair, align):
+def test_tiles_contain_each_word_of_the_copies_once(pair, align):
     case = copy_tables.random_copies(align, *pair, align, max_cols=9000)
     groups = cut_aligned(case.table)
     assert len({group.shape for group in groups}) > 2
     assert align == 1 or all(group.unit > 1 for group in groups)
-    check_places(case, groups)
+    check_words(case, groups)
 
 
-def check_places(case, groups):
-    """That the tiles have each word of the copies, once."""
-    got = [place for group in groups for place in places_in(group)]
+def check_words(case, groups):
+    """Check that the tiles contain each word of the copies once."""
+    got = [place for group in groups for place in words_of(group)]
     pair = case.table.src_dtype, case.table.dst_dtype
     src_bytes, dst_bytes = (dtype.itemsize for dtype in pair)
     wanted = set()
@@ -91,16 +91,16 @@ def check_places(case, groups):
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_folded_rows_are_the_copies_wherever_they_begin(pair, data):
+def test_tiles_of_folded_rows_contain_each_word_once(pair, data):
     align = data.draw(st.sampled_from([1, 2, 16]), "align")
-    rows, fold = data.draw(st.sampled_from([(60, 32), (28, 128), (7, 512)]), "rows of parts, what whole rows fold to")
+    rows, fold = data.draw(st.sampled_from([(60, 32), (28, 128), (7, 512)]), "short rows, columns of folded rows")
     whole = st.tuples(st.just(1), st.sampled_from([fold, 4 * fold]), st.sampled_from([0, 0, 0, align]))
     part = st.tuples(st.sampled_from([0, rows]), st.integers(0, 24 // align).map(lambda n: n * align), st.just(0))
     shapes = data.draw(st.lists(whole | part, min_size=1, max_size=5), "rows, cols, and how many more")
     shapes += [(rows, 16, 0), (1, 4 * fold, 0)]
-    rng = random.Random(data.draw(st.integers(0, 99), "seed of the places"))
-    case = copy_tables.placed(rng, [(rows, cols + more) for rows, cols, more in shapes], *pair, align)
-    check_places(case, cut_aligned(case.table))
+    rng = random.Random(data.draw(st.integers(0, 99), "seed of the offsets"))
+    case = copy_tables.copies_of_shapes(rng, [(rows, cols + more) for rows, cols, more in shapes], *pair, align)
+    check_words(case, cut_aligned(case.table))
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_folded_rows_are_the_copies_wherever_they_begin(pair, data):
         (4096, 192, (128, 32), 96),
     ],
 )
-def test_tiles_are_wide_unless_that_wastes_threads(rows, cols, shape, num_tiles):
+def test_tiles_are_wide_unless_threads_would_idle(rows, cols, shape, num_tiles):
     (group,) = cut_aligned(table(BF16, rows=[rows], cols=[cols], src_pitch=[8192], dst_pitch=[8192]))
     assert group.shape == shape
     assert len(group.tile_segment) == num_tiles
 
 
-def test_what_is_not_aligned_is_apart():
+def test_unaligned_copies_get_their_own_group():
     cols = [64, 64, 64, 63, 64, 64]
     src, dst, pos = [0, 8, 4, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 2, 0, 0, 0, 3]
     columns = {"rows": [1] * 6, "cols": cols, "src": src, "dst": dst, "pos": pos, "tensor": list(range(6))}
@@ -130,7 +130,7 @@ def test_what_is_not_aligned_is_apart():
     assert groups[1].segments[:, tensor].tolist() == [2, 3, 4, 5]
 
 
-def test_blocks_that_are_not_aligned_spoil_their_own_copies_only():
+def test_unaligned_block_affects_its_own_copies_only():
     case = table(BF16, rows=[1] * 3, cols=[64] * 3, memory=[0, 1, 0], target=[0, 0, 1], tensor=[0, 1, 2])
     groups = {g.unit: g for g in cut(case, 4096, np.array([True, False]), np.array([True, False]))}
     tensor = SEGMENT_FIELDS.index("tensor")
@@ -138,20 +138,20 @@ def test_blocks_that_are_not_aligned_spoil_their_own_copies_only():
     assert groups[1].segments[:, tensor].tolist() == [1, 2]
 
 
-def test_the_tables_of_a_large_model_are_small():
+def test_tiles_of_a_large_model_take_little_memory():
     sizes = np.array([768 * 2048] * 9216 + [2048] * 200 + [151936 * 2048] * 2)
     (group,) = cut_aligned(table(BF16, rows=np.ones_like(sizes), cols=sizes))
     assert sizes.sum() * 2 > 30e9
     assert group.segments.nbytes + group.tile_segment.nbytes < 16 << 20
 
 
-def test_whole_rows_go_with_parts_of_rows_in_one_launch():
-    """Read over a link, the parts would else begin when the whole rows are done."""
+def test_long_and_short_rows_share_one_launch():
+    """In two launches the short rows, which are read from other GPUs, would start after the long ones."""
     parts = {"rows": [1, 512, 1, 512], "cols": [8192 * 64, 192, 8192 * 32, 192], "src_pitch": [0, 768, 0, 768]}
     (group,) = cut_aligned(table(BF16, **parts, dst_pitch=[0, 192] * 2, tensor=[0, 1, 2, 3]))
     assert group.shape == (128, 32)
     assert len(group.tile_segment) == 64 + 12 + 32 + 12
     tensor = SEGMENT_FIELDS.index("tensor")
     assert group.segments[:, tensor].tolist() == [0, 1, 2, 3]
-    odd = parts | {"cols": [8192 * 64 + 8, 192, 8192 * 32, 192]}  # cannot be folded without a rest
+    odd = parts | {"cols": [8192 * 64 + 8, 192, 8192 * 32, 192]}  # has a remainder when folded
     assert len(cut_aligned(table(BF16, **odd, dst_pitch=[0, 192] * 2))) == 2

@@ -1,4 +1,4 @@
-"""Random copy tables and what they must do, for the tests of the copiers."""
+"""Random copy tables and their expected results, for the tests of the copiers."""
 
 import random
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ NUM_TENSORS = 7
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A table, the sizes in bytes of the blocks that it reads and writes, and its rows as tuples of `COLUMNS`."""
+    """A table, the sizes in bytes of the blocks that it reads and writes, and its rows by column name."""
 
     table: CopyTable
     memory_bytes: tuple[int, ...]
@@ -24,17 +24,17 @@ class Copies:
     rows: tuple[dict[str, int], ...]
 
     def memories(self, seed: int, exact: bool = False) -> list[Tensor]:
-        """Random content, uint8; numbers where the table casts, for what a cast makes of NaN differs by processor.
+        """Random content as uint8; without NaN if the table casts, because casts of NaN differ between processors.
 
         Args:
-            exact: only numbers that bfloat16 represents, and not as subnormal ones.
+            exact: only normal numbers that bfloat16 represents.
         """
         generator = torch.Generator().manual_seed(seed)
         dtype = self.table.src_dtype
         if dtype == self.table.dst_dtype:
             return [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in self.memory_bytes]
         numbers = [torch.randn(n // dtype.itemsize, generator=generator) for n in self.memory_bytes]
-        for number in numbers:  # ties, numbers too large and too small for 16 bits, infinities
+        for number in numbers:  # ties, overflow and underflow in 16 bits, infinities
             pattern = number.view(torch.int32)
             pattern[::5] = pattern[::5] & -(1 << 16) | 1 << 15
             number[1::11] *= 3e38
@@ -45,11 +45,11 @@ class Copies:
         return [number.to(dtype).view(torch.uint8) for number in numbers]
 
     def targets(self) -> list[Tensor]:
-        """Poisoned blocks, uint8."""
+        """Blocks filled with a poison byte, uint8."""
         return [torch.full((n,), 0xA5, dtype=torch.uint8) for n in self.target_bytes]
 
     def expected(self, memories: list[Tensor], checksum_of: str) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Targets, checksums and non-finite counts after one run, row by row."""
+        """Targets, checksums and non-finite counts after one run, computed row by row."""
         table, targets = self.table, self.targets()
         checksums, counts = torch.zeros(NUM_TENSORS, dtype=torch.int64), torch.zeros(NUM_TENSORS, dtype=torch.int32)
         for row in self.rows:
@@ -73,7 +73,7 @@ def random_copies(
     max_rows: int = 30,
     max_cols: int = 600,
 ) -> Copies:
-    """Copies between random places, none of which is written twice.
+    """Copies between random offsets; no element is written twice.
 
     Args:
         align: all offsets, lengths and pitches are multiples of this many elements.
@@ -84,10 +84,10 @@ def random_copies(
         num_rows = rng.choice([1, 1, 2, rng.randint(1, max_rows)])
         return num_rows, align * rng.randint(1, max(1, rng.choice([max_cols, 40]) // align))
 
-    return placed(rng, (shape() for _ in range(num_copies)), src_dtype, dst_dtype, align)
+    return copies_of_shapes(rng, (shape() for _ in range(num_copies)), src_dtype, dst_dtype, align)
 
 
-def whole_and_parts(
+def long_and_short_rows(
     seed: int,
     src_dtype: torch.dtype,
     dst_dtype: torch.dtype,
@@ -96,35 +96,35 @@ def whole_and_parts(
     fold: int,
     num_copies: int = 3,
 ) -> Copies:
-    """Parts of up to 16 elements of about `part_rows` rows; between them whole rows and, first and last, empty copies.
+    """Blocks of about `part_rows` short rows of up to 16 elements, between long rows; empty copies at both ends.
 
     Args:
         align: as in `random_copies`, up to 16.
-        fold: most whole rows are two to four times as long, the others longer by `align`.
+        fold: most long rows have two to four times as many elements, the others `align` more.
     """
     rng = random.Random(seed)
     shapes = [(0, 5 * align)]
     for number in range(num_copies):
         shapes.append((1, fold * rng.randint(2, 4) + (align if number == 1 else 0)))
         shapes.append((part_rows - rng.randrange(3), max(align, 16 - align * rng.randrange(6))))
-    return placed(rng, [*shapes, (3, 0)], src_dtype, dst_dtype, align)
+    return copies_of_shapes(rng, [*shapes, (3, 0)], src_dtype, dst_dtype, align)
 
 
 def num_folded(table: CopyTable, tile_elements: int, *, aligned: bool) -> int:
-    """How many single rows of the table are several rows of its tiles, if all blocks are aligned or none is."""
+    """Number of single rows of the table that its tiles fold into several rows, with aligned or unaligned blocks."""
     blocks = (np.full(1 + column.max(), aligned) for column in (table.memory, table.target))
     rows = [group.segments[:, SEGMENT_FIELDS.index("rows")] for group in cut(table, tile_elements, *blocks)]
     return int((table.rows[table.cols > 0] == 1).sum() - (np.concatenate(rows) == 1).sum())
 
 
-def placed(
+def copies_of_shapes(
     rng: random.Random,
     shapes: Iterable[tuple[int, int]],
     src_dtype: torch.dtype,
     dst_dtype: torch.dtype,
     align: int,
 ) -> Copies:
-    """Copies of so many rows and cols, from and to random multiples of `align`."""
+    """Copies of the given (rows, cols), from and to random multiples of `align`."""
     rows = []
     filled, needed = [0, 0], [0, 0, 0]
     for num_rows, cols in shapes:
@@ -132,7 +132,7 @@ def placed(
         memory, target = rng.randrange(3), rng.randrange(2)
         src = align * rng.randrange(200)
         dst = filled[target] + align * rng.randrange(3)
-        filled[target] = dst + max(num_rows, 1) * pitches[1]  # where an empty one would be is inside, too
+        filled[target] = dst + max(num_rows, 1) * pitches[1]  # an empty copy is inside the block, too
         needed[memory] = max(needed[memory], src + max(num_rows, 1) * pitches[0])
         rows.append(
             {"tensor": rng.randrange(NUM_TENSORS), "memory": memory, "target": target, "rows": num_rows, "cols": cols}

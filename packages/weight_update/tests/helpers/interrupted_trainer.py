@@ -1,4 +1,4 @@
-"""Trainers whose updates are cut short."""
+"""Trainer ranks in their own processes; during an update one process is killed or stopped."""
 
 import os
 import signal
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from remote_engines import FarEngine, Rank, resources, settled, steady, stopwatch
+from remote_engines import RankProcess, RemoteEngine, resources, settled, steady
 from tidemill_testing import ranks
-from tidemill_weight_update import GroupLink, LocalShard, UpdateStats, WeightUpdater
+from tidemill_weight_update import GroupLink, LocalShard, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from torch import Tensor
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 
 DEADLINE_S = 4
 AFTER = 8
-"""Tensors that were drawn from the generator when it happens: some buckets have arrived, and more are to come."""
+"""Number of the tensor at which the signal is sent: some buckets have been loaded, others follow."""
 
 
 def shards(seed: int, rank: int, size: int, device: str) -> Iterator[tuple[str, Tensor | LocalShard]]:
-    """Of tensors that can be cut evenly, each rank's part; the others are rank 0's."""
+    """Yield the rank's shard of each tensor that can be sharded evenly; rank 0 also yields the other tensors."""
     for name, tensor in ((name, tensor.to(device)) for name, tensor in tensors(seed).items()):
         if tensor.ndim and tensor.shape[0] % size == 0:
             part = tensor.chunk(size)[rank].clone()
@@ -35,15 +35,17 @@ def shards(seed: int, rank: int, size: int, device: str) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What happens: rank 0 comes to tensor number `after` and sends `victim` the signal.
+    """Scenario: at tensor number `after`, rank 0 sends the signal to `victim`.
 
     Attributes:
-        folder: that the ranks have in common.
-        engines: the sockets of the ranks of each.
-        device: of the trainer's tensors.
-        world_size: of the trainer.
-        timeout_s: of the update.
-        victim: a process, or "rank 0" or "rank 1" of the trainer.
+        folder: folder shared by the ranks.
+        engines: sockets of the ranks of each engine.
+        device: device of the trainer's tensors.
+        world_size: number of trainer ranks.
+        timeout_s: timeout of the update.
+        victim: process id, or "rank 0" or "rank 1" for a trainer rank.
+        signal: signal that is sent.
+        after: number of the tensor at which it is sent.
     """
 
     folder: str
@@ -58,10 +60,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of the update: how long it took, its error or its statistics, `resources` before it and in the end,
-    and the versions of the engines."""
+    """Outcome of the update on one trainer rank.
 
-    seconds: float
+    Attributes:
+        error: message of the error, or "".
+        quarantined: engines that failed, with the reasons.
+        before: `resources()` before the update.
+        after: `resources()` after the updater was closed.
+        versions: versions of the engines.
+    """
+
     error: str
     quarantined: dict[str, str]
     before: tuple[int, ...]
@@ -75,21 +83,21 @@ def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
     pid_file = Path(plan.folder) / f"rank {rank}"
     pid_file.write_text(str(os.getpid()))
     store = f"file://{plan.folder}/store"
-    forty = timedelta(seconds=40)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=plan.world_size, timeout=forty)
-    clients = [FarEngine(paths, f"engine {i}") for i, paths in enumerate(plan.engines)] if rank == 0 else []
+    forty_s = timedelta(seconds=40)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=plan.world_size, timeout=forty_s)
+    clients = [RemoteEngine(paths, f"engine {i}") for i, paths in enumerate(plan.engines)] if rank == 0 else []
 
     def updater(timeout_s: float) -> WeightUpdater:
         return WeightUpdater(clients, bucket_bytes=300, link=GroupLink(), timeout_s=timeout_s)
 
-    first = updater(60)  # which teaches the engines their models
+    first = updater(60)  # the engines record their plans
     first.update(shards(1, rank, plan.world_size, plan.device), 1)
     first.close()
     before = steady(resources)
     second = updater(plan.timeout_s)
     second.update(shards(2, rank, plan.world_size, plan.device), 2)
 
-    def cut_short() -> Iterator[tuple[str, Tensor | LocalShard]]:
+    def items_with_signal() -> Iterator[tuple[str, Tensor | LocalShard]]:
         for index, item in enumerate(shards(3, rank, plan.world_size, plan.device)):
             yield item
             if rank == 0 and index == plan.after:
@@ -97,30 +105,32 @@ def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
                 os.kill(victim if isinstance(victim, int) else int(pid_file.with_name(victim).read_text()), plan.signal)
                 time.sleep(0.3)
 
-    stats: list[UpdateStats] = []
-    seconds, error = stopwatch(lambda: stats.append(second.update(cut_short(), 3)))
+    error, quarantined = "", {}
+    try:
+        quarantined = second.update(items_with_signal(), 3).quarantined
+    except Exception as raised:  # noqa: BLE001 - checked by the test
+        error = str(raised)
     second.close()
     outcome = Outcome(
-        seconds=seconds,
-        error="" if error is None else str(error),
-        quarantined=stats[0].quarantined if stats else {},
+        error=error,
+        quarantined=quarantined,
         before=before,
-        after=settled(resources, lambda now: no_more(now, before)),
+        after=settled(resources, lambda now: is_at_most(now, before)),
         versions=[client.version for client in clients],
     )
     result.send(outcome)
-    os._exit(0)  # the group of a rank that was killed cannot be destroyed in order
+    os._exit(0)  # a process group with a killed rank cannot be destroyed
 
 
 def run(
     folder: Path,
-    engines: list[list[Rank]],
+    engines: list[list[RankProcess]],
     victim: int | str,
-    how: signal.Signals,
+    signal_number: signal.Signals,
     world_size: int = 2,
     device: str = "cpu",
 ) -> list[Outcome | None]:
-    """What the trainer's ranks say about the update; None: killed."""
+    """Outcome on each trainer rank; None if the rank was killed."""
     plan = Plan(
         folder=str(folder),
         engines=[[rank.path for rank in engine] for engine in engines],
@@ -128,7 +138,7 @@ def run(
         world_size=world_size,
         timeout_s=DEADLINE_S,
         victim=victim,
-        signal=how,
+        signal=signal_number,
         after=AFTER,
     )
     pipes = [ranks.context().Pipe(duplex=False) for _ in range(world_size)]
@@ -149,35 +159,32 @@ def run(
 
 
 def _outcome(pipe: Connection) -> Outcome | None:
-    assert pipe.poll(100), "a trainer rank hangs"
+    assert pipe.poll(100), "a trainer rank did not report within 100 s"
     try:
         return pipe.recv()
     except EOFError:
         return None
 
 
-def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
+def is_at_most(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
     return all(left <= right for left, right in zip(now, then, strict=True))
 
 
 def check_survivor(outcome: Outcome | None) -> Outcome:
     assert outcome is not None
-    assert outcome.seconds < 2 * DEADLINE_S + 2  # an engine's deadline may begin when the trainer's is nearly over
-    assert no_more(outcome.after, outcome.before)  # fewer: to who was killed
+    assert is_at_most(outcome.after, outcome.before)  # fewer if connections to the killed process are gone
     return outcome
 
 
-def check_usable(ranks: list[Rank], *, fresh: bool = False, device: str = "cpu") -> None:
-    """The processes obey again, and another trainer can update them.
+def check_usable(ranks: list[RankProcess], *, fresh: bool = False, device: str = "cpu") -> None:
+    """Check that the rank processes respond and that another trainer can update them.
 
     Args:
-        fresh: they make another engine than before.
-        device: of the trainer's tensors.
+        fresh: whether the ranks make a new engine.
+        device: device of the trainer's tensors.
     """
-    started = time.monotonic()
-    engine = FarEngine([rank.path for rank in ranks], fresh=fresh)
+    engine = RemoteEngine([rank.path for rank in ranks], fresh=fresh)
     engine.ask_all("resources")
-    assert time.monotonic() - started < DEADLINE_S + 2
     updater = WeightUpdater([engine], bucket_bytes=300, link=GroupLink(), timeout_s=20)
     checkpoint = tensors(9)
     assert updater.update({name: tensor.to(device) for name, tensor in checkpoint.items()}.items(), 9).verified

@@ -1,4 +1,4 @@
-"""An engine on a GPU that another process trains on, with one large parameter."""
+"""Engine with one large parameter, in its own process, on the GPU of the trainer."""
 
 import multiprocessing
 from multiprocessing.connection import Connection
@@ -9,7 +9,7 @@ from tidemill_weight_update.receive.receiver import Receiver
 from torch import nn
 
 SHAPE = (128, 16384, 2048)
-"""Of fused experts: 8.6 GB in bfloat16."""
+"""Shape of fused experts: 8.6 GB in bfloat16."""
 
 
 class Experts(nn.Module):
@@ -35,7 +35,7 @@ def _serve(connection: Connection) -> None:
 
 
 class LargeEngine:
-    """An `EngineClient` whose only rank is a process on the same GPU."""
+    """`EngineClient` whose only rank is a process on the same GPU."""
 
     tp_size = 1
     has_loader = True

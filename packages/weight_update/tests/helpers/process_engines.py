@@ -15,7 +15,7 @@ from tidemill_weight_update import EngineClient, PauseMode, Request, WeightUpdat
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel, tensors
-from trainer_script import RemoteEngine
+from trainer_script import EngineProxy
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tidemill_weight_update.receive.receiver"])
@@ -148,7 +148,7 @@ def _trainer(rank: int, world_size: int, store: str, connection: Connection, kil
                 )
             yield name, tensor
 
-    engines = [RemoteEngine(connection)] if rank == 0 else []
+    engines = [EngineProxy(connection)] if rank == 0 else []
     updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=20)
     try:
         given = items()

@@ -1,6 +1,6 @@
-"""Engines whose ranks are processes that cannot map a trainer's memory, as if they were on another machine.
+"""Engines whose rank processes cannot map the trainer's memory, as if they were on another machine.
 
-remote_engines.py SOCKET [DEVICE]      one rank; started by `Rank`, or by hand in a PID namespace of its own
+remote_engines.py SOCKET DEVICE      one rank; started by `NamespacedRankProcess`
 """
 
 import os
@@ -31,7 +31,7 @@ AUTHKEY = b"test"
 
 
 def _serve(path: str, device: str) -> None:
-    """One engine rank: obeys whoever is connected, one after the other, until it is told to end."""
+    """Run one engine rank: execute the commands of one client after the other until the command is "end"."""
     received = _count_received()
     receiver: Receiver | None = None
     model: ToyModel | None = None
@@ -49,14 +49,14 @@ def _serve(path: str, device: str) -> None:
                             _handle(receiver, args[0])
                         elif command == "end":
                             return
-                        # Not `send`: torch has taught it to share tensors instead of sending them.
+                        # Not `send`, which torch patches to share tensors instead of sending them.
                         connection.send_bytes(pickle.dumps(_answer(command, model, received)))
                 except (EOFError, ConnectionError):
                     continue
 
 
 def _handle(receiver: Receiver, request: Request) -> None:
-    """As our loader calls it inside SGLang, which logs what is raised."""
+    """Handle the request as the loader does inside SGLang, which logs errors."""
     try:
         receiver.handle(request)
     except Exception as error:  # noqa: BLE001
@@ -71,7 +71,7 @@ def _answer(command: str, model: ToyModel | None, received: list[int]) -> Any:
 
 
 def _count_received() -> list[int]:
-    """The numbers of bytes that come over wires from now on."""
+    """Return a list that gets the size of each message received over a link."""
     received: list[int] = []
     for kind in (GlooWire, NcclWire):
 
@@ -84,7 +84,7 @@ def _count_received() -> list[int]:
 
 
 def resources() -> tuple[int, int, int]:
-    """Open files, sockets among them, and threads of this process."""
+    """Number of open files, of sockets among them, and of threads of this process."""
     files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
     sockets = sum(file.startswith("socket:") for file in files)
     return len(files), sockets, len(os.listdir("/proc/self/task"))
@@ -95,7 +95,7 @@ def _is_open(fd: str) -> bool:
 
 
 def listening() -> set[tuple[str, int]]:
-    """The addresses and ports on which this process listens."""
+    """Addresses and ports on which this process listens."""
     addresses = set()
     for fd in os.listdir("/proc/self/fd"):
         if _is_open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -107,8 +107,8 @@ def listening() -> set[tuple[str, int]]:
     return addresses
 
 
-def _be_far() -> None:
-    """Makes this process believe that it is on another machine, and keeps it from opening other processes' files."""
+def _pretend_to_be_remote() -> None:
+    """Pretend that this process is on another machine, and forbid it to open files of other processes."""
     location.here = store_mailbox.here = lambda: "another machine"
 
     def forbid(event: str, args: tuple[Any, ...]) -> None:
@@ -122,22 +122,22 @@ def _be_far() -> None:
     torch.from_file = from_file
 
 
-class Rank:
-    """A process that serves as one rank of an engine.
+class RankProcess:
+    """Process that serves as one rank of an engine.
 
     Args:
-        folder: for its socket.
-        name: of that.
-        device: of the model.
-        is_far: whether it believes to be on another machine.
+        folder: folder of its socket.
+        name: file name of the socket.
+        device: device of the model.
+        is_remote: whether it pretends to be on another machine.
     """
 
-    def __init__(self, folder: Path, name: str, device: str = "cpu", *, is_far: bool = True) -> None:
+    def __init__(self, folder: Path, name: str, device: str = "cpu", *, is_remote: bool = True) -> None:
         self.path = str(folder / name)
-        self._start(device, is_far)
+        self._start(device, is_remote)
 
-    def _start(self, device: str, is_far: bool) -> None:
-        args = (self.path, device, is_far, os.environ[TOKEN_VARIABLE])
+    def _start(self, device: str, is_remote: bool) -> None:
+        args = (self.path, device, is_remote, os.environ[TOKEN_VARIABLE])
         self._process = ranks.context().Process(target=main, args=args, daemon=True)
         self._process.start()
 
@@ -157,16 +157,16 @@ class Rank:
         self._process.join()
 
 
-class RankApart(Rank):
-    """In a PID namespace of its own, where /proc shows no other process.
+class NamespacedRankProcess(RankProcess):
+    """RankProcess process in its own PID namespace, where /proc does not show other processes.
 
     Attributes:
-        COMMAND: makes the namespace; not every user may.
+        COMMAND: command that creates the namespace; requires the permission to do so.
     """
 
     COMMAND = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-    def _start(self, device: str, is_far: bool) -> None:
+    def _start(self, device: str, is_remote: bool) -> None:
         command = [*self.COMMAND, sys.executable, __file__, self.path, device]
         self._process: Any = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -175,17 +175,18 @@ class RankApart(Rank):
         self._process.wait()
 
 
-class FarEngine:
-    """The client of an engine of `Rank`s.
+class RemoteEngine:
+    """Client of an engine whose ranks are `RankProcess`es.
 
     Args:
-        paths: of the sockets of its ranks.
-        name: in messages.
+        paths: sockets of its ranks.
+        name: name in messages.
+        fresh: whether the ranks make new models.
     """
 
     has_loader = True
 
-    def __init__(self, paths: list[str], name: str = "far", *, fresh: bool = True) -> None:
+    def __init__(self, paths: list[str], name: str = "remote", *, fresh: bool = True) -> None:
         self.name = name
         self.tp_size = len(paths)
         self.version = "first"
@@ -230,10 +231,10 @@ class FarEngine:
             connection.close()
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        raise AssertionError("an engine with our loader gets no buckets")
+        raise AssertionError("an engine with the fast loader gets no buckets")
 
     def flush_cache(self) -> None:
-        raise AssertionError("an engine with our loader flushes in load()")
+        raise AssertionError("an engine with the fast loader flushes in load()")
 
     def pause(self, mode: PauseMode) -> None:
         self.paused = mode
@@ -248,26 +249,16 @@ class FarEngine:
         return self.version
 
 
-def stopwatch(action: Callable[[], Any]) -> tuple[float, Exception | None]:
-    """How long it took, and what it raised."""
-    started = time.monotonic()
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - the result
-        return time.monotonic() - started, error
-    return time.monotonic() - started, None
-
-
 def settled(read: Callable[[], Any], is_wanted: Callable[[Any], bool]) -> Any:
-    """What `read` returns, once it is as wanted or three seconds are over: threads and sockets end a little later."""
-    deadline = time.monotonic() + 3
+    """Poll `read` until `is_wanted(value)` or for 20 s; return the last value. Threads exit with a delay."""
+    deadline = time.monotonic() + 20
     while not is_wanted(value := read()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return value
 
 
 def steady(read: Callable[[], Any]) -> Any:
-    """What `read` returns, once that has been the same for half a second or three seconds are over."""
+    """Poll `read` until its value has not changed for half a second, or for three seconds; return the last value."""
     deadline, same_since = time.monotonic() + 3, time.monotonic()
     value = read()
     while time.monotonic() < min(deadline, same_since + 0.5):
@@ -277,11 +268,11 @@ def steady(read: Callable[[], Any]) -> Any:
     return value
 
 
-def main(path: str, device: str, is_far: bool, token: str) -> None:
+def main(path: str, device: str, is_remote: bool, token: str) -> None:
     os.environ[TOKEN_VARIABLE] = token
     torch.set_num_threads(1)
-    if is_far:
-        _be_far()
+    if is_remote:
+        _pretend_to_be_remote()
     _serve(path, device)
 
 

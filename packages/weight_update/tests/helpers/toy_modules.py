@@ -1,4 +1,4 @@
-"""Small modules that load sources by a given function, and what recording them must give."""
+"""Small modules whose `load_weights` is a given function, and the checks of their recorded plans."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 Load = Callable[[Mapping[str, Tensor], str, Tensor], None]
 
 
-class Toy(nn.Module):
-    """Loads each source by a function of its parameters' data, the source's name and its tensor."""
+class ToyModule(nn.Module):
+    """Module that loads each source with `load(parameters, name, tensor)`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], load: Load) -> None:
         super().__init__()
         for name, tensor in parameters.items():
-            data = torch.empty_like(tensor).copy_(tensor)  # with the strides that `tensor` has
+            data = torch.empty_like(tensor).copy_(tensor)  # keeps the strides of `tensor`
             self.register_parameter(name, nn.Parameter(data, requires_grad=False))
         self.load = load
 
@@ -49,10 +49,10 @@ def replay(model: nn.Module, plan: CopyPlan, tensors: Mapping[str, Tensor]) -> N
         model.load_weights((name, tensors[name]) for name in plan.through_loader)  # pyright: ignore
 
 
-def check(parameters: Mapping[str, Tensor], load: Load, tensors: Mapping[str, Tensor]) -> CopyPlan:
-    """Records, and holds a replay against the module's own loading, from a start where what is not written shows."""
+def check_plan(parameters: Mapping[str, Tensor], load: Load, tensors: Mapping[str, Tensor]) -> CopyPlan:
+    """Record a plan, and check that its replay equals the module's own load. Elements that nothing writes stay NaN."""
     blank = {name: torch.full_like(parameter, float("nan")) for name, parameter in parameters.items()}
-    reference, model = Toy(blank, load), Toy(blank, load)
+    reference, model = ToyModule(blank, load), ToyModule(blank, load)
     reference.load_weights(iter(tensors.items()))
     before = state(model)
     plan = record(model, specs(tensors))
@@ -68,8 +68,8 @@ def check(parameters: Mapping[str, Tensor], load: Load, tensors: Mapping[str, Te
     return plan
 
 
-class Framed(Toy):
-    """Does something before it takes the first source and after the last."""
+class FramedModule(ToyModule):
+    """Module that also writes before the first source and after the last one."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights([("before", torch.empty(4, 5))])

@@ -22,14 +22,14 @@ from tidemill_weight_update.remote import store_mailbox
 from tidemill_weight_update.transport import gloo as wire
 
 
-class RemoteEngine:
+class EngineProxy:
     """An engine behind a connection, as one behind a Ray actor would be."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def __repr__(self) -> str:
-        return "RemoteEngine"
+        return "EngineProxy"
 
     @property
     def tp_size(self) -> int:
@@ -100,7 +100,7 @@ def main() -> None:
         store = f"file://{spec['folder']}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     connection = Client(os.path.join(spec["folder"], "engine"), authkey=b"test") if rank == 0 else None
-    engines = [] if connection is None else [RemoteEngine(connection)]
+    engines = [] if connection is None else [EngineProxy(connection)]
     dtype = None if spec["dtype"] is None else getattr(torch, spec["dtype"])
     link = GroupLink() if spec["link"] else None
     updater = WeightUpdater(engines, bucket_bytes=spec["bucket_bytes"], dtype=dtype, link=link)

@@ -21,7 +21,7 @@ pytestmark = [
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 
-# Maps what it is told about, twice, reads it by the kernel that reads weights, and says what it found.
+# Maps each announced memory twice, reads it with the copy kernel and prints the checksum and the sum.
 READER = """
 import json, sys
 import numpy as np
@@ -69,7 +69,7 @@ for line in sys.stdin:
 
 
 class Reader:
-    """A process that runs READER on a device."""
+    """Process that runs READER on a device."""
 
     def __init__(self, device: int) -> None:
         command = [sys.executable, "-c", READER, str(device)]
@@ -83,7 +83,7 @@ class Reader:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def end(self):
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
@@ -94,12 +94,12 @@ def reader(request):
         pytest.skip(f"needs {request.param + 1} GPUs")
     reader = Reader(request.param)
     try:
-        block = random_bytes(8 * MIB)  # loads what takes memory once, before memory is counted
+        block = random_bytes(8 * MIB)  # loads CUDA modules before memory is measured
         torch.cuda.synchronize()
         reader.ask(export(block.data_ptr(), DEVICE), 0, 8 * MIB, close=True)
         yield reader, request.param
     finally:
-        reader.end()
+        reader.kill()
 
 
 def random_bytes(num_bytes):
@@ -116,9 +116,9 @@ def free_bytes():
     return torch.cuda.mem_get_info(DEVICE)[0]
 
 
-def test_another_process_reads_a_tensor_in_the_middle_of_an_allocation(reader):
+def test_another_process_reads_a_tensor_inside_an_allocation(reader):
     process, device = reader
-    block = random_bytes(8 * MIB)  # kept in one segment of torch's allocator, with a tensor before
+    block = random_bytes(8 * MIB)  # one segment of torch's allocator; the tensor is in its middle
     tensor = block[MIB + 48 : 3 * MIB]
     torch.cuda.synchronize()
     memory = export(tensor.data_ptr(), DEVICE)
@@ -128,44 +128,44 @@ def test_another_process_reads_a_tensor_in_the_middle_of_an_allocation(reader):
     offset = tensor.data_ptr() - memory.address
     contexts = [i == device for i in range(torch.cuda.device_count())]
     assert process.ask(memory, offset, tensor.numel()) == [[content(tensor)], contexts]
-    tensor.copy_(random_bytes(tensor.numel()))  # the mapping stays
+    tensor.copy_(random_bytes(tensor.numel()))  # the mapping is reused
     torch.cuda.synchronize()
     assert process.ask(memory, offset, tensor.numel(), close=True) == [[content(tensor)] * 2, contexts]
 
 
-def test_an_arena_is_read_and_returns_its_memory(reader):
+def test_arena_is_read_and_releases_its_memory(reader):
     process, device = reader
     before = free_bytes()
     arena = DeviceArena(256 * MIB, DEVICE)
     assert before - free_bytes() >= 256 * MIB
     assert (arena.data.shape, arena.data.dtype, arena.data.device) == ((256 * MIB,), torch.uint8, DEVICE)
     contexts = [i == device for i in range(torch.cuda.device_count())]
-    for turn in range(2):
+    for repeat in range(2):
         arena.data.random_(0, 256)
         memory = arena.publish()
         assert memory.num_bytes >= 256 * MIB
         assert memory.address == arena.data.data_ptr()
-        assert process.ask(memory, 0, 8 * MIB, close=turn == 1)[1] == contexts
+        assert process.ask(memory, 0, 8 * MIB, close=repeat == 1)[1] == contexts
         assert process.ask(memory, 248 * MIB, 8 * MIB, close=True)[0][0] == content(arena.data[248 * MIB :])
     arena.close()
-    assert before - free_bytes() < 64 * MIB  # kernels that were loaded take a little
+    assert before - free_bytes() < 64 * MIB  # loaded kernels take some memory
 
 
-def test_many_mappings_return_their_memory(reader):
+def test_many_mappings_release_their_memory(reader):
     process, _ = reader
     before = None
-    for turn in range(6):
+    for repeat in range(6):
         arena = DeviceArena(64 * MIB, DEVICE)
-        arena.data.fill_(turn)
+        arena.data.fill_(repeat)
         found, _ = process.ask(arena.publish(), 0, MIB, close=True)
-        assert [total for _, total in found] == [turn * MIB] * 2
+        assert [total for _, total in found] == [repeat * MIB] * 2
         arena.close()
-        before = free_bytes() if turn == 0 else before
+        before = free_bytes() if repeat == 0 else before
     assert before is not None
     assert before - free_bytes() < 64 * MIB
 
 
-def test_memory_of_this_process_is_used_where_it_is():
+def test_memory_of_the_own_process_is_not_mapped_again():
     tensor = random_bytes(4 * MIB)
     memory = export(tensor.data_ptr() + 5, DEVICE)
     mapped = ImportedMemory(memory, DEVICE)
@@ -176,9 +176,9 @@ def test_memory_of_this_process_is_used_where_it_is():
         ImportedMemory(replace(memory, device_uuid="elsewhere"), DEVICE)
 
 
-def test_every_allocation_has_a_number_of_its_own():
+def test_every_allocation_has_its_own_buffer_id():
     seen = []
-    for _ in range(3):  # CUDA gives the same address again
+    for _ in range(3):  # CUDA reuses the address
         arena = DeviceArena(64 * MIB, DEVICE)
         seen.append(arena.publish())
         assert arena.publish() == seen[-1]
@@ -187,7 +187,7 @@ def test_every_allocation_has_a_number_of_its_own():
     assert {memory.pid for memory in seen} == {os.getpid()}
 
 
-def test_what_is_no_gpu_memory_is_refused():
+def test_host_memory_is_refused():
     with pytest.raises(NotExportableError, match=r"cannot be shared .* no GPU memory of this process: CUDA_ERROR_"):
         export(torch.zeros(10).data_ptr(), DEVICE)
 
@@ -202,7 +202,7 @@ print(json.dumps(asdict(memory) | {"handle": memory.handle.hex()}))
 """
 
 
-def test_memory_of_a_process_that_has_ended_is_an_error_with_cudas_name_for_it(reader):
+def test_memory_of_an_exited_process_is_an_error_with_cuda_error_name(reader):
     process, device = reader
     done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=True)
     fields = json.loads(done.stdout)
@@ -212,7 +212,7 @@ def test_memory_of_a_process_that_has_ended_is_an_error_with_cudas_name_for_it(r
     assert "CUDA_ERROR_" in message
 
 
-def test_too_large_an_arena_is_an_error_that_says_what_to_do():
+def test_arena_larger_than_gpu_memory_is_refused():
     with pytest.raises(RuntimeError, match=r"bucket of .* choose smaller bucket_bytes.*: CUDA_ERROR_OUT_OF_MEMORY"):
         DeviceArena(1 << 50, DEVICE)
 
@@ -230,7 +230,7 @@ print(arena.publish().num_bytes >= 1 << 20)
 """
 
 
-def test_expandable_segments_are_not_exportable_and_an_arena_beside_them_is():
+def test_expandable_segments_are_not_exportable_but_an_arena_is():
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-c", EXPANDABLE]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What an engine rank keeps of memory that others announce."""
+"""Memory of trainer ranks as mapped by an engine rank."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.memory.mapped import MappedMemories
 
 
-def test_addresses_of_lines_that_do_not_come_again_are_forgotten():
-    """All lines lie in one allocation, which stays in use."""
+def test_cached_addresses_of_unused_buckets_are_dropped():
+    """All buckets are in one allocation, which stays in use."""
     mapped = MappedMemories(torch.device("cpu"))
     allocation = DeviceMemory(pid=os.getpid(), buffer_id=7, handle=b"", address=4096, num_bytes=8, device_uuid="own")
     always = (allocation,)
@@ -41,8 +41,8 @@ for line in sys.stdin:
 """
 
 
-def test_what_the_trainer_writes_is_seen_in_memory_that_was_read_before():
-    """In pages that were empty when they were mapped, that were read when they were empty, and that were full."""
+def test_mapping_shows_later_writes_of_the_trainer():
+    """In pages that were empty when mapped, pages that were read while empty, and pages that had content."""
     size = 40 * 4096 + 100
     arena = HostArena(size)
     memory = arena.publish()
@@ -64,27 +64,27 @@ def test_what_the_trainer_writes_is_seen_in_memory_that_was_read_before():
 
 
 @pytest.mark.parametrize("num_bytes", [10, 1000, 5000])
-def test_a_file_that_has_come_into_the_place_of_memory_is_neither_read_nor_written(tmp_path, num_bytes):
-    """A trainer closes its updater and goes on to write, to its log under the same number, say."""
+def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes):
+    """As when a trainer closes its updater and then opens a log file, which gets the same descriptor."""
     arena = HostArena(1000)
     memory = arena.publish()
     arena.close()
     path = tmp_path / "log"
     path.write_bytes(b"x" * num_bytes)
-    number = os.open(path, os.O_RDWR)  # the lowest that is free, which the arena's was
+    number = os.open(path, os.O_RDWR)  # the lowest free number, which was the arena's
     try:
         assert memory.path == f"/proc/{os.getpid()}/fd/{number}"
         mapped = MappedMemories(torch.device("cpu"))
         with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is gone, another file of it has that number"):
             mapped.tensor(memory)
-        # Were it taken for the same file, it would be mapped, but not changed.
+        # Even if it was mistaken for the same file, the mapping is private: the file does not change.
         mapped.tensor(replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)).fill_(0)
     finally:
         os.close(number)
     assert path.read_bytes() == b"x" * num_bytes
 
 
-def test_memory_that_is_gone_is_an_error():
+def test_closed_memory_is_an_error():
     arena = HostArena(1000)
     memory = arena.publish()
     arena.close()

@@ -1,30 +1,23 @@
-"""How much memory updates take on the sender's side, and what is left of it."""
+"""Host memory that updates take on the trainer's side, and its release."""
 
-import gc
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from shared_memory import arena_mappings
 from tidemill_weight_update import WeightUpdater
 from torch import Tensor, nn
 from toy_engines import MODES, ToyEngine, as_mode, tensors
 
 
 def mapped_bytes() -> int:
-    """Host memory that this process shares with others for tensors, each arena counted once."""
-    sizes = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:tidemill-weights" in line:
-            span, _, _, _, inode, *_ = line.split()
-            start, end = (int(part, 16) for part in span.split("-"))
-            sizes[inode] = end - start
-    return sum(sizes.values())
+    """Bytes of shared host memory that this process maps for tensors; each arena counts once."""
+    return sum(arena_mappings().values())
 
 
 class Wide(nn.Module):
-    """One large parameter, of 600 bytes a row; its rows are cut."""
+    """Model with one large parameter of 600 bytes per row, sharded by rows."""
 
     def __init__(self, rank: int, size: int, rows: int) -> None:
         super().__init__()
@@ -39,11 +32,10 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "bucket_bytes"), [(256, 1 << 15), (256, 1000), (32, 100)])
-def test_a_tensor_larger_than_the_buckets_needs_no_more_memory(rows, bucket_bytes, mode):
+def test_tensor_larger_than_a_bucket_takes_two_buckets_of_memory(rows, bucket_bytes, mode):
     engine = ToyEngine(2, model=partial(Wide, rows=rows))
     checkpoint = {"weight": torch.randn(rows, 3, 100)}
     updater = WeightUpdater([engine], bucket_bytes=bucket_bytes, dtype=torch.bfloat16)
-    gc.collect()
     before = mapped_bytes()
     stats = updater.update(as_mode(checkpoint, mode), 1)
     assert 0 < mapped_bytes() - before <= 2 * bucket_bytes + 2 * 4096
@@ -53,7 +45,7 @@ def test_a_tensor_larger_than_the_buckets_needs_no_more_memory(rows, bucket_byte
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_that_grew_is_given_back(mode):
+def test_growing_arenas_release_the_smaller_ones(mode):
     class Steps(nn.Module):
         def __init__(self, rank: int, size: int) -> None:
             super().__init__()
@@ -67,7 +59,6 @@ def test_memory_that_grew_is_given_back(mode):
     engine = ToyEngine(1, model=Steps)
     updater = WeightUpdater([engine], bucket_bytes=1 << 16)
     items = [(str(i), torch.full(((i + 1) * 1024,), float(i))) for i in range(16)]
-    gc.collect()
     before = mapped_bytes()
     for version, last in enumerate((4, 4, 8, 16, 16)):
         stats = updater.update(items[:last] if mode == "complete" else iter(items[:last]), version, partial=True)
@@ -78,7 +69,7 @@ def test_memory_that_grew_is_given_back(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_updates_of_one_bucket_use_the_same_memory_each_time(mode):
+def test_repeated_updates_of_one_bucket_reuse_the_arena(mode):
     engine = ToyEngine(1)
     updater = WeightUpdater([engine])
     used: list[int] = []
@@ -92,8 +83,8 @@ def test_updates_of_one_bucket_use_the_same_memory_each_time(mode):
     updater.close()
 
 
-def test_streamed_tensors_are_let_go_as_they_are_sent():
-    """Of 100 tensors of 4 kB in buckets of 16 kB, those of two buckets and of the modules at their ends are alive."""
+def test_streamed_tensors_are_released_as_they_are_sent():
+    """Of 100 tensors of 4 kB in buckets of 16 kB, at most those of two buckets and two more modules are alive."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0
 

@@ -1,4 +1,4 @@
-"""How much memory of a GPU an update takes, whatever the largest tensor."""
+"""GPU memory that an update takes, with one very large tensor."""
 
 import threading
 from collections.abc import Iterator
@@ -18,28 +18,28 @@ pytestmark = [
 
 
 @contextmanager
-def taken() -> Iterator[list[int]]:
-    """Appends the most bytes of the device that all processes together took, beyond what they had before."""
+def peak_memory() -> Iterator[list[int]]:
+    """Yield a list that gets the peak number of bytes that all processes took on the device since the start."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before, most, stop, out = torch.cuda.mem_get_info()[0], 0, threading.Event(), []
+    before, peak, stop, out = torch.cuda.mem_get_info()[0], 0, threading.Event(), []
 
     def watch() -> None:
-        nonlocal most
+        nonlocal peak
         while not stop.wait(0.0005):
-            most = max(most, before - torch.cuda.mem_get_info(0)[0])
+            peak = max(peak, before - torch.cuda.mem_get_info(0)[0])
 
     thread = threading.Thread(target=watch)
     thread.start()
     yield out
     stop.set()
     thread.join()
-    out.append(max(most, before - torch.cuda.mem_get_info()[0]))
+    out.append(max(peak, before - torch.cuda.mem_get_info()[0]))
 
 
 @pytest.fixture
 def engine() -> Iterator[LargeEngine]:
-    # What CUDA loads when torch first fills a tensor, some 90 MiB, any trainer has loaded long before.
+    # The first fill of a tensor loads about 90 MiB of CUDA modules, which any trainer has loaded already.
     torch.zeros(1, dtype=torch.int64, device="cuda")
     started = LargeEngine()
     yield started
@@ -49,21 +49,21 @@ def engine() -> Iterator[LargeEngine]:
 @pytest.mark.parametrize("bucket_mib", [16, 256])
 @pytest.mark.parametrize("mode", ["complete", "streaming"])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=str)
-def test_an_update_takes_two_buckets_whatever_the_largest_tensor(engine, held, mode, bucket_mib):
+def test_update_takes_two_buckets_of_gpu_memory_for_any_tensor_size(engine, held, mode, bucket_mib):
     weight = torch.empty(SHAPE, dtype=held, device="cuda")
     for part in weight:
         part.normal_()
     items: list[tuple[str, Tensor]] = [("experts.weight", weight)]
     updater = WeightUpdater([engine], bucket_bytes=bucket_mib << 20, dtype=torch.bfloat16, timeout_s=60)
-    most = 0
+    peak = 0
     for version in range(2):
-        with taken() as extra:
+        with peak_memory() as extra:
             stats = updater.update(items if mode == "complete" else iter(items), version)
-        most = max(most, extra[0])
+        peak = max(peak, extra[0])
         assert stats.verified
         assert stats.num_bytes == 2 * weight.numel()
-    print(f"{held}, {mode}, buckets of {bucket_mib} MiB: {most / 2**20:.0f} MiB more, {stats.num_buckets} buckets")
-    assert most <= (2 * bucket_mib + 64) << 20
+    print(f"{held}, {mode}, buckets of {bucket_mib} MiB: {peak / 2**20:.0f} MiB more, {stats.num_buckets} buckets")
+    assert peak <= (2 * bucket_mib + 64) << 20
     wanted = [part.bfloat16().double().sum().item() for part in weight]
     assert engine.ask("sums") == wanted
     updater.close()

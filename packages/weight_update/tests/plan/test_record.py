@@ -1,4 +1,4 @@
-"""Recording, on small modules: a replay of the plan gives what the module's own `load_weights` gives."""
+"""Recorded plans of small modules: a replay gives the same parameters as the module's own `load_weights`."""
 
 import concurrent.futures
 
@@ -8,16 +8,16 @@ from tidemill_weight_update.plan.plan import Copy
 from tidemill_weight_update.plan.record import finish_load, record
 from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor
-from toy_modules import Toy, check, replay, same, specs, state
+from toy_modules import ToyModule, check_plan, replay, same, specs, state
 
 
-def test_a_fused_parameter_is_copied_part_by_part():
+def test_fused_parameter_gets_one_copy_per_source():
     rows = {"q": (0, 4), "k": (4, 2), "v": (6, 2)}
 
     def load(parameters, name, tensor):
         parameters["qkv"].narrow(0, *rows[name]).copy_(tensor.narrow(0, rows[name][1], rows[name][1]))
 
-    plan = check({"qkv": torch.empty(8, 3)}, load, {name: torch.randn(2 * n, 3) for name, (_, n) in rows.items()})
+    plan = check_plan({"qkv": torch.empty(8, 3)}, load, {name: torch.randn(2 * n, 3) for name, (_, n) in rows.items()})
     assert [(c.name, c.box.start, c.box.shape, c.offset, c.strides) for c in plan.copies] == [
         ("q", (4, 0), (4, 3), 0, (3, 1)),
         ("k", (2, 0), (2, 3), 12, (3, 1)),
@@ -26,17 +26,17 @@ def test_a_fused_parameter_is_copied_part_by_part():
     assert (plan.through_loader, plan.overwritten) == ({}, {})
 
 
-def joined_load(parameters, name, tensor, kept):
+def load_concatenated(parameters, name, tensor, kept):
     kept[name] = tensor
     if kept.keys() >= {"a", "b"}:
         parameters["ab"].copy_(torch.cat([kept.pop("a"), kept.pop("b")]).narrow(0, 1, 4))
 
 
-def test_joined_sources_are_copies_of_a_group():
+def test_concatenated_sources_become_copies():
     kept: dict[str, Tensor] = {}
-    plan = check(
+    plan = check_plan(
         {"ab": torch.empty(4, 3)},
-        lambda p, name, t: joined_load(p, name, t, kept),
+        lambda p, name, t: load_concatenated(p, name, t, kept),
         {"a": torch.randn(3, 3), "c": torch.randn(3), "b": torch.randn(2, 3)},
     )
     assert [(c.name, c.box.start, c.box.shape, c.offset) for c in plan.copies] == [
@@ -46,36 +46,36 @@ def test_joined_sources_are_copies_of_a_group():
     assert plan.unused == ("c",)
 
 
-def test_a_group_is_left_to_the_loader_as_a_whole():
+def test_concatenated_sources_go_through_loader_together():
     kept: dict[str, Tensor] = {}
 
     def load(parameters, name, tensor):
         if name == "a":
             parameters["norm"].copy_(tensor.norm(dim=0))
-        joined_load(parameters, name, tensor, kept)
+        load_concatenated(parameters, name, tensor, kept)
 
-    plan = check(
+    plan = check_plan(
         {"ab": torch.empty(4, 3), "norm": torch.empty(3)}, load, {"a": torch.randn(3, 3), "b": torch.randn(2, 3)}
     )
     assert list(plan.through_loader) == ["a", "b"]
     assert "together" in plan.through_loader["b"]
 
 
-def test_one_element_may_fill_many():
+def test_one_element_is_broadcast_to_many():
     def load(parameters, name, tensor):
         parameters["p"][1] = tensor
 
-    plan = check({"p": torch.empty(2, 3)}, load, {"a": torch.tensor(5.0)})
+    plan = check_plan({"p": torch.empty(2, 3)}, load, {"a": torch.tensor(5.0)})
     assert len(plan.copies) == 3
 
 
-def test_empty_parts_are_harmless():
+def test_empty_copies_are_ignored():
     def load(parameters, name, tensor):
         parameters["p"][:0].copy_(tensor[3:])
         if name == "a":
             parameters["p"].copy_(torch.cat([tensor[:0].clone(), tensor, tensor.t()[:, 2:2].t().contiguous()]))
 
-    plan = check({"p": torch.empty(3, 2)}, load, {"a": torch.randn(3, 2), "b": torch.randn(3, 2)})
+    plan = check_plan({"p": torch.empty(3, 2)}, load, {"a": torch.randn(3, 2), "b": torch.randn(3, 2)})
     assert (len(plan.copies), plan.unused) == (1, ("b",))
 
 
@@ -85,31 +85,37 @@ def test_empty_parts_are_harmless():
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("via", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_cast_is_a_copy_if_it_rounds_once(source, via, target):
+def test_cast_is_a_copy_if_it_rounds_once(source, via, target):
     def load(parameters, name, tensor):
         parameters["p"].copy_(tensor if via is None else tensor.to(via))
 
-    plan = check({"p": torch.empty(4096, dtype=target)}, load, {"a": torch.randn(4096, dtype=torch.float64).to(source)})
-    holds = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # bits of the significand
-    exact = via is None or via in (source, target) or (holds[via] > holds[source] and via != torch.float16)
+    plan = check_plan(
+        {"p": torch.empty(4096, dtype=target)}, load, {"a": torch.randn(4096, dtype=torch.float64).to(source)}
+    )
+    significand_bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+    exact = (
+        via is None
+        or via in (source, target)
+        or (significand_bits[via] > significand_bits[source] and via != torch.float16)
+    )
     assert plan.through_loader.keys() == (set() if exact else {"a"})
     assert all(copy.dtype == target for copy in plan.copies)
 
 
-def test_a_cast_from_an_integer_is_left_to_the_loader():
-    plan = check({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t), {"a": torch.arange(3)})
+def test_cast_from_integer_goes_through_loader():
+    plan = check_plan({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t), {"a": torch.arange(3)})
     assert plan.through_loader == {"a": "it is cast from torch.int64 to torch.float32"}
     assert plan.converted == ("a",)
 
 
-def test_integers_that_loading_computes_with_are_not_said_to_be_cast():
-    """Quantised values, which a model unpacks: that they become floating-point numbers is no mistake of the sender."""
-    plan = check({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_((t & 3).float()), {"a": torch.arange(3)})
+def test_integers_used_in_computation_are_not_reported_as_cast():
+    """As quantized values that a model unpacks: their conversion to floating point is intended."""
+    plan = check_plan({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_((t & 3).float()), {"a": torch.arange(3)})
     assert list(plan.through_loader) == ["a"]
     assert plan.converted == ()
 
 
-# What is no copy.
+# Loads that are not copies.
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_integers_that_loading_computes_with_are_not_said_to_be_cast():
         lambda t: t.clone().mul_(3),
     ],
 )
-def test_what_is_computed_is_left_to_the_loader(compute):
+def test_computed_values_go_through_loader(compute):
     def load(parameters, name, tensor):
         if name == "a":
             parameters["p"].narrow(0, 1, 4).copy_(compute(tensor))
@@ -132,36 +138,36 @@ def test_what_is_computed_is_left_to_the_loader(compute):
         else:
             parameters["p"].narrow(0, 0, 1).copy_(tensor)
 
-    plan = check({"p": torch.empty(5), "q": torch.empty(4)}, load, {"a": torch.randn(4), "b": torch.randn(1)})
+    plan = check_plan({"p": torch.empty(5), "q": torch.empty(4)}, load, {"a": torch.randn(4), "b": torch.randn(1)})
     assert list(plan.through_loader) == ["a"]
     assert [copy.name for copy in plan.copies] == ["b"]
     assert not plan.uncovered
 
 
-def test_a_value_that_is_read_is_left_to_the_loader():
+def test_source_whose_value_is_read_goes_through_loader():
     def load(parameters, name, tensor):
         if name == "unread":
             parameters["q"].copy_(tensor)
         elif not (tensor > 1e9).any():
             parameters["p"].fill_(tensor.item())
 
-    plan = check({"p": torch.empty(1), "q": torch.empty(1)}, load, {"a": torch.randn(1), "unread": torch.randn(1)})
+    plan = check_plan({"p": torch.empty(1), "q": torch.empty(1)}, load, {"a": torch.randn(1), "unread": torch.randn(1)})
     assert list(plan.through_loader) == ["a"]
     assert (plan.fills, plan.uncovered) == ((), {})
 
 
-def test_a_copy_to_something_that_is_no_parameter_is_left_to_the_loader():
+def test_copy_to_temporary_buffer_goes_through_loader():
     def load(parameters, name, tensor):
         staging = torch.empty(3)
         staging.copy_(tensor)
         parameters["p"].copy_(staging)
 
-    plan = check({"p": torch.empty(3)}, load, {"a": torch.randn(3)})
+    plan = check_plan({"p": torch.empty(3)}, load, {"a": torch.randn(3)})
     assert list(plan.through_loader) == ["a"]
 
 
-def test_what_needs_values_for_its_shape_is_an_error():
-    model = Toy({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t[t > 0]))
+def test_shape_that_depends_on_values_is_an_error():
+    model = ToyModule({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t[t > 0]))
     with pytest.raises(RuntimeError, match=r"failed at source 'a' \(3,\).*\['a'\] cannot be followed without data"):
         record(model, [SourceSpec("a", (3,), torch.float32)])
 
@@ -169,14 +175,14 @@ def test_what_needs_values_for_its_shape_is_an_error():
 # Constants.
 
 
-def test_padding_is_written_once():
+def test_padding_is_recorded_as_fills_without_overlap():
     def load(parameters, name, tensor):
         parameters["p"][: len(tensor)].copy_(tensor)
         parameters["p"][len(tensor) :].fill_(0)
         parameters["p"][-1:].zero_()
         parameters["p"][-2] = 7
 
-    plan = check({"p": torch.empty(6, 2)}, load, {"a": torch.randn(3, 2)})
+    plan = check_plan({"p": torch.empty(6, 2)}, load, {"a": torch.randn(3, 2)})
     assert [(fill.parameter, fill.offset, fill.shape, fill.value) for fill in plan.fills] == [
         ("p", 6, (3, 2), 0.0),
         ("p", 10, (1, 2), 0.0),
@@ -185,7 +191,7 @@ def test_padding_is_written_once():
     assert not plan.overwritten
 
 
-class Threaded(Toy):
+class Threaded(ToyModule):
     def load_weights(self, weights):
         with concurrent.futures.ThreadPoolExecutor() as executor:
             futures = [executor.submit(super(Threaded, self).load_weights, [item]) for item in weights]
@@ -211,7 +217,7 @@ def test_copies_in_other_threads_are_recorded():
     assert same(state(model), state(reference))
 
 
-def test_a_value_that_another_thread_reads_is_an_error():
+def test_value_read_in_another_thread_is_an_error():
     model = Threaded({"p": torch.zeros(1)}, lambda p, name, t: p["p"].fill_(t.item()))
     with pytest.raises(RuntimeError, match=r"the value of \['a'\] is read in another thread"):
         record(model, [SourceSpec("a", (1,), torch.float32)])
@@ -228,7 +234,7 @@ def test_recording_works_in_any_grad_mode(guard, requires_grad):
         parameters["r"].copy_(torch.hstack([tensor, tensor]).chunk(2)[1].to(torch.float32))
 
     sizes = {"p": (4, 2), "q": (4,), "r": (1, 4)}
-    model = Toy({name: torch.zeros(shape) for name, shape in sizes.items()}, load)
+    model = ToyModule({name: torch.zeros(shape) for name, shape in sizes.items()}, load)
     model.requires_grad_(requires_grad)
     with guard():
         plan = record(model, [SourceSpec("a", (2, 2), torch.float32)])
@@ -243,7 +249,7 @@ def test_recording_works_in_any_grad_mode(guard, requires_grad):
 
 
 def test_parameters_may_be_on_the_meta_device():
-    model = Toy({"p": torch.empty(4, 2, device="meta")}, lambda p, name, t: p["p"][1:3].copy_(t))
+    model = ToyModule({"p": torch.empty(4, 2, device="meta")}, lambda p, name, t: p["p"][1:3].copy_(t))
     plan = record(model, [SourceSpec("a", (2, 2), torch.float32)])
     assert plan.copies == (Copy("a", plan.copies[0].box, "p", 2, (2, 1), torch.float32),)
     assert plan.uncovered == {"p": 4}
@@ -259,21 +265,21 @@ def failing(parameters, name, tensor):
     [
         (
             [("p", (3,)), ("unknown", (3,))],
-            r"Toy.load_weights failed at source 'unknown' \(3,\) torch.float32: KeyError",
+            r"ToyModule.load_weights failed at source 'unknown' \(3,\) torch.float32: KeyError",
         ),
         ([("p", (4,))], r"failed at source 'p' \(4,\).*4"),
         ([("p", (3,)), ("p", (3,))], r"each source may come once, got twice: \['p'\]"),
     ],
 )
-def test_a_load_that_fails_names_the_source_and_writes_nothing(sources, message):
-    model = Toy({"p": torch.ones(3)}, failing)
+def test_failed_load_names_source_and_writes_nothing(sources, message):
+    model = ToyModule({"p": torch.ones(3)}, failing)
     with pytest.raises((RuntimeError, ValueError), match=message):
         record(model, [SourceSpec(name, shape, torch.float32) for name, shape in sources])
     assert torch.equal(model.get_parameter("p"), torch.ones(3))
 
 
-def test_a_failure_after_the_last_source_says_so():
-    class Strict(Toy):
+def test_failure_after_last_source_is_reported_as_such():
+    class Strict(ToyModule):
         def load_weights(self, weights):
             super().load_weights(weights)
             raise ValueError("q is missing")
@@ -283,8 +289,8 @@ def test_a_failure_after_the_last_source_says_so():
         record(model, [SourceSpec("p", (3,), torch.float32)])
 
 
-def test_a_model_that_moves_its_weights_is_refused_and_put_back():
-    class Moving(Toy):
+def test_model_that_replaces_its_parameters_is_refused_and_restored():
+    class Moving(ToyModule):
         def load_weights(self, weights):
             self.get_parameter("p").data = self.get_parameter("p").data.reshape(2, 3)
             super().load_weights(weights)
@@ -296,8 +302,8 @@ def test_a_model_that_moves_its_weights_is_refused_and_put_back():
     assert (model.get_parameter("p").shape, model.get_parameter("p").data_ptr()) == ((6,), address)
 
 
-def test_sources_that_are_not_taken_are_unused():
-    class First(Toy):
+def test_sources_that_are_not_iterated_are_unused():
+    class First(ToyModule):
         def load_weights(self, weights):
             super().load_weights([next(iter(weights))])
 
@@ -306,12 +312,12 @@ def test_sources_that_are_not_taken_are_unused():
     assert ([copy.name for copy in plan.copies], plan.unused) == (["a"], ("b", "c"))
 
 
-def test_a_model_that_derives_tensors_does_so_again():
-    class Deriving(Toy):
+def test_derived_tensors_are_recomputed_after_load():
+    class Deriving(ToyModule):
         def post_load_weights(self):
             self.doubled = self.get_parameter("p") * 2
 
     model = Deriving({"p": torch.ones(3)}, lambda p, name, t: p["p"].copy_(t))
     finish_load(model)
     assert torch.equal(model.doubled, torch.full((3,), 2.0))
-    finish_load(Toy({}, model.load))
+    finish_load(ToyModule({}, model.load))

@@ -1,4 +1,4 @@
-"""Recording views: any chain of them is followed to the boxes that it takes of a source."""
+"""Recorded views: any chain of views is traced to boxes of the source."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -8,10 +8,10 @@ import torch
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor
-from toy_modules import Toy, check
+from toy_modules import ToyModule, check_plan
 
 
-def shape_of(rng: random.Random, num_dims: int) -> tuple[int, ...]:
+def random_shape(rng: random.Random, num_dims: int) -> tuple[int, ...]:
     return tuple(rng.choice([1, 2, 3, 4, 6]) for _ in range(num_dims))
 
 
@@ -61,8 +61,8 @@ OPERATIONS: list[Callable[[random.Random, Tensor], Tensor]] = [
 ]
 
 
-def applied(seed: int, tensor: Tensor) -> Tensor:
-    """`tensor` after one to six operations; the same ones for the same seed and shape."""
+def apply_random_views(seed: int, tensor: Tensor) -> Tensor:
+    """Apply one to six random operations to `tensor`; the same seed and shape give the same operations."""
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 6)):
         tensor = rng.choice(OPERATIONS)(rng, tensor if tensor.dim() else tensor.reshape(1))
@@ -70,16 +70,16 @@ def applied(seed: int, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("block", range(20))
-def test_any_chain_of_views_is_followed(block):
+def test_any_chain_of_views_is_traced(block):
     for seed in range(block * 20, block * 20 + 20):
         check_chain(seed)
 
 
 def check_chain(seed: int) -> None:
     rng = random.Random(seed)
-    tensors = {"a": torch.randn(shape_of(rng, rng.randint(1, 4))), "b": torch.randn(5)}
-    shape = applied(seed, tensors["a"]).shape
-    # The place in the parameter is a view as well, in a parameter whose dims may lie in any order in memory.
+    tensors = {"a": torch.randn(random_shape(rng, rng.randint(1, 4))), "b": torch.randn(5)}
+    shape = apply_random_views(seed, tensors["a"]).shape
+    # The destination is a view as well; the strides of its parameter may be in any order.
     room = [n + rng.randint(0, 2) for n in shape]
     order = rng.sample(range(len(room)), len(room))
     parameter = torch.empty([room[i] for i in order]).permute([order.index(i) for i in range(len(room))])
@@ -88,31 +88,33 @@ def check_chain(seed: int) -> None:
     def load(parameters: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
         if name == "a":
             place = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
-            parameters["p"][place].copy_(applied(seed, tensor))
+            parameters["p"][place].copy_(apply_random_views(seed, tensor))
 
-    plan = check({"p": parameter}, load, tensors)
+    plan = check_plan({"p": parameter}, load, tensors)
     assert plan.unused == ("b",)
     assert set(plan.through_loader) <= {"a"}
 
 
-def test_nearly_all_views_are_copies():
-    """What the test before this one accepts, it may not accept often."""
-    left = []
+def test_at_least_90_percent_of_view_chains_become_copies():
+    """`check_chain` accepts a plan that loads the source through the loader; this must be rare."""
+    through_loader = []
     for seed in range(400):
-        shape = shape_of(random.Random(seed), random.Random(seed).randint(1, 4))
-        place = torch.empty(applied(seed, torch.empty(shape)).shape)
-        model = Toy({"p": place}, lambda parameters, name, t, seed=seed: parameters["p"].copy_(applied(seed, t)))
-        left += record(model, [SourceSpec("a", shape, torch.float32)]).through_loader.values()
-    assert len(left) < 40, left
+        shape = random_shape(random.Random(seed), random.Random(seed).randint(1, 4))
+        place = torch.empty(apply_random_views(seed, torch.empty(shape)).shape)
+        model = ToyModule(
+            {"p": place}, lambda parameters, name, t, seed=seed: parameters["p"].copy_(apply_random_views(seed, t))
+        )
+        through_loader += record(model, [SourceSpec("a", shape, torch.float32)]).through_loader.values()
+    assert len(through_loader) < 40, through_loader
 
 
-def test_a_view_of_many_pieces_is_left_to_the_loader():
-    plan = check({"p": torch.empty(2000)}, lambda p, name, t: p["p"].copy_(t[::2]), {"a": torch.randn(4000)})
+def test_view_of_many_boxes_goes_through_loader():
+    plan = check_plan({"p": torch.empty(2000)}, lambda p, name, t: p["p"].copy_(t[::2]), {"a": torch.randn(4000)})
     assert plan.through_loader == {"a": "the view falls into more than 1024 boxes"}
 
 
-def test_bits_read_as_another_dtype_are_left_to_the_loader():
+def test_reinterpreted_dtype_goes_through_loader():
     def load(parameters, name, tensor):
         parameters["p"].copy_(tensor.view(torch.int32).float())
 
-    assert "bits" in check({"p": torch.empty(4)}, load, {"a": torch.randn(4)}).through_loader["a"]
+    assert "bits" in check_plan({"p": torch.empty(4)}, load, {"a": torch.randn(4)}).through_loader["a"]

@@ -1,4 +1,4 @@
-"""What an engine rank keeps from one update to the next belongs to one plan, whatever became of the update."""
+"""What an engine rank caches between updates belongs to one plan, also after updates that failed."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from toy_engines import ToyEngine, holds, tensors
 
 
-def failing(items: Mapping[str, Tensor], after: int) -> Iterator[tuple[str, Tensor]]:
-    """A trainer that fails when it has given `after` tensors."""
+def items_that_fail(items: Mapping[str, Tensor], after: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield `after` tensors, then fail as a trainer would."""
     for count, item in enumerate(items.items()):
         if count == after:
             raise RuntimeError("the trainer failed")
@@ -19,7 +19,7 @@ def failing(items: Mapping[str, Tensor], after: int) -> Iterator[tuple[str, Tens
 
 
 def model(load: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None], **shapes: tuple[int, ...]):
-    """A model without ranks that loads what it is given at once by a function of its parameters' data."""
+    """Make a model class whose `load_weights` calls `load(parameters, sources)` once with all sources."""
 
     class Model(nn.Module):
         def __init__(self, *_: int) -> None:
@@ -34,7 +34,7 @@ def model(load: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None], **
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_was_built_for_a_plan_stays_as_long_as_the_plan_does(streamed):
+def test_copy_tables_are_kept_as_long_as_their_plan(streamed):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=100)
     kept = []
@@ -46,7 +46,7 @@ def test_what_was_built_for_a_plan_stays_as_long_as_the_plan_does(streamed):
             [bucket_copies for receiver in engine.receivers for bucket_copies in receiver._bucket_copies.values()]
         )
     assert len(kept[1]) > 20
-    assert kept[1] == kept[2] == kept[3]  # the same objects; a stream's first plan is that of its parts
+    assert kept[1] == kept[2] == kept[3]  # the same objects; the first plan of a stream covers one part only
     updater.close()
 
 
@@ -55,7 +55,7 @@ def load_scaled(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -
         parameters[name].copy_(tensor * 2 if name == "scaled" else tensor)
 
 
-def test_what_goes_through_the_loader_still_does_after_an_update_that_was_refused():
+def test_loader_tensors_still_go_through_loader_after_a_refused_update():
     engine = ToyEngine(1, model=model(load_scaled, plain=(4, 4), scaled=(4, 4)))
     updater = WeightUpdater([engine])
 
@@ -73,35 +73,35 @@ def test_what_goes_through_the_loader_still_does_after_an_update_that_was_refuse
     updater.close()
 
 
-def test_a_collection_is_loaded_after_a_stream_of_another_dtype_that_failed():
+def test_complete_update_works_after_a_failed_stream_of_another_dtype():
     engine = ToyEngine(1)
     updater = WeightUpdater([engine], bucket_bytes=100)
     updater.update(tensors(0).items(), 0)
     with pytest.raises(RuntimeError, match="the trainer failed"):
-        updater.update(failing(tensors(1, torch.bfloat16), after=5), 1)
+        updater.update(items_that_fail(tensors(1, torch.bfloat16), after=5), 1)
     for version in (2, 3):
         assert updater.update(tensors(version).items(), version).verified
         assert holds(engine, tensors(version))
     updater.close()
 
 
-class Interrupted(Receiver):
-    """Loses a trainer rank when all tensors have come, once."""
+class LosesTrainerRank(Receiver):
+    """Receiver that fails once after the last tensor, as if a trainer rank had exited."""
 
-    is_lost = False
+    loses_rank = False
 
     def manifest(self, keys):
-        if self.is_lost:
-            self.is_lost = False
+        if self.loses_rank:
+            self.loses_rank = False
             raise RuntimeError("trainer rank 1 (process 1) has ended")
         return super().manifest(keys)
 
 
-def test_a_tensor_that_is_missing_is_missed_after_a_stream_that_failed_at_its_end():
-    engine = ToyEngine(1, receiver=Interrupted)
+def test_missing_tensor_is_reported_after_a_stream_that_failed_at_its_end():
+    engine = ToyEngine(1, receiver=LosesTrainerRank)
     updater = WeightUpdater([engine], bucket_bytes=100)
     lacking = {name: tensor for name, tensor in tensors().items() if name != "norm.weight"}
-    engine.receivers[0].is_lost = True  # type: ignore[attr-defined]
+    engine.receivers[0].loses_rank = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="trainer rank 1"):
         updater.update(iter(lacking.items()), 1)
     for _ in range(2):
@@ -112,25 +112,25 @@ def test_a_tensor_that_is_missing_is_missed_after_a_stream_that_failed_at_its_en
     updater.close()
 
 
-def load_joint(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def load_concatenated(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if {"left.a", "right.b"} <= given.keys():
         parameters["both"][:8].copy_(torch.cat([given["left.a"], given["right.b"]]))
         parameters["both"][8:].zero_()
 
 
-def test_a_collection_is_combined_after_a_stream_that_was_not():
-    engine = ToyEngine(1, model=model(load_joint, both=(10, 4)))
+def test_tensors_are_combined_in_a_complete_update_after_a_failed_stream():
+    engine = ToyEngine(1, model=model(load_concatenated, both=(10, 4)))
     checkpoint = {"left.a": torch.randn(4, 4), "right.b": torch.randn(4, 4)}
     updater = WeightUpdater([engine], bucket_bytes=64)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"combines these tensors with others .* pass a collection"):
             updater.update(iter(checkpoint.items()), 1)
     assert updater.update(checkpoint.items(), 1).verified
-    assert holds(engine, checkpoint)  # the padding, too
+    assert holds(engine, checkpoint)  # including the padding
     updater.close()
 
 
-def load_over(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def load_overlapping(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     for name, tensor in given.items():
         if name == "below.whole":
             parameters["p"].copy_(tensor * 2)
@@ -138,9 +138,9 @@ def load_over(parameters: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
             parameters["p"][:2].copy_(tensor)
 
 
-def test_what_the_loader_must_load_in_its_order_is_not_copied_out_of_it():
-    """`above.part` is a copy by itself; after `below.whole`, which only the loader can load, it is none."""
-    make = model(load_over, p=(4, 4))
+def test_tensor_after_a_loader_tensor_of_the_same_parameter_keeps_its_order():
+    """`above.part` alone is a copy, but it must be loaded after `below.whole`, which needs the loader."""
+    make = model(load_overlapping, p=(4, 4))
     checkpoint = {"below.whole": torch.randn(4, 4), "above.part": torch.randn(2, 4)}
     engine = ToyEngine(1, model=make)
     updater = WeightUpdater([engine], bucket_bytes=64)

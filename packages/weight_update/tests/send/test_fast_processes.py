@@ -151,7 +151,7 @@ def test_a_trainer_rank_that_is_killed_leaves_the_engine_in_a_known_state(tmp_pa
             assert engine.paused is None
         elif killed > 0:
             cause = rf"(trainer rank [\d(),a-z ]*\b{killed} \(process|trainer rank {killed}: cannot open)"
-            assert re.search(rf"engine 0 of 1 \(RemoteEngine\): rank \d(, \d)*: .*{cause}", told), told
+            assert re.search(rf"engine 0 of 1 \(EngineProxy\): rank \d(, \d)*: .*{cause}", told), told
             if engine.paused is None:  # it ended before the engine had come to it
                 assert holds(engine, tensors(0))
             else:

@@ -1,4 +1,4 @@
-"""The order of copies from several GPUs: the same copies, at an even pace."""
+"""Reordering of copies from several GPUs, so that all GPUs are read evenly."""
 
 import random
 
@@ -18,13 +18,13 @@ BF16 = torch.bfloat16
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_copies_stay_the_same(data):
+def test_reordered_table_does_the_same_copies(data):
     rows_and_cols = st.tuples(st.integers(0, 40), st.sampled_from([0, 1, 5, 64, 200])) | st.tuples(
         st.just(1), st.integers(0, 600)
     )
     shapes = data.draw(st.lists(rows_and_cols, max_size=6), "rows, cols")
-    rng = random.Random(data.draw(st.integers(0, 99), "seed of the places"))
-    case = copy_tables.placed(rng, shapes, BF16, torch.float32, align=1)
+    rng = random.Random(data.draw(st.integers(0, 99), "seed of the offsets"))
+    case = copy_tables.copies_of_shapes(rng, shapes, BF16, torch.float32, align=1)
     origin = np.array(data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3), "origins"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pace, "PIECE_ELEMENTS", 64)
@@ -41,7 +41,7 @@ def test_the_copies_stay_the_same(data):
 
 
 def layers(num_layers):
-    """Whole rows of this GPU, parts of rows of two others, layer by layer; what is read of each in all."""
+    """Table that reads, layer by layer, whole rows of one GPU and parts of rows of two others."""
     zeros = {name: np.zeros(3 * num_layers, np.int64) for name in COLUMNS}
     rows, cols = [1, 4096, 4096], [100 << 20, 2048, 1024]
     return CopyTable(
@@ -53,7 +53,7 @@ def layers(num_layers):
     )
 
 
-def test_all_gpus_are_read_at_an_even_pace():
+def test_reads_from_all_gpus_progress_evenly():
     table = interleave(layers(4), np.array([5, 3, 9]))
     sizes = table.rows * table.cols
     assert sizes.max() <= PIECE_ELEMENTS
@@ -62,6 +62,6 @@ def test_all_gpus_are_read_at_an_even_pace():
     assert np.ptp(shares, axis=0).max() <= 1.01 * (PIECE_ELEMENTS / done[:, -1]).max()
 
 
-def test_memories_of_one_gpu_are_read_in_their_order():
+def test_table_of_one_gpu_is_not_reordered():
     table = layers(4)
     assert interleave(table, np.array([7, 7, 7])) is table

@@ -1,4 +1,4 @@
-"""What travels over a link instead of a bucket: it must do to the parameters what the bucket would do."""
+"""Packed buckets for a link: they contain only what an engine rank reads, and give the same parameters."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from toy_engines import ToyModel, tensors
 CPU = torch.device("cpu")
 
 
-class Twice(nn.Module):
-    """Copies all of a tensor to one parameter, and overlapping parts of it to others."""
+class Overlapping(nn.Module):
+    """Model that copies all of a tensor to one parameter, and overlapping parts of another to two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Twice(nn.Module):
                 self.whole.data.copy_(tensor)
 
 
-def cut(tensor: Tensor, generator: torch.Generator) -> list[Box]:
-    """Boxes that make up the tensor, as trainer ranks may hold them."""
+def random_boxes(tensor: Tensor, generator: torch.Generator) -> list[Box]:
+    """Boxes that tile the tensor, as the shards of trainer ranks do."""
     boxes = [Box.whole(tuple(tensor.shape))]
     for dim in range(tensor.ndim):
         at = int(torch.randint(0, tensor.shape[dim] + 1, (), generator=generator))
@@ -54,11 +54,13 @@ def cut(tensor: Tensor, generator: torch.Generator) -> list[Box]:
     return boxes
 
 
-def line_of(checkpoint: dict[str, Tensor], generator: torch.Generator, keep: float) -> tuple[BucketDescriptor, Tensor]:
-    """A line that holds some boxes of the tensors, and the arena that it describes."""
+def bucket_of(
+    checkpoint: dict[str, Tensor], generator: torch.Generator, keep: float
+) -> tuple[BucketDescriptor, Tensor]:
+    """A bucket with some boxes of the tensors, and the arena that it describes."""
     pieces = []
     for name, tensor in checkpoint.items():
-        for box in cut(tensor, generator):
+        for box in random_boxes(tensor, generator):
             if torch.rand((), generator=generator) < keep:
                 local = tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
                 pieces.append(Piece(spec=SourceSpec(name, tuple(tensor.shape), tensor.dtype), box=box, local=local))
@@ -72,12 +74,12 @@ def line_of(checkpoint: dict[str, Tensor], generator: torch.Generator, keep: flo
 
 
 def run(
-    model: nn.Module, line: BucketDescriptor, plan: CopyPlan, memory: Tensor
+    model: nn.Module, descriptor: BucketDescriptor, plan: CopyPlan, memory: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, list[int]]:
-    """What the copies leave in the parameters, their checksums and their counts."""
+    """Run the copies; return the parameters, checksums and non-finite counts."""
     for parameter in model.parameters():
         parameter.fill_(7)
-    bucket_copies = BucketCopies(line, plan, dict(model.named_parameters()), CPU)
+    bucket_copies = BucketCopies(descriptor, plan, dict(model.named_parameters()), CPU)
     bucket_copies.run(memory, MappedMemories(CPU), {})
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
     return state, bucket_copies.sums.checksums, bucket_copies.counts.tolist()
@@ -88,65 +90,69 @@ MODELS = {
     "first of two": (lambda: ToyModel(0, 2), None),
     "second of two": (lambda: ToyModel(1, 2), None),
     "last of four": (lambda: ToyModel(3, 4), None),
-    "overlapping": (Twice, {"both": torch.randn(6, 8), "all": torch.randn(6, 8), "none": torch.randn(3)}),
+    "overlapping": (Overlapping, {"both": torch.randn(6, 8), "all": torch.randn(6, 8), "none": torch.randn(3)}),
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_packed_line_does_what_the_line_does(model, seed):
+def test_packed_bucket_gives_the_same_parameters_as_the_bucket(model, seed):
     make, checkpoint = MODELS[model]
     checkpoint = tensors(seed) if checkpoint is None else checkpoint
     generator = torch.Generator().manual_seed(seed)
-    line, arena = line_of(checkpoint, generator, keep=(1.0, 0.6)[seed % 2])
+    descriptor, arena = bucket_of(checkpoint, generator, keep=(1.0, 0.6)[seed % 2])
     model = make()
     plan = record(model, [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
-    parts = parts_of(line, plan)
-    packed = pack_descriptor(line, parts)
-    message = Message(line, parts_to_json(parts))
+    parts = parts_of(descriptor, plan)
+    packed = pack_descriptor(descriptor, parts)
+    message = Message(descriptor, parts_to_json(parts))
     assert message.num_bytes == packed.num_bytes
     data = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
     if message.is_whole_bucket:
         data = arena[: message.num_bytes]
     else:
         message.fill(arena, data)
-    wanted, checksums, counts = run(model, line, plan, arena)
+    wanted, checksums, counts = run(model, descriptor, plan, arena)
     got, packed_checksums, packed_counts = run(model, packed.descriptor, plan, data)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert torch.equal(packed_checksums, checksums)
     assert packed_counts == counts
-    taken = sum(box.numel * s.dtype.itemsize for s, boxes in zip(line.sources, parts, strict=True) for box in boxes)
+    taken = sum(
+        box.numel * s.dtype.itemsize for s, boxes in zip(descriptor.sources, parts, strict=True) for box in boxes
+    )
     assert taken <= message.num_bytes <= taken + 64 * sum(map(len, parts))
 
 
-def test_a_rank_that_takes_all_of_a_line_gets_it_as_it_is():
+def test_bucket_is_sent_unpacked_to_a_rank_that_reads_all_of_it():
     checkpoint = tensors(1)
-    line, _ = line_of(checkpoint, torch.Generator().manual_seed(0), keep=1.0)
+    descriptor, _ = bucket_of(checkpoint, torch.Generator().manual_seed(0), keep=1.0)
     plan = record(ToyModel(0, 1), [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
-    assert Message(line, parts_to_json(parts_of(line, plan))).is_whole_bucket
+    assert Message(descriptor, parts_to_json(parts_of(descriptor, plan))).is_whole_bucket
 
 
-def test_what_goes_through_the_loader_is_taken_whole():
+def test_loader_tensors_are_sent_whole():
     spec = SourceSpec("scale", (4, 4), torch.float32)
     pieces = [Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]
-    line = in_arena(pieces).descriptor
-    assert parts_of(line, CopyPlan(copies=(), through_loader={"scale": "not a copy"})) == ((Box((0, 0), (2, 4)),),)
-    assert parts_of(line, CopyPlan(copies=())) == ((),)
+    descriptor = in_arena(pieces).descriptor
+    assert parts_of(descriptor, CopyPlan(copies=(), through_loader={"scale": "not a copy"})) == (
+        (Box((0, 0), (2, 4)),),
+    )
+    assert parts_of(descriptor, CopyPlan(copies=())) == ((),)
 
 
-def test_parts_come_back_from_json():
+def test_parts_survive_json():
     parts = ((Box((0, 1), (2, 3)), Box((4, 0), (1, 1))), (), (Box((), ()),))
     assert parts_from_json(parts_to_json(parts)) == parts
 
 
-def test_a_line_that_does_not_hold_what_is_asked_for_is_refused():
+def test_parts_that_the_bucket_does_not_hold_are_refused():
     spec = SourceSpec("weight", (4, 4), torch.float32)
-    line = in_arena([Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]).descriptor
+    descriptor = in_arena([Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]).descriptor
     with pytest.raises(ValueError, match="'weight': the shards hold 8 elements of a box of 16"):
-        Message(line, parts_to_json(((Box((0, 0), (4, 4)),),)))
+        Message(descriptor, parts_to_json(((Box((0, 0), (4, 4)),),)))
 
 
-def test_messages_are_sent_together_as_far_as_there_is_room():
+def test_messages_are_batched_up_to_the_limit():
     class Sized:
         def __init__(self, num_bytes: int) -> None:
             self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""Engines in other processes that can be reached over a link only: what their parameters hold afterwards."""
+"""Engines in other processes that are reached over a link only: their parameters after updates."""
 
 import random
 import socket
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from remote_engines import FarEngine, Rank, RankApart, listening, resources, settled, steady
+from remote_engines import NamespacedRankProcess, RankProcess, RemoteEngine, listening, resources, settled, steady
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
@@ -25,17 +25,17 @@ def as_mode(checkpoint: dict[str, torch.Tensor], mode: str):
     return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())
 
 
-def holds(engine: FarEngine, checkpoint: dict[str, torch.Tensor]) -> bool:
+def holds(engine: RemoteEngine, checkpoint: dict[str, torch.Tensor]) -> bool:
     return same(engine.state(), freshly_loaded(ToyEngine(engine.tp_size), checkpoint))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[list[Rank]]:
-    """Three processes for ranks of engines on another machine, and one for an engine on this one."""
+def ranks(tmp_path_factory) -> Iterator[list[RankProcess]]:
+    """Three rank processes of engines on another machine, and one of an engine on this machine."""
     patch = pytest.MonkeyPatch()
     patch.setenv(TOKEN_VARIABLE, "the token of this run")
     folder = tmp_path_factory.mktemp("ranks")
-    started = [Rank(folder, f"far{i}") for i in range(3)] + [Rank(folder, "near", is_far=False)]
+    started = [RankProcess(folder, f"remote{i}") for i in range(3)] + [RankProcess(folder, "local", is_remote=False)]
     for rank in started:
         rank.wait_until_up()
     yield started
@@ -45,35 +45,35 @@ def ranks(tmp_path_factory) -> Iterator[list[Rank]]:
 
 
 @pytest.fixture
-def far(ranks) -> list[str]:
-    """The sockets of three ranks that are elsewhere."""
+def remote(ranks) -> list[str]:
+    """Sockets of the three ranks on another machine."""
     return [rank.path for rank in ranks[:3]]
 
 
 @pytest.fixture
-def new() -> Iterator[Callable[..., Any]]:
-    """`new(class, *args, **kwargs)`: closed at the end of the test."""
+def closing() -> Iterator[Callable[..., Any]]:
+    """`closing(class, *args, **kwargs)`: make an object that is closed at the end of the test."""
     made: list[Any] = []
 
-    def new(kind, *args, **kwargs):
+    def closing(kind, *args, **kwargs):
         made.append(kind(*args, **kwargs))
         return made[-1]
 
-    yield new
+    yield closing
     for item in reversed(made):
         item.close()
 
 
-def linked(new, engines: list[FarEngine], **kwargs) -> WeightUpdater:
-    return new(WeightUpdater, engines, **{"link": GroupLink(), "timeout_s": 30, **kwargs})
+def linked(closing, engines: list[RemoteEngine], **kwargs) -> WeightUpdater:
+    return closing(WeightUpdater, engines, **{"link": GroupLink(), "timeout_s": 30, **kwargs})
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 600, 1 << 20])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_parameters_equal_a_fresh_load_bit_for_bit(new, far, tp_size, mode, bucket_bytes):
-    engine = new(FarEngine, far[:tp_size])
-    updater = linked(new, [engine], bucket_bytes=bucket_bytes)
+def test_parameters_equal_a_fresh_load_bitwise(closing, remote, tp_size, mode, bucket_bytes):
+    engine = closing(RemoteEngine, remote[:tp_size])
+    updater = linked(closing, [engine], bucket_bytes=bucket_bytes)
     for version in range(3):
         checkpoint = tensors(version)
         stats = updater.update(as_mode(checkpoint, mode), version)
@@ -84,12 +84,12 @@ def test_parameters_equal_a_fresh_load_bit_for_bit(new, far, tp_size, mode, buck
         assert (stats.num_buckets > 5) if bucket_bytes < 1000 else (stats.num_buckets == 1)
 
 
-def test_only_what_a_rank_takes_travels_to_it(new, far):
-    """Aligned to 64 bytes a piece; the second rank of two has no use for the first half of the experts, say."""
+def test_only_the_needed_bytes_are_sent_to_each_rank(closing, remote):
+    """The second rank of two does not read the first half of the experts. Parts are aligned to 64 bytes."""
     checkpoint = tensors(1)
-    whole, halves = new(FarEngine, far[:1]), new(FarEngine, far[1:3])
+    whole, halves = closing(RemoteEngine, remote[:1]), closing(RemoteEngine, remote[1:3])
     before = [len(received) for received in whole.ask_all("received") + halves.ask_all("received")]
-    updater = linked(new, [whole, halves])
+    updater = linked(closing, [whole, halves])
     updater.update(checkpoint.items(), 1)
     received = [r[n:] for r, n in zip(whole.ask_all("received") + halves.ask_all("received"), before, strict=True)]
     ((all_bytes,), *parts) = received
@@ -102,13 +102,13 @@ def test_only_what_a_rank_takes_travels_to_it(new, far):
 
 
 def _sharded(engines: list[list[str]], num_updates: int, mode: str) -> list[bool]:
-    """On each trainer rank: DTensors of different placements, some plain tensors; engines of several sizes."""
+    """Update on each trainer rank: DTensors of several placements, plain tensors, engines of several sizes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
-    clients = [FarEngine(paths, f"engine {i}") for i, paths in enumerate(engines)] if dist.get_rank() == 0 else []
+    clients = [RemoteEngine(paths, f"engine {i}") for i, paths in enumerate(engines)] if dist.get_rank() == 0 else []
     updater = WeightUpdater(clients, bucket_bytes=600, link=GroupLink(), timeout_s=30)
     results = []
     for version in range(num_updates):
@@ -130,28 +130,28 @@ def _sharded(engines: list[list[str]], num_updates: int, mode: str) -> list[bool
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_several_trainer_ranks_update_several_engines_here_and_elsewhere(new, ranks, mode):
+def test_trainer_ranks_update_local_and_remote_engines(closing, ranks, mode):
     paths = [rank.path for rank in ranks]
     results = run_ranks(_sharded, 2, [paths[:1], paths[1:3], paths[3:]], 3, mode)
     assert results == [[True] * 3, [True] * 3]
 
 
-def test_an_engine_of_this_machine_still_reads_the_arena(new, ranks):
-    near, far = new(FarEngine, [ranks[3].path], "near"), new(FarEngine, [ranks[0].path], "far")
-    before = len(near.ask_all("received")[0]), len(far.ask_all("received")[0])
-    updater = linked(new, [near, far])
+def test_local_engine_reads_shared_memory_beside_a_remote_one(closing, ranks):
+    local, remote = closing(RemoteEngine, [ranks[3].path], "local"), closing(RemoteEngine, [ranks[0].path], "remote")
+    before = len(local.ask_all("received")[0]), len(remote.ask_all("received")[0])
+    updater = linked(closing, [local, remote])
     checkpoint = tensors(5)
     updater.update(checkpoint.items(), 1)
-    assert holds(near, checkpoint)
-    assert holds(far, checkpoint)
-    after = len(near.ask_all("received")[0]), len(far.ask_all("received")[0])
+    assert holds(local, checkpoint)
+    assert holds(remote, checkpoint)
+    after = len(local.ask_all("received")[0]), len(remote.ask_all("received")[0])
     assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_wrong_is_refused_by_name_and_the_next_update_works(new, far, mode):
-    engine = new(FarEngine, far[:2])
-    updater = linked(new, [engine], bucket_bytes=600)
+def test_bad_tensors_are_refused_by_name_and_the_next_update_works(closing, remote, mode):
+    engine = closing(RemoteEngine, remote[:2])
+    updater = linked(closing, [engine], bucket_bytes=600)
     first = tensors(1)
     updater.update(first.items(), 1)
 
@@ -173,9 +173,9 @@ def test_what_is_wrong_is_refused_by_name_and_the_next_update_works(new, far, mo
     refused(lambda t: t.update({"norm.weight": torch.ones(9)}), "norm")
 
 
-def test_an_iterator_that_raises_half_way_ends_the_update_at_once(new, far):
-    engine = new(FarEngine, far[:2])
-    updater = linked(new, [engine], bucket_bytes=300)
+def test_iterator_that_raises_aborts_the_update_and_the_next_one_works(closing, remote):
+    engine = closing(RemoteEngine, remote[:2])
+    updater = linked(closing, [engine], bucket_bytes=300)
 
     def broken():
         yield from list(tensors(1).items())[:7]
@@ -184,13 +184,12 @@ def test_an_iterator_that_raises_half_way_ends_the_update_at_once(new, far):
     with pytest.raises(OSError, match="the disk is gone"):
         updater.update(broken(), 1)
     checkpoint = tensors(2)
-    stats = updater.update(iter(checkpoint.items()), 2)
-    assert stats.seconds < 10
+    assert updater.update(iter(checkpoint.items()), 2).verified
     assert holds(engine, checkpoint)
 
 
-def test_wires_are_kept_and_made_anew_when_the_fleet_changes(new, far, monkeypatch):
-    from tidemill_weight_update.remote import connections as connections
+def test_connections_are_reused_and_reopened_when_engines_change(closing, remote, monkeypatch):
+    from tidemill_weight_update.remote import connections
 
     made: list[str] = []
 
@@ -199,58 +198,61 @@ def test_wires_are_kept_and_made_anew_when_the_fleet_changes(new, far, monkeypat
         return original(store, name, *args)
 
     monkeypatch.setattr(connections, "connect", connect)
-    first, second = new(FarEngine, far[:1], "first"), new(FarEngine, far[1:3], "second")
-    updater = linked(new, [first])
+    first, second = closing(RemoteEngine, remote[:1], "first"), closing(RemoteEngine, remote[1:3], "second")
+    updater = linked(closing, [first])
 
-    def wires_of(version: int, **kwargs) -> int:
+    def connections_in_update(version: int, **kwargs) -> int:
         made.clear()
         checkpoint = tensors(version)
         updater.update(checkpoint.items(), version, **kwargs)
         assert holds(kwargs.get("engines", [first])[-1], checkpoint)
         return len(made)
 
-    assert wires_of(1) == 1
-    assert wires_of(2) == 0
-    assert wires_of(3, engines=[first, second]) == 2  # one that joins late has two ranks
-    assert wires_of(4) == 0
-    assert wires_of(5, engines=[second]) == 0  # in other rows than before
-    assert wires_of(6) == 1  # the first sat one update out
+    assert connections_in_update(1) == 1
+    assert connections_in_update(2) == 0
+    assert connections_in_update(3, engines=[first, second]) == 2  # the engine that joins has two ranks
+    assert connections_in_update(4) == 0
+    assert connections_in_update(5, engines=[second]) == 0  # in other rows than before
+    assert connections_in_update(6) == 1  # the first engine missed one update
     first.close()
-    restarted = new(FarEngine, far[:1], "restarted")
-    assert wires_of(7, engines=[second, restarted]) == 1
+    restarted = closing(RemoteEngine, remote[:1], "restarted")
+    assert connections_in_update(7, engines=[second, restarted]) == 1
     assert len(set(made)) == len(made)
 
 
-def test_nothing_is_left_after_close(new, far):
-    """On the trainer's side at once; on an engine's when the next trainer comes."""
-    engine = new(FarEngine, far[:2])
+def test_close_releases_files_sockets_and_threads(closing, remote):
+    """On the trainer's side at once; on an engine's side when the next trainer connects."""
+    engine = closing(RemoteEngine, remote[:2])
 
-    def live_once(version: int) -> None:
-        updater = linked(new, [engine], bucket_bytes=600)
+    def update_and_close(version: int) -> None:
+        updater = linked(closing, [engine], bucket_bytes=600)
         for repeat in range(2):
             updater.update(tensors(version).items(), f"{version}.{repeat}")
         updater.close()
         updater.close()
 
-    live_once(0)  # libuv and torch keep a few files of their own from now on
+    update_and_close(0)  # libuv and torch open a few files and keep them
     before = steady(resources)
     on_engine = engine.ask_all("resources")
     for version in range(1, 4):
-        live_once(version)
+        update_and_close(version)
     assert settled(resources, before.__eq__) == before
     assert settled(lambda: engine.ask_all("resources"), on_engine.__eq__) == on_engine
 
 
 def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], list[tuple[int, int]]]:
-    """What came of updates for which rank `shuffles` describes its tensors in ever new orders, and how much each rank
-    kept then: the length of its journal, and what it made to send of it."""
+    """Update many times, with rank `shuffles` passing its tensors in a new order every second time.
+
+    Returns:
+        whether each update was correct, and after each the length of the journal and the number of cached messages.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     sender.MAX_UNUSED_BYTES = 0
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    client = FarEngine(engine) if rank == 0 else None
+    client = RemoteEngine(engine) if rank == 0 else None
     updater = WeightUpdater([client] if client else [], link=GroupLink(port=port), timeout_s=30)
     correct, kept = [], []
     for version in range(24):
@@ -267,20 +269,20 @@ def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], 
 
 
 @pytest.mark.parametrize("shuffles", [0, 1])
-def test_what_is_described_in_ever_new_ways_is_forgotten(far, shuffles):
-    """By all trainer ranks and the engine together, also where rank 0 has a port of its own."""
+def test_descriptions_of_reordered_tensors_are_dropped(remote, shuffles):
+    """By all trainer ranks and the engine, also with a fixed port on rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    for correct, kept in run_ranks(_shuffled, 2, far[:1], port, shuffles):
+    for correct, kept in run_ranks(_shuffled, 2, remote[:1], port, shuffles):
         assert all(correct)
         journals, messages = zip(*kept, strict=True)
         assert max(journals) < 8 * min(journals)
         assert max(messages) < 8
 
 
-def test_nothing_listens_on_other_addresses(new, far):
-    engine = new(FarEngine, far[:1])
-    updater = new(WeightUpdater, [engine], link=GroupLink(host="127.0.0.1"), timeout_s=30)
+def test_link_listens_on_its_host_only(closing, remote):
+    engine = closing(RemoteEngine, remote[:1])
+    updater = closing(WeightUpdater, [engine], link=GroupLink(host="127.0.0.1"), timeout_s=30)
     already = listening()
     updater.update(tensors(1).items(), 1)
     assert {address for address, _ in listening() - already} == {"127.0.0.1"}
@@ -289,48 +291,48 @@ def test_nothing_listens_on_other_addresses(new, far):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "*"])
-def test_a_host_that_means_all_addresses_is_refused(host):
+def test_wildcard_host_is_refused(host):
     with pytest.raises(ValueError, match="the one address"):
         GroupLink(host=host)
 
 
-def test_a_host_that_is_not_ours_is_an_error(new, far):
-    engine = new(FarEngine, far[:1])
-    updater = new(WeightUpdater, [engine], link=GroupLink(host="192.0.2.1"), timeout_s=5)
+def test_host_of_another_machine_is_an_error(closing, remote):
+    engine = closing(RemoteEngine, remote[:1])
+    updater = closing(WeightUpdater, [engine], link=GroupLink(host="192.0.2.1"), timeout_s=5)
     with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.1"):
         updater.update(tensors(1).items(), 1)
 
 
-def test_another_token_is_refused(new, far, monkeypatch):
-    engine = new(FarEngine, far[:1])
+def test_another_token_is_refused(closing, remote, monkeypatch):
+    engine = closing(RemoteEngine, remote[:1])
     monkeypatch.setenv(TOKEN_VARIABLE, "another run's")
-    updater = new(WeightUpdater, [engine], link=GroupLink(), timeout_s=5)
+    updater = closing(WeightUpdater, [engine], link=GroupLink(), timeout_s=5)
     with pytest.raises(RuntimeError, match="did not report"):
         updater.update(tensors(1).items(), 1)
 
 
-def test_without_a_link_the_error_leads_to_it(new, far):
-    engine = new(FarEngine, far[:1])
-    updater = new(WeightUpdater, [engine], timeout_s=5)
+def test_error_without_link_recommends_group_link(closing, remote):
+    engine = closing(RemoteEngine, remote[:1])
+    updater = closing(WeightUpdater, [engine], timeout_s=5)
     with pytest.raises(RuntimeError, match="runs on another machine and WeightUpdater has no link=GroupLink"):
         updater.update(tensors(1).items(), 1)
 
 
-def test_an_engine_in_another_pid_namespace_is_reached(new, tmp_path, monkeypatch):
-    """Not pretended: its /proc shows no trainer."""
-    if subprocess.run([*RankApart.COMMAND, "true"], capture_output=True).returncode:
-        pytest.skip("this user may not make PID namespaces")
+def test_engine_in_another_pid_namespace_is_updated(closing, tmp_path, monkeypatch):
+    """In a real namespace: its /proc does not show the trainer."""
+    if subprocess.run([*NamespacedRankProcess.COMMAND, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not create PID namespaces")
     monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
-    rank = RankApart(tmp_path, "apart")
+    rank = NamespacedRankProcess(tmp_path, "apart")
     try:
         rank.wait_until_up()
-        engine = new(FarEngine, [rank.path])
-        updater = linked(new, [engine])
+        engine = closing(RemoteEngine, [rank.path])
+        updater = linked(closing, [engine])
         checkpoint = tensors(3)
         assert updater.update(checkpoint.items(), 1).verified
         assert holds(engine, checkpoint)
         assert engine.ask_all("received") != [[]]
-        alone = new(WeightUpdater, [engine], timeout_s=5)
+        alone = closing(WeightUpdater, [engine], timeout_s=5)
         with pytest.raises(RuntimeError, match="no link=GroupLink"):
             alone.update(checkpoint.items(), 2)
     finally:

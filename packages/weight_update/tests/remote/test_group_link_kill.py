@@ -1,21 +1,21 @@
-"""Processes at both ends of a link that are killed or stopped in the middle of an update."""
+"""Trainer and engine processes of a link that are killed or stopped during an update."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 from interrupted_trainer import check_survivor, check_usable, run
-from remote_engines import Rank
+from remote_engines import RankProcess
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture
-def ranks(tmp_path, monkeypatch) -> Iterator[list[Rank]]:
-    """The two ranks of an engine, and the rank of another one."""
+def ranks(tmp_path, monkeypatch) -> Iterator[list[RankProcess]]:
+    """Two ranks of one engine, and the rank of another."""
     monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
-    started = [Rank(tmp_path, f"far{i}") for i in range(3)]
+    started = [RankProcess(tmp_path, f"remote{i}") for i in range(3)]
     for rank in started:
         rank.wait_until_up()
     yield started
@@ -23,7 +23,7 @@ def ranks(tmp_path, monkeypatch) -> Iterator[list[Rank]]:
         rank.kill()
 
 
-def test_a_trainer_rank_that_is_killed_is_an_error_everywhere(tmp_path, ranks):
+def test_killed_trainer_rank_is_an_error_on_the_others(tmp_path, ranks):
     survivor, victim = run(tmp_path, [ranks[:2], ranks[2:]], "rank 1", signal.SIGKILL)
     assert victim is None
     outcome = check_survivor(survivor)
@@ -33,7 +33,7 @@ def test_a_trainer_rank_that_is_killed_is_an_error_everywhere(tmp_path, ranks):
     check_usable(ranks[2:])
 
 
-def test_the_trainer_rank_that_hosts_the_store_is_killed(tmp_path, ranks):
+def test_killed_store_host_is_an_error_on_the_others(tmp_path, ranks):
     victim, survivor = run(tmp_path, [ranks[:2], ranks[2:]], "rank 0", signal.SIGKILL)
     assert victim is None
     assert check_survivor(survivor).error
@@ -41,7 +41,7 @@ def test_the_trainer_rank_that_hosts_the_store_is_killed(tmp_path, ranks):
     check_usable(ranks[2:])
 
 
-def test_an_engine_rank_that_is_killed_is_fenced_and_other_engines_go_on(tmp_path, ranks):
+def test_engine_with_killed_rank_is_quarantined_and_others_are_updated(tmp_path, ranks):
     outcomes = [
         check_survivor(outcome) for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGKILL)
     ]
@@ -53,7 +53,7 @@ def test_an_engine_rank_that_is_killed_is_fenced_and_other_engines_go_on(tmp_pat
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_an_engine_rank_that_hangs_is_fenced_within_the_deadline(tmp_path, ranks, world_size):
+def test_engine_with_stopped_rank_is_quarantined_and_others_are_updated(tmp_path, ranks, world_size):
     outcomes = [
         check_survivor(outcome)
         for outcome in run(tmp_path, [ranks[:2], ranks[2:]], ranks[1].pid, signal.SIGSTOP, world_size)

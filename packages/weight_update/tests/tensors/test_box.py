@@ -1,4 +1,4 @@
-"""Boxes against sets of indices."""
+"""Boxes, compared with sets of indices."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ def indices(box: Box | None) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("num_dims", [0, 1, 2, 3])
-def test_the_intersection_holds_the_indices_in_both(num_dims):
+def test_intersection_contains_indices_in_both_boxes(num_dims):
     rng = random.Random(num_dims)
     for _ in range(200):
         a, b = (
@@ -29,7 +29,7 @@ def test_the_intersection_holds_the_indices_in_both(num_dims):
 
 
 @pytest.mark.parametrize("num_dims", [0, 1, 2, 3])
-def test_boxes_are_disjoint_when_no_index_is_in_two_of_them(num_dims):
+def test_boxes_are_disjoint_if_no_index_is_shared(num_dims):
     rng = random.Random(num_dims)
     seen = set()
     for _ in range(500):
@@ -44,7 +44,7 @@ def test_boxes_are_disjoint_when_no_index_is_in_two_of_them(num_dims):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_many_shards_along_one_dim_are_compared_with_their_neighbours_only(dim, monkeypatch):
+def test_shards_along_one_dim_are_compared_with_neighbours_only(dim, monkeypatch):
     compared = []
     intersect = Box.intersect
     monkeypatch.setattr(Box, "intersect", lambda a, b: (compared.append(1), intersect(a, b))[1])
@@ -55,7 +55,7 @@ def test_many_shards_along_one_dim_are_compared_with_their_neighbours_only(dim, 
     assert not are_disjoint([*boxes, Box((4, 4), (1, 1))])
 
 
-def test_the_whole_contains_every_box():
+def test_whole_box_contains_every_box():
     whole = Box.whole((3, 4))
     assert (whole.start, whole.shape, whole.numel) == ((0, 0), (3, 4), 12)
     assert whole.intersect(Box((1, 2), (2, 2))) == Box((1, 2), (2, 2))
@@ -63,7 +63,7 @@ def test_the_whole_contains_every_box():
     assert Box.whole(()).intersect(Box.whole(())) == Box((), ())
 
 
-def test_boxes_of_different_dims_are_refused():
+def test_boxes_with_different_number_of_dims_are_refused():
     with pytest.raises(ValueError, match="as many dims"):
         Box.whole((3,)).intersect(Box.whole((3, 1)))
     with pytest.raises(ValueError, match="same length"):
@@ -71,5 +71,5 @@ def test_boxes_of_different_dims_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 1, 4)])
-def test_contiguous_strides_are_torchs(shape):
+def test_contiguous_strides_match_torch(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()
