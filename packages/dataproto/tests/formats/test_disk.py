@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tidemill_dataproto import DataProto, disk, pad_dataproto_to_divisor, ragged
+from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged
 from tidemill_dataproto.equality import same
+from tidemill_dataproto.formats import disk
 from tidemill_dataproto.formats.objects import Decoder, Encoder
 
 NAN = float("nan")
