@@ -156,6 +156,7 @@ class Traffic:
     def __init__(self, engine, num_callers: int) -> None:
         self._engine = engine
         self._random = random.Random(0)
+        self._is_over = False
         self._tasks = [engine.loop.create_task(self._call_on()) for _ in range(num_callers)]
 
     async def _stream(self, num_tokens: int):
@@ -165,7 +166,7 @@ class Traffic:
     async def _call_on(self) -> None:
         from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
-        while True:
+        while not self._is_over:
             with contextlib.suppress(RequestAbortedError):
                 async for _ in await self._stream(self._random.randint(1, 12)):
                     pass
@@ -182,9 +183,9 @@ class Traffic:
         self._engine.loop.run_until_complete(self._leave())
 
     def end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._engine.loop.run_until_complete(asyncio.wait(self._tasks))
+        # No `task.cancel()`: SGLang waits with `asyncio.wait_for`, which in Python 3.11 can swallow a cancellation.
+        self._is_over = True
+        self._engine.loop.run_until_complete(asyncio.gather(*self._tasks))
 
 
 class StockEngine(LocalEngine):
