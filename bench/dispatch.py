@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import ray
 from ray import cloudpickle
-from tidemill_dispatch import ListBatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import ListBatch, Worker, register, split_over
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tidemill_dispatch.ray.arguments import pack
 
@@ -62,19 +62,19 @@ class Echo(Worker):
         self.register_dispatch_collect_info("mesh", self.rank // 2, self.rank % 2 == 1, dp_size=DP_SIZE)
         self.register_dispatch_collect_info("halves", self.rank % 2, self.rank < 2, dp_size=2)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    @register(split_over("mesh"))
     def echo(self, batch: ListBatch, temperature: float) -> ListBatch:
         return batch
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    @register(split_over("mesh"))
     def rows(self, batch: Rows, temperature: float) -> int:
         return len(batch)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"), blocking=False)
+    @register(split_over("mesh"), blocking=False)
     def make(self, batch: ListBatch) -> Rows:
         return Rows(np.full((len(batch), batch[0]), self.rank, np.float32))
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("halves"), blocking=False)
+    @register(split_over("halves"), blocking=False)
     def read(self, batch: Rows) -> float:
         return float(batch.values.sum())
 

@@ -4,13 +4,12 @@ import sys
 import tidemill_dispatch
 
 
-def test_all_is_pinned():
+def test_public_names_are_pinned():
     assert tidemill_dispatch.__all__ == [
         "Batch",
         "CallTimeoutError",
         "Dispatch",
         "DispatchMode",
-        "Execute",
         "ListBatch",
         "MeshLayout",
         "Padding",
@@ -19,20 +18,18 @@ def test_all_is_pinned():
         "Worker",
         "WorkerDiedError",
         "WorkerError",
-        "make_dp_compute_dataproto_dispatch_fn",
-        "make_nd_compute_dataproto_dispatch_fn",
         "register",
-        "register_dispatch_mode",
+        "split_over",
+        "split_over_ranks",
     ]
     assert all(name in vars(tidemill_dispatch) for name in tidemill_dispatch.__all__)
 
 
-def test_all_of_the_ray_half_is_pinned():
-    import tidemill_dispatch.ray as ray_half
+def test_public_names_of_ray_subpackage_are_pinned():
+    import tidemill_dispatch.ray as ray_package
 
-    assert ray_half.__all__ == [
+    assert ray_package.__all__ == [
         "CallFuture",
-        "DataProtoFuture",
         "RayClassWithInitArgs",
         "RayResourcePool",
         "RayWorkerGroup",
@@ -40,17 +37,17 @@ def test_all_of_the_ray_half_is_pinned():
         "merge_resource_pool",
         "split_resource_pool",
     ]
-    assert all(name in vars(ray_half) for name in ray_half.__all__)
+    assert all(name in vars(ray_package) for name in ray_package.__all__)
 
 
-def test_the_registry_imports_neither_ray_nor_torch():
+def test_import_loads_neither_ray_nor_torch():
     code = (
         "import sys, tidemill_dispatch; print([m for m in ('ray', 'torch', 'numpy', 'tensordict') if m in sys.modules])"
     )
     assert _run(code) == "[]"
 
 
-def test_the_registry_and_the_arithmetic_work_where_ray_is_not_installed():
+def test_modes_work_without_ray_and_ray_subpackage_names_the_extra():
     code = """
 import sys
 sys.modules["ray"] = None  # import ray raises ImportError
@@ -58,7 +55,7 @@ import tidemill_dispatch as d
 from tidemill_dispatch.mesh import MeshEntry
 
 class W(d.Worker):
-    @d.register(d.make_nd_compute_dataproto_dispatch_fn("m"))
+    @d.register(d.split_over("m"))
     def f(self, batch): ...
 
 class Group:
@@ -66,10 +63,10 @@ class Group:
     def mesh(self, name):
         return d.MeshLayout.from_entries(name, [MeshEntry(dp_rank=1 - r, is_collect=True) for r in range(2)])
 
-mode = d.make_nd_compute_dataproto_dispatch_fn("m")
+mode = d.split_over("m")
 calls = mode.dispatch_fn(Group(), (d.ListBatch([1, 2, 3]),), {})
-by_rank = [args[0] for args, _ in calls]
-print(by_rank, mode.collect_fn(Group(), [by_rank[r] for r in mode.result_ranks_fn(Group())]))
+by_rank = [args[0] for args, _ in calls.values()]
+print(by_rank, mode.collect_fn(Group(), [by_rank[r] for r in mode.collect_ranks_fn(Group())]))
 try:
     import tidemill_dispatch.ray
 except ImportError as error:

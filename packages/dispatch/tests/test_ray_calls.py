@@ -10,13 +10,13 @@ import pytest
 from tidemill_dispatch import (
     CallTimeoutError,
     Dispatch,
-    Execute,
     ListBatch,
     Shard,
     Worker,
     WorkerError,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
+    split_over,
+    split_over_ranks,
 )
 
 ray = pytest.importorskip("ray")
@@ -61,86 +61,86 @@ class EchoWorker(Worker):
         self.env_at_import = os.environ.get("OMP_NUM_THREADS")
         self.calls = []
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def describe(self):
         in_main = threading.current_thread() is threading.main_thread()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         env = {name: os.environ[name] for name in names}
         return self.rank, self.world_size, self.made_with, self.env_at_import, in_main, env
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(Dispatch.ALL_TO_ALL)
     def register_places(self, name, place):
         self.register_dispatch_collect_info(name, *place)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def echo(self, batch, *, temperature=1.0, extra=None):
         self.calls.append(len(batch))
         return batch
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def place_and_rows(self, batch):
         return self.registered_meshes()["crossed"].dp_rank, self.rank, batch.items
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="nowhere"))
+    @register(split_over("nowhere"))
     def over_unknown_mesh(self, batch): ...
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="half"))
+    @register(split_over("half"))
     def over_half_mesh(self, batch): ...
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def batch_on_some(self, batch):
         return batch if self.registered_meshes()["crossed"].dp_rank == 0 else None
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(split_over_ranks())
     def rows_per_rank(self, batch):
         return len(batch)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO)
     def only_zero(self, x):
         self.calls.append(x)
         return self.rank, x
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def num_calls(self):
         return len(self.calls)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def store_size(self, value):
         return len(value)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def slow(self, seconds):
         time.sleep(seconds)
         return self.rank
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
     def too_slow(self):
         time.sleep(2 if self.rank == 2 else 0)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def unpicklable_result(self):
         return threading.Lock()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def lock_unless_collected(self, batch):
         return batch if self.registered_meshes()["crossed"].is_collect else threading.Lock()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def raise_unless_collected(self, batch):
         if not self.registered_meshes()["crossed"].is_collect:
             raise OverflowError("gradients")
         return batch
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"))
+    @register(split_over("crossed"))
     def ragged_results(self, batch):
         return Picky(self.registered_meshes()["crossed"].dp_rank)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="crossed"), blocking=False)
+    @register(split_over("crossed"), blocking=False)
     def sharded(self, batch, tensor, whole):
         tensor.add_(1)  # a private copy, which no other rank sees
         return ListBatch([(row, tensor[i].tolist(), whole.tolist()) for i, row in enumerate(batch)])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def register_torch_meshes(self):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -151,15 +151,15 @@ class EchoWorker(Worker):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
         self.register_mesh("both", mesh, ["sp", "dp"])
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="stages"))
+    @register(split_over("stages"))
     def rows_of_stage(self, batch):
         return ListBatch([(self.rank, row) for row in batch])
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="both"))
+    @register(split_over("both"))
     def rows_of_both(self, batch):
         return ListBatch([(self.rank, row) for row in batch])
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO)
     def ask(self, handles):
         return ray.get([handle.not_registered.remote("x") for handle in handles])
 
@@ -262,11 +262,11 @@ def test_a_shared_argument_is_pickled_once(group):
 def test_what_is_large_is_stored_once_and_shards_once_per_dp_group(group):
     rows = [bytes(100_000) for _ in range(4)]
     config = bytes(200_000)
-    mode = make_nd_compute_dataproto_dispatch_fn("crossed")
+    mode = split_over("crossed")
     calls = mode.dispatch_fn(group, (ListBatch(rows),), {"extra": config})
-    flat, links = pack_calls("call", calls, range(NUM_RANKS), lambda rank: "node")
+    flat, links = pack_calls("call", calls, lambda rank: "node")
     assert links.receipts == []
-    shards, extras = zip(*flat, strict=True)
+    shards, extras = zip(*flat.values(), strict=True)
     assert all(isinstance(ref, ray.ObjectRef) for ref in (*shards, *extras))
     assert len(set(extras)) == 1
     assert (shards[0], shards[1]) == (shards[2], shards[3])  # dp ranks 1, 0, 1, 0

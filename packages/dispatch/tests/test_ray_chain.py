@@ -22,15 +22,14 @@ from tidemill_dispatch import (
     Worker,
     WorkerDiedError,
     WorkerError,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
+    split_over,
 )
 
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 from tidemill_dispatch.ray import (  # noqa: E402
     CallFuture,
-    DataProtoFuture,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -55,7 +54,7 @@ PADDING = Padding(pad=pad, unpad=unpad)
 
 def over(dp_size, **kwargs):
     padding = kwargs.pop("padding", None)
-    mode = make_nd_compute_dataproto_dispatch_fn(f"dp{dp_size}", padding=padding)
+    mode = split_over(f"dp{dp_size}", padding=padding)
     return register(dispatch_mode=mode, blocking=False, **kwargs)
 
 
@@ -125,15 +124,15 @@ class StageWorker(Worker):
     def sizes(self, batch):
         return ListBatch([len(row) for row in batch])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def everything(self, batch, future=None):
         return batch.items if future is None else future.items
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def as_list(self):
         return self.rank
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    @register(Dispatch.RANK_ZERO, blocking=False)
     def load(self, rows):
         return ListBatch(list(range(rows)))
 
@@ -160,11 +159,11 @@ class StageWorker(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def kept(self):
         return self.rows
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def forget(self):
         self.rows = None
 
@@ -256,7 +255,6 @@ def test_a_future_may_be_got_and_given_in_any_order(groups):
     first, second = groups
     future = first.pass2(ListBatch([1, 2, 3]))
     assert isinstance(future, CallFuture)
-    assert DataProtoFuture is CallFuture
     assert future.get().items == [1, 2, 3]
     assert second.pass4(future).get().items == [1, 2, 3]
     assert second.pass1(future).get().items == [1, 2, 3]

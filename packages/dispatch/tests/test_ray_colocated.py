@@ -12,8 +12,8 @@ from tidemill_dispatch import (
     Worker,
     WorkerDiedError,
     WorkerError,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
+    split_over,
 )
 
 ray = pytest.importorskip("ray")
@@ -27,7 +27,7 @@ from tidemill_dispatch.ray import (  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-_compute = make_nd_compute_dataproto_dispatch_fn("train")
+_compute = split_over("train")
 
 
 class Role(Worker):
@@ -38,22 +38,22 @@ class Role(Worker):
         # The same name, other shards: the actor splits over both ranks, the critic over none.
         self.register_dispatch_collect_info("train", *((self.rank, True) if tag == "actor" else (0, self.rank == 1)))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def who(self):
         return self.tag, self.rank, os.getpid()
 
-    @register(dispatch_mode=_compute, blocking=False)
+    @register(_compute, blocking=False)
     def see(self, batch):
         self.seen = batch.items
         return ListBatch([(self.tag, item) for item in batch])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def shards(self):
         return self.seen
 
 
 class Critic(Role):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def leave(self):
         os._exit(1)
 
@@ -62,7 +62,7 @@ class Critic(Role):
 
 
 class AsyncWorker(Worker):
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("all"))
+    @register(split_over("all"))
     async def double(self, batch):
         assert threading.current_thread() is threading.main_thread()
         return ListBatch(await asyncio.gather(*[self._later(item) for item in batch]))
@@ -71,16 +71,16 @@ class AsyncWorker(Worker):
         await asyncio.sleep(0.01)
         return 2 * item
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     async def leave_task(self):
         self.register_dispatch_collect_info("all", self.rank, True)
         self.task = asyncio.get_running_loop().create_task(self._later(21))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     async def await_task(self):
         return await self.task
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     async def fail(self, how):
         raise asyncio.CancelledError if how == "cancel" else ValueError("later")
 

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from tidemill_dispatch import Dispatch, Padding, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, Padding, Worker, register, split_over
 
 ray = pytest.importorskip("ray")
 torch = pytest.importorskip("torch")
@@ -23,35 +23,35 @@ class Stage(Worker):
         self.register_dispatch_collect_info("both", 1 - self.rank, True)
         self.register_dispatch_collect_info("one", 0, self.rank == 1)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both"), blocking=False)
+    @register(split_over("both"), blocking=False)
     def add(self, batch, number):
         return DataProto.from_dict(
             tensors={"ids": batch.batch["ids"], "x": batch.batch["x"] + number},
             non_tensors={"uid": batch.non_tensor_batch["uid"]},
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("one"))
+    @register(split_over("one"))
     def join(self, batch):
         return batch
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both"), blocking=False)
+    @register(split_over("both"), blocking=False)
     def pad_to_4(self, batch):
         return pad_dataproto_to_divisor(batch, 4)[0]
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    @register(Dispatch.RANK_ZERO, blocking=False)
     def load_padded(self, batch):
         return pad_dataproto_to_divisor(batch, 4)[0]
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both", padding=PADDING), blocking=False)
+    @register(split_over("both", padding=PADDING), blocking=False)
     def in_parts(self, batch):
         assert len(batch) == 3
         return DataProto.concat([part.rename("x", "y") for part in batch.split(2)])  # takes the padding out
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("both"))
+    @register(split_over("both"))
     def rows(self, batch):
         return batch["x"].tolist(), batch.is_padding.tolist()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("one"))
+    @register(split_over("one"))
     def all_rows(self, batch):
         return batch["x"].tolist(), batch.is_padding.tolist()
 

@@ -25,14 +25,14 @@ class BadLuckWorker(Worker):
         if hang:
             time.sleep(1000)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def init_process_group(self):
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
         dist.barrier()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def rank_one_raises(self):
         import torch
         import torch.distributed as dist
@@ -41,7 +41,7 @@ class BadLuckWorker(Worker):
             raise ValueError("row 3 has 900 tokens")
         dist.all_reduce(torch.ones(1))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def rank_one_is_killed(self):
         import torch
         import torch.distributed as dist
@@ -51,26 +51,26 @@ class BadLuckWorker(Worker):
             time.sleep(1000)
         dist.all_reduce(torch.ones(1))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def both_raise(self):
         time.sleep(0.0 if self.rank == 1 else 0.4)
         raise RuntimeError(f"rank {self.rank}")
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def start_children(self):
         child = subprocess.Popen(["sleep", "1000"]).pid
         grandchild = int(subprocess.check_output("sleep 1000 >/dev/null 2>&1 & echo $!", shell=True))
         return [os.getpid(), child, grandchild]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def hang(self):
         time.sleep(1000)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO)
     def rank_zero_hangs(self):
         time.sleep(1000)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def leave(self):
         if self.rank == 1:
             sys.exit(3)
@@ -268,7 +268,7 @@ def test_wrong_pools(arguments, message):
 
 
 class ClashingWorker(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def shutdown(self): ...
 
 

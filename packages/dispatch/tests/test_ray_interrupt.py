@@ -20,11 +20,11 @@ from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 class Sleeper(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def start_child(self):
         return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def sleep(self):
         time.sleep(1000)
 

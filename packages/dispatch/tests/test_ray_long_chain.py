@@ -4,7 +4,7 @@ import sys
 import time
 
 import pytest
-from tidemill_dispatch import Dispatch, ListBatch, Worker, WorkerError, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, ListBatch, Worker, WorkerError, register, split_over
 
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
@@ -16,11 +16,11 @@ LENGTH = 600
 
 
 class Counter(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def init_model(self):
         self.register_dispatch_collect_info("actor", dp_rank=self.rank, is_collect=True)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
+    @register(split_over("actor"), blocking=False)
     def count(self, batch, *, refused=None, seconds=0.0):
         time.sleep(seconds)
         if refused in batch.items:

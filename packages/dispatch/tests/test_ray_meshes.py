@@ -8,15 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tidemill_dispatch import (
     Dispatch,
-    Execute,
     ListBatch,
     Padding,
     Shard,
     Worker,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
+    split_over,
 )
-from tidemill_dispatch.registry import MethodSpec
+from tidemill_dispatch.method import MethodSpec
 
 pytest.importorskip("ray")
 from ray import cloudpickle
@@ -53,20 +52,20 @@ PADDING = Padding(pad=pad, unpad=unpad)
 
 
 class MeshWorker(Worker):
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(Dispatch.ALL_TO_ALL)
     def place(self, name, coordinate, names, shape, data_axes, collect_at):
         self.register_mesh(name, Coordinates(names, shape, coordinate), data_axes, collect_at=collect_at)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def seen(self):
         return self.rows
 
     # Called through `over`, with a mode that names the mesh; what counts here is the padding that the worker applies.
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("any"))
+    @register(split_over("any"))
     def echo_unequal(self, batch, *, ids):
         return self.echo(batch, ids=ids)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("any", padding=PADDING))
+    @register(split_over("any", padding=PADDING))
     def echo_padded(self, batch, *, ids):
         return self.echo(batch, ids=ids)
 
@@ -77,15 +76,15 @@ class MeshWorker(Worker):
         mesh = self.registered_meshes()[self.mesh_in_use]
         return ListBatch(list(batch.items)) if mesh.is_collect else "not collected"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def use(self, name):
         self.mesh_in_use = name
 
 
 def over(group, mesh, method, padding, batch, **kwargs):
     """A call of `method` over a mesh that is only known now."""
-    mode = make_nd_compute_dataproto_dispatch_fn(mesh, padding=padding)
-    spec = MethodSpec(name=method, mode=mode, execute_mode=Execute.ALL, blocking=True, timeout_s=None)
+    mode = split_over(mesh, padding=padding)
+    spec = MethodSpec(name=method, mode=mode, blocking=True, timeout_s=None)
     return group.call(spec, (batch,), kwargs).get()
 
 

@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 MAKER = """
 import sys
 import ray
-from tidemill_dispatch import Dispatch, ListBatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, ListBatch, Worker, split_over, register
 from tidemill_dispatch.ray import (
     RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
 )
@@ -34,12 +34,12 @@ class Counter(Worker):
         self.count = start
         self.register_dispatch_collect_info("all", 1 - self.rank, True)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("all"))
+    @register(split_over("all"))
     def add(self, batch):
         self.count += len(batch)
         return batch
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def counts(self):
         return self.count
 
@@ -124,11 +124,11 @@ def test_names_are_taken_once_and_detached_groups_have_pools_of_their_own(maker)
 
 
 class Sleeper(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def pid(self):
         return os.getpid()
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    @register(Dispatch.ALL_TO_ALL, blocking=False)
     def sleep(self, seconds):
         time.sleep(seconds)
 

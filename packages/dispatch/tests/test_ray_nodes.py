@@ -10,8 +10,8 @@ from tidemill_dispatch import (
     Padding,
     Worker,
     WorkerDiedError,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
+    split_over,
 )
 
 ray = pytest.importorskip("ray")
@@ -32,9 +32,9 @@ def unpad(batch, count):
     return ListBatch(batch.items[: len(batch) - count])
 
 
-_each = make_nd_compute_dataproto_dispatch_fn("each")
-_pairs = make_nd_compute_dataproto_dispatch_fn("pairs")
-_padded = make_nd_compute_dataproto_dispatch_fn("each", padding=Padding(pad=pad, unpad=unpad))
+_each = split_over("each")
+_pairs = split_over("pairs")
+_padded = split_over("each", padding=Padding(pad=pad, unpad=unpad))
 
 
 class NodeWorker(Worker):
@@ -42,11 +42,11 @@ class NodeWorker(Worker):
         self.register_dispatch_collect_info("each", self.rank, True)
         self.register_dispatch_collect_info("pairs", self.rank % 2, self.rank < 2)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def node(self):
         return ray.get_runtime_context().get_node_id()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def sum_of_ranks(self):
         import torch
         import torch.distributed as dist
@@ -56,23 +56,23 @@ class NodeWorker(Worker):
         dist.all_reduce(value)
         return value.item()
 
-    @register(dispatch_mode=_each, blocking=False)
+    @register(_each, blocking=False)
     def make(self, batch):
         return ListBatch([bytes([row]) * ROW_BYTES for row in batch])
 
-    @register(dispatch_mode=_each, blocking=False)
+    @register(_each, blocking=False)
     def read(self, batch):
         return ListBatch([(self.rank, row[0], len(row)) for row in batch])
 
-    @register(dispatch_mode=_padded, blocking=False)
+    @register(_padded, blocking=False)
     def read_padded(self, batch):
         return ListBatch([(self.rank, len(batch)) for _ in batch])
 
-    @register(dispatch_mode=_pairs, blocking=False)
+    @register(_pairs, blocking=False)
     def copy_pairs(self, batch):
         return ListBatch([bytes(row) for row in batch])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def hang(self):
         time.sleep(1000)
 

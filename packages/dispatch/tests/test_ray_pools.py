@@ -23,11 +23,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Placed(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def place(self):
         return ray.get_runtime_context().get_node_id(), *ray.get_gpu_ids()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def environment(self):
         return [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
 

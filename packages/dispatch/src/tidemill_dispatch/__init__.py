@@ -1,20 +1,14 @@
-"""n-d mesh dispatch and collect for groups of workers.
+"""Call a group of worker processes as one object: split batches over a mesh of ranks, collect results in order.
 
-This module is the registry and the arithmetic, and imports neither Ray nor torch; `tidemill_dispatch.ray` runs it.
+This module holds the modes and their arithmetic and imports neither Ray nor torch. `tidemill_dispatch.ray` runs calls
+on Ray actors. `tidemill_dispatch.compat` has verl's names.
 """
 
 from tidemill_dispatch.batch import Batch, ListBatch
 from tidemill_dispatch.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from tidemill_dispatch.mesh import MeshLayout
-from tidemill_dispatch.registry import (
-    Dispatch,
-    DispatchMode,
-    Execute,
-    make_dp_compute_dataproto_dispatch_fn,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-    register_dispatch_mode,
-)
+from tidemill_dispatch.method import register
+from tidemill_dispatch.mode import Dispatch, DispatchMode, split_over, split_over_ranks
 from tidemill_dispatch.sharding import Padding, Replicate, Shard
 from tidemill_dispatch.worker import Worker
 
@@ -23,7 +17,6 @@ __all__ = [
     "CallTimeoutError",
     "Dispatch",
     "DispatchMode",
-    "Execute",
     "ListBatch",
     "MeshLayout",
     "Padding",
@@ -32,8 +25,7 @@ __all__ = [
     "Worker",
     "WorkerDiedError",
     "WorkerError",
-    "make_dp_compute_dataproto_dispatch_fn",
-    "make_nd_compute_dataproto_dispatch_fn",
     "register",
-    "register_dispatch_mode",
+    "split_over",
+    "split_over_ranks",
 ]

@@ -214,12 +214,15 @@ def _finished(
     ]
 
 
-def sent_whole(value: Any) -> Any:
+def without_wrapper(value: Any) -> Any:
     """An argument of a mode that splits nothing.
 
     Raises:
         TypeError: it is a `Shard`.
     """
     if isinstance(value, Shard):
-        raise TypeError("Shard(x) needs a mode that splits batches: DP_COMPUTE_PROTO or nd compute over a mesh")
+        raise TypeError(
+            f"Shard({type(value.value).__name__}) requires a mode that splits batches, split_over(mesh) or "
+            "split_over_ranks(); pass the value itself to send it whole"
+        )
     return value.value if isinstance(value, Replicate) else value

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from tidemill_dataproto import DataProto
-from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, WeightShard, sft_loss
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
@@ -15,7 +15,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.losses import PPOLoss
 
-_compute = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
+_compute = split_over("actor")
 
 
 class ActorWorker(Worker):
@@ -46,7 +46,7 @@ class ActorWorker(Worker):
         )
         self._updater: WeightUpdater | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """Loads the model and registers this rank in the mesh "actor"."""
         torch.set_num_threads(self._config.actor.omp_num_threads)
@@ -58,7 +58,7 @@ class ActorWorker(Worker):
             is_collect=self._engine.is_mp_src_rank_with_outputs(),
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
         """Starts the optimizer and its schedule afresh, for the warm-up or for reinforcement learning."""
         optimizer = self._config.optimizer
@@ -66,7 +66,7 @@ class ActorWorker(Worker):
             optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
         self._engine.reset_optimizer(optimizer)
 
-    @register(dispatch_mode=_compute)
+    @register(_compute)
     def update_sft(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
 
@@ -75,7 +75,7 @@ class ActorWorker(Worker):
         """
         return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
-    @register(dispatch_mode=_compute)
+    @register(_compute)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """The policy's `old_log_probs` and `entropy` of the responses, ragged like `responses`.
 
@@ -84,7 +84,7 @@ class ActorWorker(Worker):
         """
         return self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
 
-    @register(dispatch_mode=_compute)
+    @register(_compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of the policy.
 
@@ -96,7 +96,7 @@ class ActorWorker(Worker):
         named = {f"actor/{name}" if name in own else name: value for name, value in metrics.items()}
         return named | self._engine.performance()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
         """Names the engines that `update_weights` serves."""
         update = self._config.weight_update
@@ -113,7 +113,7 @@ class ActorWorker(Worker):
             timeout_s=update.timeout_s / 3,  # an engine that hangs is given up before calls to the others time out
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, weight_version: int | str) -> dict[str, float]:
         """Sends the policy's weights to all engines; returns `weight_update/*` metrics.
 
@@ -140,17 +140,17 @@ class ActorWorker(Worker):
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Writes everything that `load_checkpoint` needs to `path`."""
         self._engine.save_checkpoint(path)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Continues where `save_checkpoint` was called."""
         self._engine.load_checkpoint(path)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Writes the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)

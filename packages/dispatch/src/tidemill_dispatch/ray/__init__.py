@@ -10,12 +10,8 @@ from tidemill_dispatch.ray.group import RayWorkerGroup
 from tidemill_dispatch.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
 from tidemill_dispatch.ray.roles import RayClassWithInitArgs, create_colocated_worker_cls
 
-DataProtoFuture = CallFuture
-"""The name that users of verl know."""
-
 __all__ = [
     "CallFuture",
-    "DataProtoFuture",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",

@@ -46,7 +46,7 @@ class PendingCall:
         receipts, values: what each rank returns: a receipt from every rank that was called, a value from those whose
             result is sent, in the order in which the mode collects them.
         collect: makes the caller's result of the values.
-        chains: the values are parts of one batch.
+        is_batch_parts: the values are parts of one batch.
         timeout_s: deadline in seconds after the call was made, or after the calls that it takes rows from ended.
     """
 
@@ -56,7 +56,7 @@ class PendingCall:
     receipts: Mapping[int, ray.ObjectRef]
     values: Mapping[int, ray.ObjectRef]
     collect: Callable[[list[Any]], Any]
-    chains: bool
+    is_batch_parts: bool
     timeout_s: float
 
 
@@ -120,7 +120,7 @@ class CallFuture(DeferredRows):
         Raises:
             TypeError: the method's mode does not make one batch of its results.
         """
-        if not self.call.chains:
+        if not self.call.is_batch_parts:
             raise TypeError(
                 f"the results of {self.call.method!r} of group {self.call.group!r} are not parts of one batch, so its "
                 "future cannot be an argument; call get() and pass what it returns"

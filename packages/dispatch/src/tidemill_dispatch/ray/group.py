@@ -11,12 +11,12 @@ import ray
 
 from tidemill_dispatch.errors import CallTimeoutError, UnknownMethodError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
+from tidemill_dispatch.method import MethodSpec, registered_methods
 from tidemill_dispatch.ray.future import CallFuture, PendingCall
 from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.processes import WorkerProcesses, end_processes, find_processes, start_processes
 from tidemill_dispatch.ray.roles import ONLY_ROLE, ColocatedClasses, RayClassWithInitArgs, public_methods, roles_of
-from tidemill_dispatch.registry import Execute, MethodSpec, registered_methods
 from tidemill_dispatch.sharding import RankCall
 from tidemill_dispatch.worker import Worker
 
@@ -197,7 +197,7 @@ class RayWorkerGroup:
                 receipts=pings,
                 values={},
                 collect=lambda _: None,
-                chains=False,
+                is_batch_parts=False,
                 timeout_s=timeout_s,
             )
         )
@@ -226,11 +226,10 @@ class RayWorkerGroup:
         ranks = range(self.world_size)
         return self._submit(
             "registered_meshes",
-            [((), {})] * self.world_size,
-            ranks=ranks,
-            result_ranks=ranks,
+            dict.fromkeys(ranks, ((), {})),
+            collect_ranks=ranks,
             collect=list,
-            chains=False,
+            is_batch_parts=False,
             timeout_s=self._processes.record.timeout_s,
         ).get()
 
@@ -241,43 +240,50 @@ class RayWorkerGroup:
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         """Dispatches one call of a registered method and returns its future, whatever `spec.blocking` says."""
         calls = spec.mode.dispatch_fn(self, args, kwargs)
-        if len(calls) != self.world_size:
-            raise ValueError(
-                f"dispatch mode {spec.mode.name!r} made {len(calls)} calls; group {self.name!r} has "
-                f"{self.world_size} ranks"
-            )
+        collect_ranks = list(calls) if spec.mode.collect_ranks_fn is None else spec.mode.collect_ranks_fn(self)
+        self._check_ranks(spec.mode.name, calls, collect_ranks)
         return self._submit(
             spec.name,
             calls,
-            ranks=range(1 if spec.execute_mode is Execute.RANK_ZERO else self.world_size),
-            result_ranks=spec.mode.result_ranks_fn(self),
+            collect_ranks=collect_ranks,
             collect=lambda results: spec.mode.collect_fn(self, results),
-            chains=spec.mode.chains,
+            is_batch_parts=spec.mode.is_batch_parts,
             timeout_s=self._processes.record.timeout_s if spec.timeout_s is None else spec.timeout_s,
         )
+
+    def _check_ranks(self, mode: str, calls: Mapping[int, RankCall], collect_ranks: Sequence[int]) -> None:
+        unknown = [rank for rank in calls if rank not in range(self.world_size)]
+        if unknown or not calls:
+            raise ValueError(
+                f"dispatch_fn of mode {mode!r} must return the calls of one or more ranks from 0 to "
+                f"{self.world_size - 1} of group {self.name!r}, got calls of ranks {list(calls)}"
+            )
+        if idle := [rank for rank in collect_ranks if rank not in calls]:
+            raise ValueError(
+                f"collect_ranks_fn of mode {mode!r} must name ranks that dispatch_fn calls, which are {list(calls)}, "
+                f"got {idle} too"
+            )
 
     def _submit(
         self,
         method: str,
-        calls: Sequence[RankCall],
+        calls: Mapping[int, RankCall],
         *,
-        ranks: Sequence[int],
-        result_ranks: Sequence[int],
+        collect_ranks: Sequence[int],
         collect: Callable[[list[Any]], Any],
-        chains: bool,
+        is_batch_parts: bool,
         timeout_s: float,
     ) -> CallFuture:
         self._processes.check_usable()
         self.wait_ready()
         name = f"{self._classes[self._role].__name__}.{method}"
-        flat_calls, links = pack_calls(name, [calls[rank] for rank in ranks], ranks, self._processes.node)
+        flat_calls, links = pack_calls(name, calls, self._processes.node)
         receipts: dict[int, ray.ObjectRef] = {}
         values: dict[int, ray.ObjectRef] = {}
         with self._processes.lock:
-            for rank, flat in zip(ranks, flat_calls, strict=True):
-                args, kwargs = calls[rank]
-                sent = ((self._role, method, len(args), tuple(kwargs)), *flat, *links.receipts)
-                if rank in result_ranks:
+            for rank, (args, kwargs) in calls.items():
+                sent = ((self._role, method, len(args), tuple(kwargs)), *flat_calls[rank], *links.receipts)
+                if rank in collect_ranks:
                     receipts[rank], values[rank] = self.workers[rank].tidemill_call.remote(*sent)
                 else:
                     receipts[rank] = self.workers[rank].tidemill_call_unsent.remote(*sent)
@@ -287,9 +293,9 @@ class RayWorkerGroup:
                 group=self.name,
                 method=method,
                 receipts=receipts,
-                values={rank: values[rank] for rank in result_ranks},
+                values={rank: values[rank] for rank in collect_ranks},
                 collect=collect,
-                chains=chains,
+                is_batch_parts=is_batch_parts,
                 timeout_s=timeout_s,
             ),
             links.futures,

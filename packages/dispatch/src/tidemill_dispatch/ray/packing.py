@@ -1,6 +1,6 @@
 """The arguments of one call, ready to be sent to each rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill_dispatch.ray.arguments import pack
@@ -9,9 +9,9 @@ from tidemill_dispatch.sharding import DeferredRows, DeferredShard, RankCall
 
 
 def pack_calls(
-    call: str, calls: Sequence[RankCall], ranks: Sequence[int], node_of: Callable[[int], str]
-) -> tuple[list[list[Any]], Links]:
-    """Packs each rank's arguments, positional then keyword values, flat. `calls[i]` is the call of `ranks[i]`.
+    call: str, calls: Mapping[int, RankCall], node_of: Callable[[int], str]
+) -> tuple[dict[int, list[Any]], Links]:
+    """Packs each rank's arguments, positional then keyword values, flat.
 
     Every distinct object is pickled, and stored, once, however many ranks get it. All are packed before any rank is
     called: an argument that cannot be pickled leaves no rank waiting for the others. A future, or a shard of one,
@@ -21,8 +21,8 @@ def pack_calls(
         TypeError: an argument cannot be pickled (the text names it), or is the future of a call that does not chain.
     """
     links = Links()
-    values = [[*args, *kwargs.values()] for args, kwargs in calls]
-    nodes = _consumers(values, ranks, node_of)
+    values = {rank: [*args, *kwargs.values()] for rank, (args, kwargs) in calls.items()}
+    nodes = _consumers(values, node_of)
     packed: dict[int, Any] = {}
 
     def once(name: str, value: Any) -> Any:
@@ -38,20 +38,20 @@ def pack_calls(
         packed[id(value)] = result
         return result
 
-    flat = [
-        [once(f"argument {i}", value) for i, value in enumerate(args)]
+    flat = {
+        rank: [once(f"argument {i}", value) for i, value in enumerate(args)]
         + [once(f"argument {key!r}", value) for key, value in kwargs.items()]
-        for args, kwargs in calls
-    ]
+        for rank, (args, kwargs) in calls.items()
+    }
     return flat, links
 
 
 def _consumers(
-    values: Sequence[Sequence[Any]], ranks: Sequence[int], node_of: Callable[[int], str]
+    values: Mapping[int, Sequence[Any]], node_of: Callable[[int], str]
 ) -> dict[tuple[int, int], dict[int, set[str]]]:
     """By future and number of shards, then by shard: the nodes of the ranks that get it."""
     found: dict[tuple[int, int], dict[int, set[str]]] = {}
-    for rank, rank_values in zip(ranks, values, strict=True):
+    for rank, rank_values in values.items():
         for value in rank_values:
             if isinstance(value, DeferredShard):
                 key, index = (id(value.source), value.n), value.index

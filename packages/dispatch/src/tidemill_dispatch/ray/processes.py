@@ -76,7 +76,7 @@ class WorkerProcesses:
                 receipts={rank: pair[0] for rank, pair in pairs.items()},
                 values={},
                 collect=lambda _: None,
-                chains=False,
+                is_batch_parts=False,
                 timeout_s=self.record.timeout_s,
             )
         )

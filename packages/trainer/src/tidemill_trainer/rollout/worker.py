@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
-from tidemill_dispatch import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import ModelConfig
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
@@ -89,7 +89,7 @@ class RolloutWorker(Worker):
         self._client: LocalEngine | None = None
         self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start_engine(self) -> None:
         """Starts SGLang; on a CPU nearly all of the time goes into imports."""
         from sglang.srt.entrypoints.engine import Engine
@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
         self._engine.freeze_gc()  # else each weight update collects over all the objects that SGLang's imports made
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @register(split_over("rollout"))
     def generate_sequences(self, prompts: DataProto, *, greedy: bool) -> DataProto:
         """Generates one response per row.
 
