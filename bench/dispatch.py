@@ -27,7 +27,7 @@ import ray
 from ray import cloudpickle
 from tidemill_dispatch import ListBatch, Worker, register, split_over
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from tidemill_dispatch.ray.arguments import pack
+from tidemill_dispatch.ray.pickling import pack
 
 NUM_RANKS, DP_SIZE = 8, 4
 LIMIT_MS = 1.0

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidemill_dispatch.batch import real_rows
-from tidemill_dispatch.ray.arguments import Packed
 from tidemill_dispatch.ray.chain import ChainedShard
+from tidemill_dispatch.ray.pickling import Packed
 from tidemill_dispatch.sharding import PaddedShard, Padding
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tidemill_dispatch.ray.arguments import pack
 from tidemill_dispatch.ray.chain import Links
+from tidemill_dispatch.ray.pickling import pack
 from tidemill_dispatch.sharding import DeferredRows, DeferredShard, RankCall
 
 

@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import RayError
 
 from tidemill_dispatch.errors import WorkerDiedError
-from tidemill_dispatch.ray.arguments import pack, unpacked
+from tidemill_dispatch.ray.actor import host_class
 from tidemill_dispatch.ray.future import CallFuture, PendingCall
-from tidemill_dispatch.ray.host import host_class
+from tidemill_dispatch.ray.pickling import pack, unpacked
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.rendezvous import HostInfo
 from tidemill_dispatch.ray.reservation import Placement, detached_placement_groups, remove_placement_groups

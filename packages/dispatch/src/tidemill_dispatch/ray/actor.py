@@ -14,10 +14,10 @@ from typing import Any
 import ray
 
 from tidemill_dispatch.method import MethodSpec, registered_methods
-from tidemill_dispatch.ray.arguments import pack, unpacked
 from tidemill_dispatch.ray.chain import rows_of
 from tidemill_dispatch.ray.failure import Failure
 from tidemill_dispatch.ray.inputs import CallInputs
+from tidemill_dispatch.ray.pickling import pack, unpacked
 from tidemill_dispatch.ray.rendezvous import HostInfo, rank_environment, reserve_port
 from tidemill_dispatch.ray.roles import ONLY_ROLE, RayClassWithInitArgs, public_methods
 from tidemill_dispatch.worker import Worker

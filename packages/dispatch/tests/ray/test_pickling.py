@@ -4,7 +4,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 torch = pytest.importorskip("torch")
-from tidemill_dispatch.ray.arguments import pack, unpacked  # noqa: E402
+from tidemill_dispatch.ray.pickling import pack, unpacked  # noqa: E402
 
 
 def there(value):

@@ -22,8 +22,8 @@ from tidemill_dispatch import (
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
-from tidemill_dispatch.ray.arguments import pack  # noqa: E402
 from tidemill_dispatch.ray.packing import pack_calls  # noqa: E402
+from tidemill_dispatch.ray.pickling import pack  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import a test module
