@@ -121,7 +121,7 @@ def overhead(group: RayWorkerGroup, rounds: int) -> float:
             if rank % 2:
                 results += worker.tidemill_call.remote(header, shards[rank // 2], 0.5)
             else:
-                results.append(worker.tidemill_call_unsent.remote(header, shards[rank // 2], 0.5))
+                results.append(worker.tidemill_call_uncollected.remote(header, shards[rank // 2], 0.5))
         shards.clear()
         ray.get(results)
 

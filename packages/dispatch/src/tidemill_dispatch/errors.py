@@ -1,14 +1,14 @@
-"""What a call to a worker group raises on the driver."""
+"""Errors that a call to a worker group raises on the driver."""
 
 from typing import Any
 
 
 class UnknownMethodError(AttributeError, TypeError):
-    """A method that the group does not have. An AttributeError for `hasattr`, a TypeError as all wrong calls."""
+    """The group has no such method. An AttributeError for `hasattr`, and a TypeError like other wrong calls."""
 
 
 class _CallError(Exception):
-    """Pickled as its text and its attributes: unpickling other exceptions calls them with their text alone."""
+    """Is pickled as its text and attributes: by default, unpickling calls the class with the text alone."""
 
     def __reduce__(self) -> Any:
         return _restored, (type(self), str(self)), vars(self)
@@ -21,17 +21,17 @@ def _restored(kind: type[_CallError], text: str) -> _CallError:
 
 
 class WorkerError(_CallError, RuntimeError):
-    """A worker's method (or its constructor, method "__init__") raised.
+    """A worker's method, or its constructor (method "__init__"), raised.
 
     Attributes:
         group: name of the worker group.
-        rank: the rank that raised first.
+        rank: rank that raised first.
         host: node and process, as "hostname:pid".
         method: name of the method that was called.
         error_type: qualified name of the exception's class on the worker, for example "ValueError".
-        error_message: the exception's own text.
-        remote_traceback: the worker's traceback, formatted.
-        other_errors: one line for each other rank that raised too.
+        error_message: text of the exception.
+        remote_traceback: traceback on the worker, formatted.
+        other_errors: one line for each other rank that raised.
         still_running: ranks that had not finished the call when this error was raised.
     """
 
@@ -68,12 +68,14 @@ class WorkerError(_CallError, RuntimeError):
 
 
 class WorkerDiedError(_CallError, RuntimeError):
-    """A worker's process ended: killed, out of memory, exited, or its node is gone. The group is unusable after it.
+    """A worker's process exited, was killed (for example out of memory), or its node was lost.
+
+    The group is unusable afterwards.
 
     Attributes:
         group, rank, method: as in `WorkerError`.
-        host: as in `WorkerError`; "unknown host" for a worker that died while starting.
-        reason: what Ray reports about the death.
+        host: as in `WorkerError`; "unknown host" for a worker that died while it started.
+        reason: Ray's report of the death.
         other_errors: one line for each other rank that raised in the same call.
     """
 
@@ -95,11 +97,11 @@ class WorkerDiedError(_CallError, RuntimeError):
 
 
 class CallTimeoutError(_CallError, TimeoutError):
-    """A call did not finish before its deadline. The call itself goes on: its future may be asked again.
+    """A call did not finish before its timeout. The ranks keep running it: `get` of its future may be called again.
 
     Attributes:
         group, method: as in `WorkerError`.
-        timeout_s: the deadline in seconds.
+        timeout_s: timeout in seconds.
         still_running: ranks that have not finished.
     """
 
@@ -109,6 +111,6 @@ class CallTimeoutError(_CallError, TimeoutError):
         self.timeout_s = timeout_s
         self.still_running = still_running
         super().__init__(
-            f"{method!r} of group {group!r} did not finish within {timeout_s:g} s: "
-            f"ranks {list(still_running)} are still running. Shut the group down, or allow more time."
+            f"{method!r} of group {group!r} did not finish within {timeout_s:g} s: ranks {list(still_running)} are "
+            "still running. Raise timeout_s (of the group, @register or get), or shut the group down if they hang."
         )

@@ -1,4 +1,4 @@
-"""Where the ranks of a group stand in a named mesh, seen from the data."""
+"""Named meshes: which shard of a batch each rank of a group receives, and which ranks are collected."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshEntry:
-    """One rank's place: which shard of a batch it gets, and whether its result is the one that is collected.
+    """Place of one rank in a mesh.
 
-    `dp_size` is the number of shards as this rank knows it, None if it was not told.
+    Attributes:
+        dp_rank: index of the shard that the rank receives.
+        is_collect: whether the result of the rank is collected.
+        dp_size: number of shards, or None if the rank did not register it.
     """
 
     dp_rank: int
@@ -20,11 +23,11 @@ class MeshEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshLayout:
-    """All ranks' places in one mesh, checked.
+    """Places of all ranks in one mesh, validated.
 
     Attributes:
-        dp_ranks: dp_rank by rank, length world_size.
-        collect_ranks: the rank whose result is collected, by dp_rank, length dp_size.
+        dp_ranks: dp_rank by rank; length is the group's world_size.
+        collect_ranks: rank whose result is collected, by dp_rank; length is dp_size.
     """
 
     dp_ranks: tuple[int, ...]
@@ -36,18 +39,17 @@ class MeshLayout:
 
     @classmethod
     def of_all_ranks(cls, world_size: int) -> "MeshLayout":
-        """The mesh of a group in which every rank has a shard of its own."""
+        """Return the mesh in which each rank is a dp rank."""
         ranks = tuple(range(world_size))
         return cls(dp_ranks=ranks, collect_ranks=ranks)
 
     @classmethod
     def from_entries(cls, name: str, entries: Sequence[MeshEntry | None]) -> "MeshLayout":
-        """Checks what the ranks registered; `entries[rank]` is None for a rank that did not register this mesh.
+        """Validate the entries of all ranks; `entries[rank]` is None for a rank that did not register this mesh.
 
         Raises:
-            ValueError: a rank registered nothing, the ranks do not agree on dp_size, a dp_rank is missing or not
-                below dp_size, or a dp_rank does not have exactly one collect rank; the text names the mesh and the
-                ranks at fault.
+            ValueError: a rank registered nothing, the ranks disagree on dp_size, a dp_rank is missing or not below
+                dp_size, or a dp_rank does not have exactly one collect rank. The message names the mesh and the ranks.
         """
         absent = [rank for rank, entry in enumerate(entries) if entry is None]
         present = [entry for entry in entries if entry is not None]
@@ -56,12 +58,12 @@ class MeshLayout:
                 f"mesh {name!r}: ranks {absent} of {len(entries)} did not register it; "
                 "call register_mesh or register_dispatch_collect_info on every rank"
             )
-        told = {rank: entry.dp_size for rank, entry in enumerate(present) if entry.dp_size is not None}
-        if len(set(told.values())) > 1:
-            raise ValueError(f"mesh {name!r}: the ranks do not agree on dp_size; by rank it is {told}")
-        dp_size = next(iter(told.values()), 1 + max(entry.dp_rank for entry in present))
+        dp_sizes = {rank: entry.dp_size for rank, entry in enumerate(present) if entry.dp_size is not None}
+        if len(set(dp_sizes.values())) > 1:
+            raise ValueError(f"mesh {name!r}: all ranks must register the same dp_size, got by rank {dp_sizes}")
+        dp_size = next(iter(dp_sizes.values()), 1 + max(entry.dp_rank for entry in present))
         problems = [
-            f"rank {rank} has dp_rank {entry.dp_rank}, which is not below dp_size {dp_size}"
+            f"rank {rank} has dp_rank {entry.dp_rank}, expected less than dp_size {dp_size}"
             for rank, entry in enumerate(present)
             if entry.dp_rank >= dp_size
         ]
@@ -70,10 +72,10 @@ class MeshLayout:
             members = [rank for rank, entry in enumerate(present) if entry.dp_rank == dp_rank]
             collect = [rank for rank in members if present[rank].is_collect]
             if not members:
-                problems.append(f"dp_rank {dp_rank} is registered by no rank (dp_size is {dp_size})")
+                problems.append(f"no rank registered dp_rank {dp_rank} (dp_size is {dp_size})")
             elif len(collect) != 1:
                 problems.append(
-                    f"dp_rank {dp_rank} (ranks {members}) has collect ranks {collect}, expected exactly one"
+                    f"dp_rank {dp_rank} (ranks {members}) has collect ranks {collect}, expected exactly one rank"
                 )
             else:
                 collect_ranks.append(collect[0])
@@ -83,7 +85,7 @@ class MeshLayout:
 
 
 class DeviceMeshLike(Protocol):
-    """The part of `torch.distributed.device_mesh.DeviceMesh` that is read."""
+    """The part of `torch.distributed.device_mesh.DeviceMesh` that this package reads."""
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None: ...
@@ -97,36 +99,43 @@ class DeviceMeshLike(Protocol):
 def entry_of_device_mesh(
     mesh_name: str, device_mesh: DeviceMeshLike | Any, data_axes: Sequence[str], collect_at: Mapping[str, int]
 ) -> MeshEntry:
-    """This rank's place: the row-major index over `data_axes`, in the order given.
+    """Return this rank's place. Its dp_rank is the row-major index over `data_axes`, in the given order.
 
-    The rank is the collect rank of its dp_rank if its coordinate on every other axis is `collect_at[axis]` (default 0;
-    negative counts from the end, so `{"pp": -1}` is the last pipeline stage).
+    The rank is collected if its coordinate on every other axis is `collect_at[axis]` (default 0; negative values count
+    from the end, so `{"pp": -1}` is the last pipeline stage).
 
     Raises:
-        ValueError: an axis that the mesh does not have, an axis both data and collect, a coordinate out of range, or a
-            rank outside the mesh.
-        TypeError: `data_axes` is one string.
+        ValueError: an unknown axis, an axis in both `data_axes` and `collect_at`, a coordinate out of range, or a rank
+            outside the device mesh.
+        TypeError: `data_axes` is a string.
     """
     if isinstance(data_axes, str):
-        raise TypeError(f"mesh {mesh_name!r}: data_axes must be a list of axis names, got {data_axes!r}; write [...]")
+        raise TypeError(
+            f"mesh {mesh_name!r}: data_axes must be a list of axis names, got {data_axes!r}; write [{data_axes!r}]"
+        )
     names = tuple(device_mesh.mesh_dim_names or ())
     unknown = [axis for axis in (*data_axes, *collect_at) if axis not in names]
     if unknown:
-        raise ValueError(f"mesh {mesh_name!r}: the device mesh has no axes {unknown}; it has {list(names)}")
+        raise ValueError(f"mesh {mesh_name!r}: the device mesh has no axes {unknown}; its axes are {list(names)}")
     both = [axis for axis in data_axes if axis in collect_at]
     if both or len(set(data_axes)) != len(data_axes):
         raise ValueError(
-            f"mesh {mesh_name!r}: data_axes {list(data_axes)} repeats an axis or shares {both} with collect_at"
+            f"mesh {mesh_name!r}: each axis must be named once in data_axes or in collect_at, got data_axes "
+            f"{list(data_axes)} and collect_at {dict(collect_at)}"
         )
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError(f"mesh {mesh_name!r}: this rank is not part of the device mesh of shape {device_mesh.shape}")
+        raise ValueError(
+            f"mesh {mesh_name!r}: this rank is outside the device mesh of shape {device_mesh.shape}; register the mesh "
+            "with register_dispatch_collect_info on ranks that the device mesh leaves out"
+        )
     at = dict(zip(names, coordinate, strict=True))
     sizes = dict(zip(names, device_mesh.shape, strict=True))
     outside = [axis for axis, index in collect_at.items() if not -sizes[axis] <= index < sizes[axis]]
     if outside:
         raise ValueError(
-            f"mesh {mesh_name!r}: collect_at {dict(collect_at)} is out of range on axes {outside} of {sizes}"
+            f"mesh {mesh_name!r}: collect_at {dict(collect_at)} is out of range on axes {outside}; "
+            f"axis sizes are {sizes}"
         )
     dp_rank = 0
     for axis in data_axes:

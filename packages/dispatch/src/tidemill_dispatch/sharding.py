@@ -1,4 +1,4 @@
-"""How the arguments of one call become the arguments of each shard's call."""
+"""Splits the arguments of a call into the arguments of each shard's call."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,33 +10,33 @@ from tidemill_dispatch.batch import is_batch, split_rows, take_rows
 from tidemill_dispatch.rows import balanced_lengths
 
 RankCall = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one rank's call. The same object in several ranks' calls is sent once."""
+"""Positional and keyword arguments of one rank's call. An object that several ranks receive is sent once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An argument to be split over the shards although it is not a batch: a list, an array, a tensor."""
+    """Marks an argument that is split by rows although it is not a batch: a list, array, tensor or TensorDict."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """An argument to be sent whole to every rank although it is a batch."""
+    """Marks an argument that is sent whole to every rank although it is a batch."""
 
     value: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """How a method wants shards of equal length: `pad_dataproto_to_divisor` and `unpad_dataproto` are such a pair.
+    """Pair of functions that makes shards equally long, for example `pad_dataproto_to_divisor` and `unpad_dataproto`.
 
-    The workers pad their own shards before the method runs and take the padding from what it returns, so padding rows
-    never travel.
+    Each worker pads its shard before the method runs and removes the padding from the result, so padding rows are never
+    sent between processes.
 
     Attributes:
-        pad: (batch, divisor) -> (batch with padding rows at its end, their number).
-        unpad: (batch, number of padding rows at its end) -> batch without them.
+        pad: `(batch, divisor)` -> `(batch with padding rows at its end, number of padding rows)`.
+        unpad: `(batch, number of padding rows at its end)` -> batch without them.
     """
 
     pad: Callable[[Any, int], tuple[Any, int]]
@@ -44,20 +44,20 @@ class Padding:
 
 
 class DeferredRows(ABC):
-    """Rows that other workers are still making; they are split without being looked at."""
+    """A batch that other workers still compute: the base class of futures that can be arguments."""
 
     @abstractmethod
     def chunk(self, n: int) -> list["DeferredShard"]:
-        """n shards in row order, of lengths that differ by at most one, the longer ones first."""
+        """Return n shards in row order. Their lengths differ by at most one, the longer ones first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredShard:
-    """Shard `index` of n of rows that are not there yet.
+    """Shard `index` of n of a batch that is not computed yet.
 
     Attributes:
-        num_real: its number of rows, where other batches of the call tell.
-        padded: it is to be padded to the length of the longest.
+        num_real: expected number of rows, known if the call has other batches.
+        padded: whether the worker pads the shard to the length of the longest.
     """
 
     source: DeferredRows
@@ -69,17 +69,23 @@ class DeferredShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedShard:
-    """A shard that its worker pads to `num_rows` rows. `rows` has `num_real` rows, or one to make padding from if 0."""
+    """A shard that its worker pads to `num_rows` rows.
+
+    Attributes:
+        rows: `num_real` rows; if that is 0, one row to make padding from.
+        num_real: number of rows without padding.
+        num_rows: number of rows with padding.
+    """
 
     rows: Any
     num_real: int
     num_rows: int
 
     def pad(self, padding: Padding) -> Any:
-        """The shard with its padding.
+        """Return the shard with padding.
 
         Raises:
-            ValueError: `padding.pad` made another number of rows.
+            ValueError: `padding.pad` returned another number of rows than `num_rows`.
         """
         if self.num_real == self.num_rows:
             return self.rows
@@ -90,29 +96,30 @@ class PaddedShard:
             padded = take_rows(more, 1, self.num_rows + 1)
         if len(padded) != self.num_rows:
             raise ValueError(
-                f"padding {max(self.num_real, 1)} rows to a multiple of {self.num_rows} gave {len(padded)} rows; "
-                "`pad` must add the fewest rows that make the number of rows a multiple"
+                f"Padding.pad must add the fewest rows that make {max(self.num_real, 1)} rows a multiple of "
+                f"{self.num_rows}, got {len(padded)} rows"
             )
         return padded
 
     def unpad(self, result: Any, padding: Padding) -> Any:
-        """What the method returned, without the padding; the method may have taken it out itself.
+        """Return the method's result without padding. The method may already have removed it.
 
         Raises:
-            ValueError: a batch with another number of rows than the shard had, so that its padding cannot be told.
+            ValueError: the result is a batch with another number of rows than the shard, so that the padding rows are
+                unknown.
         """
         if self.num_real == self.num_rows or not is_batch(result) or len(result) in (0, self.num_real):
             return result
         if len(result) != self.num_rows:
             raise ValueError(
-                f"a method that is registered with padding got {self.num_rows} rows, {self.num_real} of them real, "
-                f"and returned {len(result)}; it must return all of them, the real ones, none, or no batch"
+                f"a method registered with padding received {self.num_rows} rows, {self.num_real} of them real, and "
+                f"returned {len(result)} rows; it must return all rows, the real rows, no rows, or no batch"
             )
         return padding.unpad(result, self.num_rows - self.num_real)
 
 
 @runtime_checkable
-class _Rows(Protocol):
+class _SupportsRows(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
 
     def __len__(self) -> int: ...
@@ -120,21 +127,21 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The n parts of one argument; `lengths` is None for rows that are not there yet."""
+    """The n parts of one argument; `lengths` is None for a batch that is not computed yet."""
 
     parts: Sequence[Any]
     lengths: tuple[int, ...] | None
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, padding: Padding | None = None) -> list[RankCall]:
-    """Splits the batches among the arguments of a call into n parts; every part gets all other arguments as they are.
+    """Split the batches among the arguments of a call into n parts; each part has all other arguments unchanged.
 
-    `Shard` and `Replicate` override which arguments are split. Rows that do not divide by n are split unequally, or,
-    with `padding`, the shards are to be padded to equal length.
+    `Shard` and `Replicate` override which arguments are split. Rows that do not divide by n are split unequally. With
+    `padding`, the workers pad such shards to equal length.
 
     Raises:
         ValueError: two batches of the call have different numbers of rows, or split differently.
-        TypeError: a `Shard` of something without rows.
+        TypeError: a `Shard` of a value without rows.
     """
     named = {
         **{f"argument {i}": arg for i, arg in enumerate(args)},
@@ -142,7 +149,7 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, padding: P
     }
     splits = {name: split for name, value in named.items() if (split := _split(name, value, n)) is not None}
     lengths = _agreed_lengths(splits)
-    parts = {name: _finished(name, named[name], split, lengths, padding) for name, split in splits.items()}
+    parts = {name: _shards_to_send(name, named[name], split, lengths, padding) for name, split in splits.items()}
 
     def pick(name: str, value: Any, index: int) -> Any:
         if name in parts:
@@ -167,10 +174,10 @@ def _split(name: str, value: Any, n: int) -> _Split | None:
         return _Split(parts, tuple(len(part) for part in parts))
     if not isinstance(value, Shard):
         return None
-    if not isinstance(rows, _Rows) or isinstance(rows, str | bytes | dict):
+    if not isinstance(rows, _SupportsRows) or isinstance(rows, str | bytes | dict):
         raise TypeError(
-            f"{name} is Shard({type(rows).__name__}), which has no rows; expected a batch, a future of one, or what "
-            "has a length and slices (list, array, tensor)"
+            f"{name} is Shard({type(rows).__name__}), which has no rows; expected a batch, a future of a batch, or a "
+            "value with a length and slices (list, array, tensor)"
         )
     lengths = balanced_lengths(len(rows), n)
     ends = accumulate(lengths, initial=0)
@@ -181,17 +188,22 @@ def _agreed_lengths(splits: dict[str, _Split]) -> tuple[int, ...] | None:
     known = {name: split.lengths for name, split in splits.items() if split.lengths is not None}
     if len({sum(lengths) for lengths in known.values()}) > 1:
         rows = ", ".join(f"{name}: {sum(lengths)}" for name, lengths in known.items())
-        raise ValueError(f"the batches of one call must have the same number of rows; got {rows}")
+        raise ValueError(
+            f"all batches of a call must have the same number of rows; got {rows}; "
+            "use Replicate(x) for a batch that goes whole to every rank"
+        )
     if len(set(known.values())) > 1:
         rows = ", ".join(f"{name}: {list(lengths)}" for name, lengths in known.items())
-        raise ValueError(f"the batches of one call must split into parts of the same lengths; got {rows}")
+        raise ValueError(
+            f"all batches of a call must split into parts of the same lengths; got {rows}; check their chunk methods"
+        )
     return next(iter(known.values()), None)
 
 
-def _finished(
+def _shards_to_send(
     name: str, value: Any, split: _Split, lengths: tuple[int, ...] | None, padding: Padding | None
 ) -> Sequence[Any]:
-    """The parts as they are sent: padded shards are marked as such, deferred ones know what is known of them."""
+    """Return the parts in the form in which they are sent: a `PaddedShard` if the worker has to pad it."""
     if split.lengths is None:
         known = [None] * len(split.parts) if lengths is None else lengths
         return [
@@ -204,7 +216,7 @@ def _finished(
     if not is_batch(rows):
         raise ValueError(
             f"{name} has {sum(split.lengths)} rows, which do not divide into {len(split.parts)} shards of equal "
-            "length, and only batches can be padded; pad it before the call, or put it into the batch"
+            "length, and only batches can be padded; pad it before the call, or make it a column of the batch"
         )
     num_rows = max(split.lengths)
     last_row = take_rows(rows, len(rows) - 1, len(rows)) if 0 in split.lengths else None
@@ -215,10 +227,10 @@ def _finished(
 
 
 def without_wrapper(value: Any) -> Any:
-    """An argument of a mode that splits nothing.
+    """Return an argument of a mode that splits nothing, without its `Replicate`.
 
     Raises:
-        TypeError: it is a `Shard`.
+        TypeError: the argument is a `Shard`.
     """
     if isinstance(value, Shard):
         raise TypeError(

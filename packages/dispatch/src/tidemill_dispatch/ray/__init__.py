@@ -1,9 +1,9 @@
-"""Worker groups of Ray actors. Needs the extra: `pip install tidemill-dispatch[ray]`."""
+"""Worker groups of Ray actors. Requires the extra `ray`: `pip install tidemill-dispatch[ray]`."""
 
 import importlib.util
 
 if importlib.util.find_spec("ray") is None:
-    raise ImportError("tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'")
+    raise ImportError("tidemill_dispatch.ray requires Ray: pip install 'tidemill-dispatch[ray]'")
 
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.group import RayWorkerGroup

@@ -1,35 +1,86 @@
-"""What runs in a worker's process: the actor that holds the user's workers.
+"""The actor in each worker's process, which holds the user's workers.
 
-The user's classes travel as bytes and are imported only after the environment is set, so that variables which libraries
-read at import (OMP_NUM_THREADS) take effect in one of Ray's prestarted processes; a runtime_env would start a new one.
+The user's classes are sent as bytes and imported after the environment variables are set, so that variables that
+libraries read at import (OMP_NUM_THREADS) take effect in one of Ray's prestarted processes. A Ray `runtime_env` would
+start a new process.
 """
 
 import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from tidemill_dispatch.batch import is_batch, without_padding
 from tidemill_dispatch.method import MethodSpec, registered_methods
-from tidemill_dispatch.ray.chain import rows_of
+from tidemill_dispatch.ray.chain import ChainedShard
 from tidemill_dispatch.ray.failure import Failure
-from tidemill_dispatch.ray.inputs import CallInputs
-from tidemill_dispatch.ray.pickling import pack, unpacked
+from tidemill_dispatch.ray.pickling import Packed, pack, unpacked
 from tidemill_dispatch.ray.rendezvous import HostInfo, rank_environment, reserve_port
 from tidemill_dispatch.ray.roles import ONLY_ROLE, RayClassWithInitArgs, public_methods
+from tidemill_dispatch.sharding import PaddedShard, Padding
 from tidemill_dispatch.worker import Worker
 
 CallHeader = tuple[str, str, int, tuple[str, ...]]
-"""Role, method, number of positional arguments, names of the others. One tuple: Ray pickles each argument by itself."""
+"""Role, method, number of positional arguments, names of keyword arguments. One tuple: Ray pickles each argument."""
 Receipt = Failure | int | None
-"""What every rank returns of a call: why it failed, or the number of rows if it sent a batch."""
+"""Small return value of each rank: its failure, or the number of rows of its result, or None if it is no batch."""
 
 
-class WorkerHost:
-    """The actor. Its methods start with `tidemill_`; the users' own are added as stubs by `host_class`."""
+class _CallInputs:
+    """Unpacks the arguments of one call, and removes their padding from its result.
+
+    Args:
+        receipts: receipts of the upstream calls.
+        padding: padding with which the method is registered.
+    """
+
+    def __init__(self, receipts: Sequence[Any], padding: Padding | None):
+        self._receipts = receipts
+        self._padding = padding
+        self._shard: PaddedShard | None = None
+        self._chained: list[tuple[str, int]] = []
+
+    def unpack(self, value: Any) -> Any:
+        """Return the argument that the method receives.
+
+        Raises:
+            ValueError: a shard has another number of rows than the other batches of the call.
+            As `ChainedShard.fetch` and `PaddedShard.pad`.
+        """
+        if isinstance(value, Packed):
+            value = value.unpack()
+        elif isinstance(value, ChainedShard):
+            shard = value.fetch(self._receipts)
+            if value.is_whole:
+                return shard.rows
+            self._check_rows(f"{value.upstream.method!r} of group {value.upstream.group!r}", shard.num_real)
+            value = shard
+        if not isinstance(value, PaddedShard):
+            return value
+        self._shard = value
+        return value.rows if self._padding is None else value.pad(self._padding)
+
+    def _check_rows(self, source: str, num_rows: int) -> None:
+        self._chained.append((source, num_rows))
+        if num_rows != self._chained[0][1]:
+            rows = ", ".join(f"{name}: {length}" for name, length in self._chained)
+            raise ValueError(
+                f"all batches of a call must have the same number of rows; the shards of this rank have {rows}"
+            )
+
+    def unpad(self, result: Any) -> Any:
+        """Return the method's result without padding of `Padding` and of the method; raises as `PaddedShard.unpad`."""
+        if self._shard is not None and self._padding is not None:
+            result = self._shard.unpad(result, self._padding)
+        return without_padding(result)
+
+
+class WorkerActor:
+    """The actor. Its own methods start with `tidemill_`; `actor_class` adds the public methods of the workers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -52,7 +103,7 @@ class WorkerHost:
     def tidemill_construct(
         self, payload: Any, env_vars: dict[str, str], rank: int, record: Any, *infos: HostInfo
     ) -> tuple[Receipt, None]:
-        """Sets the environment, imports the users' classes and makes the workers."""
+        """Set the environment, import the user's classes and construct the workers."""
         self._record = record
         os.environ.update(env_vars)
         os.environ.update(rank_environment(rank, infos))
@@ -61,16 +112,16 @@ class WorkerHost:
                 self._specs[role] = registered_methods(cls)
                 self._workers[role] = cls(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - sent to the driver, which raises it
-            return Failure.of(error), None
+            return Failure.from_exception(error), None
         return None, None
 
     @ray.method(num_returns=2)
     def tidemill_call(self, header: CallHeader, *sent: Any) -> tuple[Receipt, Any]:
-        """Calls a worker. The first return value is small and always fetched, the second is the result."""
+        """Call a worker. The first return value is small and always fetched, the second is the result."""
         return self._call(header, sent)
 
-    def tidemill_call_unsent(self, header: CallHeader, *sent: Any) -> Receipt:
-        """Calls a worker whose result is not collected."""
+    def tidemill_call_uncollected(self, header: CallHeader, *sent: Any) -> Receipt:
+        """Call a worker whose result is not collected."""
         return self._call(header, sent)[0]
 
     def _call(self, header: CallHeader, sent: tuple[Any, ...]) -> tuple[Receipt, Any]:
@@ -79,19 +130,19 @@ class WorkerHost:
         try:
             worker = self.tidemill_worker(role)
             spec = self._specs[role].get(method)
-            inputs = CallInputs(sent[num_values:], None if spec is None else spec.mode.padding)
-            values = [inputs.take(value) for value in sent[:num_values]]
+            inputs = _CallInputs(sent[num_values:], None if spec is None else spec.mode.padding)
+            values = [inputs.unpack(value) for value in sent[:num_values]]
             kwargs = dict(zip(keys, values[num_args:], strict=True))
-            result = inputs.finish(self.tidemill_run(getattr(worker, method)(*values[:num_args], **kwargs)))
+            result = inputs.unpad(self.tidemill_run(getattr(worker, method)(*values[:num_args], **kwargs)))
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - sent to the driver
-            return Failure.of(error), None
-        return rows_of(result), result
+            return Failure.from_exception(error), None
+        return len(result) if is_batch(result) else None, result
 
     def tidemill_ping(self) -> None:
-        """Answers when the calls before it are done; fails when the process is gone."""
+        """Return when the earlier calls are done. Ray raises on the driver if the process is gone."""
 
     def tidemill_identity(self) -> tuple[Any, Any]:
-        """For those who find the group by name: what its maker recorded, and the worker classes by role."""
+        """Return the group's record and the worker classes by role, for drivers that find the group by name."""
         classes = {role: type(worker) for role, worker in self._workers.items()}
         return self._record, pack("the classes of the workers", classes)
 
@@ -101,7 +152,7 @@ class WorkerHost:
         return self._workers[role]
 
     def tidemill_run(self, result: Any) -> Any:
-        """What an async method returns, run to its end on this process's event loop; other results as they are."""
+        """Run the coroutine of an async method to completion on this process's event loop; return others unchanged."""
         if not inspect.iscoroutine(result):
             return result
         if self._loop is None:
@@ -109,21 +160,21 @@ class WorkerHost:
         return self._loop.run_until_complete(result)
 
 
-def _stub(role: str, name: str) -> Callable[..., Any]:
-    def stub(self: WorkerHost, *args: Any, **kwargs: Any) -> Any:
+def _direct_method(role: str, name: str) -> Callable[..., Any]:
+    def method(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
         return self.tidemill_run(getattr(self.tidemill_worker(role), name)(*args, **kwargs))
 
-    return stub
+    return method
 
 
-def host_class(roles: Mapping[str, RayClassWithInitArgs]) -> type[WorkerHost]:
-    """The actor class for workers of `roles`: named after them, with their public methods for direct calls by handle.
+def actor_class(roles: Mapping[str, RayClassWithInitArgs]) -> type[WorkerActor]:
+    """Return the actor class for workers of `roles`, with their public methods for direct calls on an actor handle.
 
-    The methods have their own names; in a group of several roles, the role's name and an underscore before them.
+    The class is named after the worker classes. In a group of several roles, a method's name is `role_method`.
     """
-    stubs = {
-        name if role == ONLY_ROLE else f"{role}_{name}": _stub(role, name)
+    methods = {
+        name if role == ONLY_ROLE else f"{role}_{name}": _direct_method(role, name)
         for role, init in roles.items()
         for name in public_methods(init.cls)
     }
-    return type("+".join(init.cls.__name__ for init in roles.values()), (WorkerHost,), stubs)
+    return type("+".join(init.cls.__name__ for init in roles.values()), (WorkerActor,), methods)

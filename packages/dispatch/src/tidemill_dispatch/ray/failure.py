@@ -1,4 +1,4 @@
-"""An exception of a worker on its way to the driver."""
+"""An exception of a worker, in the form in which it is sent to the driver."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An exception of a worker, as plain text: exceptions of user code need not survive pickling."""
+    """An exception of a worker as plain text: exceptions of user code may not support pickling."""
 
     host: str
     error_type: str
@@ -21,10 +21,11 @@ class Failure:
     time_s: float
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def from_exception(cls, error: BaseException) -> "Failure":
+        """Return the failure of an exception that was caught in this process."""
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the host's own frame
+        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the actor's frame
         return cls(
             host=f"{socket.gethostname()}:{os.getpid()}",
             error_type=name,
@@ -34,13 +35,13 @@ class Failure:
         )
 
     @classmethod
-    def of_ray(cls, host: str, error: RayError) -> "Failure":
-        """What Ray raised around a worker's method, for example for a result that cannot be pickled."""
+    def from_ray(cls, host: str, error: RayError) -> "Failure":
+        """Return the failure of an error that Ray raised outside a worker's method, for example in pickling."""
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
         return cls(
             host=host,
             error_type=type(cause).__qualname__,
             error_message=str(cause),
-            remote_traceback=re.sub(r"\x1b\[\d*m", "", str(error)),  # Ray colours its tracebacks
+            remote_traceback=re.sub(r"\x1b\[\d*m", "", str(error)),  # without Ray's terminal colors
             time_s=time.time(),
         )

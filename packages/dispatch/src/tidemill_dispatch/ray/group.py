@@ -1,4 +1,4 @@
-"""A group of workers, called as one."""
+"""A group of workers that is called as one object."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +12,11 @@ import ray
 from tidemill_dispatch.errors import CallTimeoutError, UnknownMethodError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
 from tidemill_dispatch.method import MethodSpec, registered_methods
-from tidemill_dispatch.ray.future import CallFuture, PendingCall
+from tidemill_dispatch.ray.call import Call
+from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
-from tidemill_dispatch.ray.processes import WorkerProcesses, end_processes, find_processes, start_processes
+from tidemill_dispatch.ray.processes import WorkerProcesses, find_processes, start_processes, stop_processes
 from tidemill_dispatch.ray.roles import ONLY_ROLE, ColocatedClasses, RayClassWithInitArgs, public_methods, roles_of
 from tidemill_dispatch.sharding import RankCall
 from tidemill_dispatch.worker import Worker
@@ -25,50 +26,53 @@ _Methods = Mapping[str, tuple[MethodSpec, inspect.Signature]]
 
 @dataclass(frozen=True, slots=True)
 class GroupMethod:
-    """A registered method of a group; call it."""
+    """A registered method of a group, to be called."""
 
     group: "RayWorkerGroup"
     spec: MethodSpec
     signature: inspect.Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Dispatches the call; returns the collected result, or a `CallFuture` if registered with `blocking=False`.
+        """Dispatch the call. Return the collected result, or a `CallFuture` if registered with `blocking=False`.
 
         Raises:
-            TypeError: the method does not take these arguments, or one cannot be pickled.
-            What the mode raises of the arguments, and, if it waits, what `CallFuture.get` raises.
+            TypeError: the method does not take these arguments, or one of them cannot be pickled.
+            As the dispatch mode, and, with `blocking=True`, as `CallFuture.get`.
         """
         try:
             self.signature.bind(None, *args, **kwargs)  # a wrong keyword fails here, not on every rank
         except TypeError as error:
             name = f"{self.spec.name}{self.signature}"
-            raise TypeError(f"{name} of group {self.group.name!r} cannot be called so: {error}") from None
+            raise TypeError(
+                f"{name} of group {self.group.name!r} cannot be called with these arguments: {error}"
+            ) from None
         future = self.group.call(self.spec, args, kwargs)
         return future.get() if self.spec.blocking else future
 
 
 class RayWorkerGroup:
-    """Starts one actor per process of `resource_pool` and offers the worker's registered methods as its own.
+    """One actor per process of `resource_pool`; the registered methods of the worker are methods of the group.
 
     Args:
-        resource_pool: how many processes, where, with what resources.
-        ray_cls_with_init: the worker class and its constructor's arguments, or several by role, as
-            `create_colocated_worker_cls` makes them: then `spawn` gives a group for each role.
-        name_prefix: the group's name in errors, and the name by which it is found.
-        env_vars: environment of the workers, set before the worker's class (and torch) is imported.
-        timeout_s: deadline of each call in seconds, the start included, unless `@register` says otherwise.
-        blocking: wait until every worker is constructed. With False the constructors run while the caller starts
-            other groups; `wait_ready`, or the first call, waits and raises what they raised.
-        lifetime: None; "named": others find the group by `from_detached` while this driver runs; "detached": also
-            after it, until somebody calls `shutdown`.
+        resource_pool: number of processes, their nodes and resources.
+        ray_cls_with_init: worker class with the arguments of its constructor, or several by role
+            (`create_colocated_worker_cls`); `spawn` then returns a group for each role.
+        name_prefix: name of the group in errors, and in `from_detached`.
+        env_vars: environment variables of the workers, set before the worker's class (and torch) is imported.
+        timeout_s: timeout in seconds of the start and of each call whose `@register` has none.
+        blocking: whether to wait until every worker is constructed. With False, the constructors run while the caller
+            starts other groups; `wait_ready`, or the first call, waits for them and raises their errors.
+        lifetime: None; "named": `from_detached` finds the group while this driver runs; "detached": the group outlives
+            the driver until `shutdown` or `shutdown_detached`.
 
-    Every method runs in the main thread of its process, one at a time, in the order in which the driver called.
+    Each method runs in the main thread of its process, one at a time, in the order of the driver's calls.
 
     Raises:
-        WorkerError: a worker's constructor raised (method "__init__"); nothing of the group is left.
+        WorkerError: a worker's constructor raised (method "__init__"). The group is shut down.
+        CallTimeoutError: constructors did not return within `timeout_s`. The group is shut down.
         RuntimeError: the resources were not free, see `RayResourcePool`.
-        ValueError: a registered method has the name of an attribute of this class; a group of this name exists; or
-            `env_vars` holds a variable that the group sets itself or that is read only when a process starts.
+        ValueError: a registered method has the name of an attribute of this class, a named group of this name exists,
+            or `env_vars` holds a variable that the group sets or that is read only when a process starts.
     """
 
     def __init__(
@@ -122,18 +126,19 @@ class RayWorkerGroup:
 
     @classmethod
     def from_detached(cls, name_prefix: str, *, timeout_s: float = 60.0) -> Self:
-        """Finds a group that was started with `lifetime="named"` or `"detached"`, from any process of the cluster.
+        """Connect to a group that was started with `lifetime="named"` or `"detached"`, from any process of the cluster.
 
-        Its methods are called and it is shut down as by its maker; only one of those who hold it may call at a time,
-        or the ranks get the calls in different orders. Leaving it alone lets it live.
+        The returned group supports the same calls, and `shutdown`, as that of the driver that started it. Only one
+        process may call the group at a time: otherwise ranks may receive the calls in different orders. The group keeps
+        running when the returned object is discarded.
 
         Args:
-            timeout_s: how long to wait for its ranks; each answers after the call that it is in.
+            timeout_s: timeout of the wait for its ranks, in seconds; a rank answers after its current call.
 
         Raises:
-            ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
-            TimeoutError: ranks were still in a call at the deadline; the text names them.
-            RuntimeError: it has lost ranks, or is still being started.
+            ValueError: no such group in this driver's Ray namespace; the message lists the existing groups.
+            TimeoutError: ranks were still running a call at the timeout; the message names them.
+            RuntimeError: ranks have died, or the group is still starting.
         """
         processes, classes = find_processes(name_prefix, timeout_s)
         group = cls.__new__(cls)
@@ -143,30 +148,33 @@ class RayWorkerGroup:
 
     @classmethod
     def shutdown_detached(cls, name_prefix: str) -> None:
-        """Ends a group that `from_detached` would find, also one whose ranks hang or that has lost ranks.
+        """Stop a named or detached group by name, even if its ranks hang or some have died.
 
-        It asks no rank, kills what lives and gives the resources of a detached group back; those of a named one are its
-        maker's. Unlike `shutdown` it does not wait until the processes are gone.
+        Kills the living ranks and releases the resources of a detached group; those of a named group belong to the
+        driver that started it. Unlike `shutdown`, does not wait until the processes have exited.
 
         Raises:
-            ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+            ValueError: no such group in this driver's Ray namespace; the message lists the existing groups.
         """
-        end_processes(name_prefix)
+        stop_processes(name_prefix)
 
     def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, Self]:
-        """A group for each role of colocated workers, or for those in `prefix_set`; they share the processes.
+        """Return a group for each role of colocated workers, or for the roles in `prefix_set`.
 
-        Shutting one down ends the processes of all.
+        The groups share the processes: shutting one down stops all.
 
         Raises:
-            ValueError: a role that the group does not have, or the group has no roles.
+            ValueError: an unknown role, or the group has one worker class without roles.
         """
         known = [role for role in self._classes if role != ONLY_ROLE]
         roles = known if prefix_set is None else list(prefix_set)
         if not known:
-            raise ValueError(f"group {self.name!r} has one worker class; create_colocated_worker_cls makes roles")
+            raise ValueError(
+                f"spawn() requires a group with roles, but group {self.name!r} has one worker class; start it with "
+                "create_colocated_worker_cls({role: ...})"
+            )
         if unknown := [role for role in roles if role not in known]:
-            raise ValueError(f"group {self.name!r} has no roles {unknown}; its roles are {known}")
+            raise ValueError(f"group {self.name!r} does not have the roles {unknown}; its roles are {known}")
         groups = {}
         for role in roles:
             groups[role] = type(self).__new__(type(self))
@@ -174,23 +182,22 @@ class RayWorkerGroup:
         return groups
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Waits until every worker's constructor has returned; raises as `CallFuture.get` does."""
+        """Wait until the constructor of every worker has returned. Raises as `CallFuture.get`."""
         self._processes.wait_ready(timeout_s)
 
     def check_alive(self, timeout_s: float = 1.0) -> None:
-        """Looks whether every worker is alive, for at most `timeout_s`; one that is busy for longer counts as alive.
+        """Check that every worker is alive, for a group that is not called for a while. Calls notice deaths themselves.
 
-        A call notices a death by itself; this is for a group that is not called for a while. A worker that is being
-        constructed is busy.
+        Waits at most `timeout_s` seconds. A worker that runs a call or its constructor for longer counts as alive.
 
         Raises:
-            WorkerDiedError: one is not; the text names it.
+            WorkerDiedError: a worker has died; the message names it.
             WorkerError: a constructor raised.
         """
         self._processes.check_usable()
         pings = {rank: worker.tidemill_ping.remote() for rank, worker in enumerate(self.workers)}
         answers = CallFuture(
-            PendingCall(
+            Call(
                 processes=self._processes,
                 group=self.name,
                 method="check_alive",
@@ -201,28 +208,32 @@ class RayWorkerGroup:
                 timeout_s=timeout_s,
             )
         )
-        with suppress(CallTimeoutError):  # a busy worker answers later
+        with suppress(CallTimeoutError):  # a busy worker is alive
             self.wait_ready(timeout_s)
-            answers.get()  # within what is left of timeout_s
+            answers.get()  # within the rest of timeout_s
 
     def mesh(self, name: str) -> MeshLayout:
-        """The checked layout of a mesh that the workers registered.
+        """Return the validated layout of a mesh that the workers registered.
 
-        The workers are asked for all their meshes at the first call over one, and again for one that was not there.
+        The first use of a mesh requests all meshes from the workers, and so does the first use of a mesh that was not
+        registered then.
 
         Raises:
-            ValueError: no rank registered it (the text lists the known ones), or it does not hold together.
+            ValueError: no rank registered the mesh (the message lists the registered ones), or it is invalid.
         """
         if name not in self._layouts:
             if not self._tables or not all(name in table for table in self._tables):
-                self._tables = self._ask_meshes()
+                self._tables = self._request_meshes()
             known = sorted({mesh for table in self._tables for mesh in table})
             if name not in known:
-                raise ValueError(f"group {self.name!r} has no mesh {name!r}; its workers registered {known}")
+                raise ValueError(
+                    f"group {self.name!r} has no mesh {name!r}; its workers registered {known}. Call register_mesh or "
+                    "register_dispatch_collect_info on every rank first"
+                )
             self._layouts[name] = MeshLayout.from_entries(name, [table.get(name) for table in self._tables])
         return self._layouts[name]
 
-    def _ask_meshes(self) -> list[dict[str, MeshEntry]]:
+    def _request_meshes(self) -> list[dict[str, MeshEntry]]:
         ranks = range(self.world_size)
         return self._submit(
             "registered_meshes",
@@ -234,11 +245,11 @@ class RayWorkerGroup:
         ).get()
 
     def dp_size(self, mesh: str) -> int:
-        """Number of shards into which calls over `mesh` split a batch."""
+        """Return the number of shards into which calls over `mesh` split a batch."""
         return self.mesh(mesh).dp_size
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
-        """Dispatches one call of a registered method and returns its future, whatever `spec.blocking` says."""
+        """Dispatch one call of a registered method and return its future; ignores `spec.blocking`."""
         calls = spec.mode.dispatch_fn(self, args, kwargs)
         collect_ranks = list(calls) if spec.mode.collect_ranks_fn is None else spec.mode.collect_ranks_fn(self)
         self._check_ranks(spec.mode.name, calls, collect_ranks)
@@ -277,18 +288,18 @@ class RayWorkerGroup:
         self._processes.check_usable()
         self.wait_ready()
         name = f"{self._classes[self._role].__name__}.{method}"
-        flat_calls, links = pack_calls(name, calls, self._processes.node)
+        flat_calls, upstreams = pack_calls(name, calls, self._processes.node)
         receipts: dict[int, ray.ObjectRef] = {}
         values: dict[int, ray.ObjectRef] = {}
         with self._processes.lock:
             for rank, (args, kwargs) in calls.items():
-                sent = ((self._role, method, len(args), tuple(kwargs)), *flat_calls[rank], *links.receipts)
+                sent = ((self._role, method, len(args), tuple(kwargs)), *flat_calls[rank], *upstreams.receipts)
                 if rank in collect_ranks:
                     receipts[rank], values[rank] = self.workers[rank].tidemill_call.remote(*sent)
                 else:
-                    receipts[rank] = self.workers[rank].tidemill_call_unsent.remote(*sent)
+                    receipts[rank] = self.workers[rank].tidemill_call_uncollected.remote(*sent)
         return CallFuture(
-            PendingCall(
+            Call(
                 processes=self._processes,
                 group=self.name,
                 method=method,
@@ -297,15 +308,15 @@ class RayWorkerGroup:
                 collect=collect,
                 is_batch_parts=is_batch_parts,
                 timeout_s=timeout_s,
-            ),
-            links.futures,
+                upstreams=upstreams.calls,
+            )
         )
 
     def shutdown(self) -> None:
-        """Kills the workers and what they started, gives the resources back, and waits until the processes are gone.
+        """Kill the workers and their child processes, release the resources, and wait until the processes have exited.
 
-        It does not wait for calls that are under way. It may be called again, and after `ray.shutdown()`, which
-        has ended all but detached groups.
+        Does not wait for running calls. May be called again, and after `ray.shutdown()`, which has stopped all groups
+        except detached ones.
         """
         self._processes.shutdown()
 
@@ -325,13 +336,13 @@ class RayWorkerGroup:
             return GroupMethod(self, spec, signature)
         if self._role not in self._classes:
             raise UnknownMethodError(
-                f"group {self.name!r} has roles {list(self._classes)}: call {name!r} on one of the groups that "
+                f"group {self.name!r} has the roles {list(self._classes)}; call {name!r} on one of the groups that "
                 "spawn() returns"
             )
         cls = self._classes[self._role]
-        advice = "it exists but lacks @register, add it" if name in public_methods(cls) else "no such method"
+        problem = "the method has no @register, add it" if name in public_methods(cls) else "no such method"
         raise UnknownMethodError(
-            f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {advice}; "
+            f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {problem}; "
             f"registered methods: {sorted(self._methods)}"
         )
 
@@ -340,5 +351,7 @@ def _bind_methods(cls: type[Worker], group_cls: type) -> _Methods:
     methods = {name: (spec, inspect.signature(getattr(cls, name))) for name, spec in registered_methods(cls).items()}
     taken = sorted(set(methods) & (set(dir(group_cls)) | {"name", "world_size", "workers"}))
     if taken:
-        raise ValueError(f"{cls.__name__} registers {taken}, which a worker group has itself; rename the methods")
+        raise ValueError(
+            f"{cls.__name__} registers {taken}, which are names of attributes of a worker group; rename the methods"
+        )
     return methods

@@ -1,4 +1,4 @@
-"""How values travel: pickled once on the driver, before any rank is called."""
+"""Pickles values on the driver, once for all ranks that receive them."""
 
 import io
 import pickle
@@ -10,15 +10,15 @@ import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
-_AS_THEY_ARE = (type(None), bool, int, float, ray.ObjectRef)
-# Ray carries arguments up to 100 KB inside the call. Measured on two cores: a small object through the store costs
-# 3 to 4 ms more per call than inside it.
+_UNCHANGED_TYPES = (type(None), bool, int, float, ray.ObjectRef)
+# Ray sends arguments up to 100 KB inside the call. Measured on two cores: a small object through the object store
+# takes 3 to 4 ms more per call than inside it.
 INLINE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A pickled value: the pickle and its out-of-band buffers, so that arrays are not copied into the pickle."""
+    """A pickled value: the pickle and its out-of-band buffers, which avoid a copy of arrays into the pickle."""
 
     pickle: Any
     buffers: tuple[Any, ...]
@@ -28,12 +28,12 @@ class Packed:
         return sum(memoryview(part).nbytes for part in (self.pickle, *self.buffers))
 
     def unpack(self) -> Any:
-        """Arrays in the value are read-only views of the received bytes."""
+        """Return the value. Its arrays are read-only views of the received bytes."""
         return pickle.loads(self.pickle, buffers=self.buffers)
 
 
 class _HoldsRayReferenceError(Exception):
-    """The value holds an actor handle or an object reference; Ray must pickle it, to count the reference."""
+    """The value holds an actor handle or object reference, which Ray has to pickle to count the reference."""
 
 
 class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImportUsage]
@@ -41,7 +41,7 @@ class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImport
         if isinstance(obj, ray.ObjectRef | ActorHandle):
             raise _HoldsRayReferenceError
         if (torch := sys.modules.get("torch")) is not None and type(obj) is torch.Tensor and _is_plain(obj):
-            # torch would write the whole storage that the tensor is a slice of, and copy it three times.
+            # torch pickles the whole storage of a sliced tensor and copies it three times.
             flat = obj.detach().contiguous().as_strided((obj.numel(),), (1,))
             return _tensor_of, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
@@ -53,7 +53,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """A tensor of its own: torch knows no read-only tensors, and writing to shared bytes would change other ranks'."""
+    """Return a tensor with its own copy: torch has no read-only tensors, and other ranks read the shared bytes."""
     import torch
 
     copy = bytearray(buffer)
@@ -61,12 +61,12 @@ def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def pack(what: str, value: Any) -> Any:
-    """Makes `value` ready to be an argument of any number of Ray calls: itself, a `Packed`, or an object reference.
+    """Return `value` in a form that any number of Ray calls can take: itself, a `Packed`, or an object reference.
 
     Raises:
-        TypeError: it cannot be pickled; the text starts with `what`.
+        TypeError: the value cannot be pickled; the message starts with `what`.
     """
-    if isinstance(value, _AS_THEY_ARE):
+    if isinstance(value, _UNCHANGED_TYPES):
         return value
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -75,8 +75,10 @@ def pack(what: str, value: Any) -> Any:
             _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
         except _HoldsRayReferenceError:
             return ray.put(value)
-    except Exception as error:  # whatever a user's __reduce__ raises
-        raise TypeError(f"{what} cannot be pickled: {error}; pass plain data or what can be imported") from error
+    except Exception as error:  # a user's __reduce__ may raise anything
+        raise TypeError(
+            f"{what} cannot be pickled: {error}; pass plain data, or objects of classes that workers can import"
+        ) from error
     packed = Packed(pickle.PickleBuffer(file.getbuffer()), tuple(buffers))
     if packed.num_bytes > INLINE_BYTES:
         return ray.put(packed)
@@ -84,4 +86,5 @@ def pack(what: str, value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
+    """Return the value of a `Packed`, and other values unchanged."""
     return value.unpack() if isinstance(value, Packed) else value

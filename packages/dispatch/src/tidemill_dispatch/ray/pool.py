@@ -1,30 +1,31 @@
-"""How many processes groups get, on how many nodes, with what resources."""
+"""Resource pools: how many processes groups have, on how many nodes, with which resources."""
 
 from collections.abc import Sequence
 
 from tidemill_dispatch.ray.reservation import Placement, Reservation
 
 _Slot = tuple[Reservation, int]
-"""A reservation, and the process among its processes."""
+"""A reservation, and the index of a process in it."""
 
 
 class RayResourcePool:
-    """A number of processes on a number of nodes, for one group or for several.
+    """Processes on nodes of the cluster, for one group or for several.
 
-    The resources are reserved when the first group starts and given back when the last one ends.
+    The resources are reserved when the first group starts and released when the last one stops.
 
     Args:
-        process_on_nodes: processes per node; the processes of one entry share a node, and two entries may if it has
-            room. Ranks count through the entries; entries of one size are in the order of their nodes' addresses.
-        num_cpus_per_worker, num_gpus_per_worker: what is reserved for each process; fractions share a device.
-        max_colocate_count: how many groups may use the pool at a time. Each of their workers gets this part of a
-            process's resources, so that rank r of every group is on the same device.
-        placement_timeout_s: how long to wait for the resources to be free.
+        process_on_nodes: processes per node. The processes of one entry share a node; two entries may share a node too
+            if it has room. Ranks are numbered through the entries; entries of one size are in the order of their nodes'
+            addresses.
+        num_cpus_per_worker, num_gpus_per_worker: resources of each process; processes with fractions share a device.
+        max_colocate_count: number of groups that may use the pool at a time. Each of their workers has this fraction of
+            a process's resources, so that rank r of every group is on the same device.
+        placement_timeout_s: timeout of the wait for free resources, in seconds.
 
     Raises:
-        ValueError: no nodes, a count below 1, negative or no resources, or a share of several GPUs that is no whole
-            number of them.
-        TypeError: `process_on_nodes` is one number.
+        ValueError: no nodes, a count below 1, negative or no resources, or several GPUs that do not divide by
+            `max_colocate_count`.
+        TypeError: `process_on_nodes` is a number.
     """
 
     def __init__(
@@ -38,27 +39,28 @@ class RayResourcePool:
     ):
         if isinstance(process_on_nodes, int):
             raise TypeError(
-                f"process_on_nodes must be a list with a count for each node, got {process_on_nodes}; "
+                f"process_on_nodes must be a list with the number of processes of each node, got {process_on_nodes}; "
                 f"write [{process_on_nodes}]"
             )
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(
-                f"process_on_nodes must hold a count of at least 1 for each node, got {list(process_on_nodes)}"
+                f"process_on_nodes must hold a number >= 1 for each of one or more nodes, got {list(process_on_nodes)}"
             )
         if num_cpus_per_worker < 0 or num_gpus_per_worker < 0:
             raise ValueError(
-                f"a worker's resources must be 0 or more, got num_cpus_per_worker={num_cpus_per_worker}, "
+                f"resources of a worker must be >= 0, got num_cpus_per_worker={num_cpus_per_worker}, "
                 f"num_gpus_per_worker={num_gpus_per_worker}"
             )
         if num_cpus_per_worker == 0 and num_gpus_per_worker == 0:
-            raise ValueError("a worker needs some num_cpus_per_worker or num_gpus_per_worker, got 0 of both")
+            raise ValueError("num_cpus_per_worker or num_gpus_per_worker must be > 0, got 0 for both")
         if max_colocate_count < 1:
-            raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
+            raise ValueError(f"max_colocate_count must be >= 1, got {max_colocate_count}")
         share = num_gpus_per_worker / max_colocate_count
         if share > 1 and not share.is_integer():
             raise ValueError(
-                f"{num_gpus_per_worker:g} GPUs for {max_colocate_count} groups are {share:g} for each worker, and Ray "
-                "shares one GPU or gives whole ones; use a multiple of max_colocate_count, or less"
+                f"num_gpus_per_worker={num_gpus_per_worker:g} with max_colocate_count={max_colocate_count} gives "
+                f"{share:g} GPUs to each worker; Ray supports whole GPUs or a fraction of one, so use a multiple of "
+                "max_colocate_count, or at most max_colocate_count"
             )
         bundle = {"CPU": float(num_cpus_per_worker), "GPU": float(num_gpus_per_worker)}
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
@@ -73,10 +75,10 @@ class RayResourcePool:
         return len(self._slots)
 
     def place(self, name: str, *, detached: bool = False) -> Placement:
-        """Reserves the resources, unless they are already, for group `name`. For `RayWorkerGroup`.
+        """Reserve the resources for group `name`, if another group has not done so. Called by `RayWorkerGroup`.
 
         Raises:
-            RuntimeError: they were not free in time (the text says what the cluster has), or are used by others.
+            RuntimeError: the resources were not free before the timeout, or other groups use them.
         """
         slots = {}
         acquired: list[Reservation] = []
@@ -96,12 +98,12 @@ class RayResourcePool:
         )
 
     def release(self, name: str) -> None:
-        """Gives back what `place` reserved for group `name`."""
+        """Release the resources that `place` reserved for group `name`."""
         for reservation, indices in self._by_reservation().items():
             reservation.release(name, indices)
 
     def _by_reservation(self) -> dict[Reservation, list[int]]:
-        """The processes used of each reservation, the reservation with the largest node first, as it is made first."""
+        """Return the process indices of each reservation. The one with the largest node is reserved first."""
         found: dict[Reservation, list[int]] = {}
         for reservation, index in sorted(self._slots, key=lambda slot: -slot[0].largest):
             found.setdefault(reservation, []).append(index)
@@ -115,12 +117,12 @@ class RayResourcePool:
 
 
 def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
-    """Splits a pool by processes, in rank order: into parts of one size, or of the sizes given.
+    """Split a pool by processes, in rank order, into parts of one size or of the given sizes.
 
-    The parts share the pool's reservation: it is held as long as a group uses any of them.
+    The parts share the reservation of the pool, which is released when no group uses any of them.
 
     Raises:
-        ValueError: the sizes do not add up to the pool's.
+        ValueError: the sizes do not add up to that of the pool.
     """
     if isinstance(split_size, int):
         sizes = [split_size] * (pool.world_size // split_size) if split_size > 0 else []
@@ -128,24 +130,24 @@ def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) 
         sizes = list(split_size)
     if any(size < 1 for size in sizes) or sum(sizes) != pool.world_size:
         raise ValueError(
-            f"a pool of {pool.world_size} processes cannot be split by {split_size!r}: the sizes must be 1 or more "
-            f"and add up to {pool.world_size}"
+            f"split_size must be sizes >= 1 that add up to the {pool.world_size} processes of the pool, or a divisor "
+            f"of {pool.world_size}, got {split_size!r}"
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [pool._with_slots(pool._slots[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
 def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
-    """One pool with the processes of both, those of `first` first.
+    """Return a pool with the processes of both, those of `first` first.
 
     Raises:
-        ValueError: their processes have different resources, or they share processes.
+        ValueError: the pools' processes have different resources, or the pools share processes.
     """
     for attribute in ("num_cpus_per_worker", "num_gpus_per_worker", "max_colocate_count"):
         ours, theirs = getattr(first, attribute), getattr(second, attribute)
         if ours != theirs:
-            raise ValueError(f"pools to be merged must have the same {attribute}, got {ours:g} and {theirs:g}")
+            raise ValueError(f"pools to merge must have the same {attribute}, got {ours:g} and {theirs:g}")
     shared = set(first._slots) & set(second._slots)
     if shared:
-        raise ValueError(f"the pools have {len(shared)} processes in common; merge pools that have none")
+        raise ValueError(f"pools to merge must not share processes, got {len(shared)} in both")
     return first._with_slots((*first._slots, *second._slots))

@@ -1,4 +1,4 @@
-"""The processes of a group: their start, their death, and their end."""
+"""The processes of a group: start, lookup by name, and shutdown."""
 
 import logging
 import os
@@ -13,8 +13,9 @@ import ray
 from ray.exceptions import RayError
 
 from tidemill_dispatch.errors import WorkerDiedError
-from tidemill_dispatch.ray.actor import host_class
-from tidemill_dispatch.ray.future import CallFuture, PendingCall
+from tidemill_dispatch.ray.actor import actor_class
+from tidemill_dispatch.ray.call import Call
+from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.pickling import pack, unpacked
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.rendezvous import HostInfo
@@ -22,15 +23,15 @@ from tidemill_dispatch.ray.reservation import Placement, detached_placement_grou
 from tidemill_dispatch.ray.roles import RayClassWithInitArgs
 from tidemill_dispatch.worker import Worker
 
-_GONE_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 _RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-_START_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
+_STARTUP_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecord:
-    """What a group's workers know of it, for those who find it by name."""
+    """Description of a group that its workers keep, for drivers that find it by name."""
 
     name: str
     world_size: int
@@ -40,36 +41,40 @@ class GroupRecord:
 
 
 class WorkerProcesses:
-    """One actor per rank, shared by the groups of all roles in them. Made by `start_processes` or `find_processes`.
+    """One actor per rank, shared by the groups of all their roles. See `start_processes` and `find_processes`.
+
+    Args:
+        record: description of the group.
+        workers: actor handles by rank.
+        release_resources: called at shutdown.
 
     Attributes:
-        workers: the actor handles by rank.
-        infos: where each rank runs, a `HostInfo`.
-        death: what the first call that noticed the death of a worker raised.
+        infos: `HostInfo` of each rank.
+        death: error of the first call that noticed the death of a worker.
         lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
     """
 
-    def __init__(self, record: GroupRecord, workers: list[Any], give_back: Callable[[], None]):
+    def __init__(self, record: GroupRecord, workers: list[Any], release_resources: Callable[[], None]):
         self.record = record
         self.workers = workers
         self.death: WorkerDiedError | None = None
         self.lock = threading.Lock()
-        self._give_back = give_back
+        self._release_resources = release_resources
         self.infos: list[ray.ObjectRef] = []
         self._hosts: list[HostInfo] = []
         self._ready: CallFuture | None = None
         self._closed = False
 
     def construct(self, payload: Any, env: dict[str, str]) -> None:
-        """Has every rank make its workers; `wait_ready` waits for it."""
-        # The ranks learn of each other through Ray, without the driver: the constructors start as soon as all are up.
+        """Start the construction of the workers on all ranks; `wait_ready` waits for it."""
+        # Each rank receives the addresses of all as arguments, without the driver: constructors start when all are up.
         self.infos = [worker.tidemill_describe.remote() for worker in self.workers]
         pairs = {
             rank: worker.tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
             for rank, worker in enumerate(self.workers)
         }
         self._ready = CallFuture(
-            PendingCall(
+            Call(
                 processes=self,
                 group=self.record.name,
                 method="__init__",
@@ -82,12 +87,12 @@ class WorkerProcesses:
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Waits until every worker's constructor has returned; raises as `CallFuture.get` does."""
+        """Wait until the constructor of every worker has returned. Raises as `CallFuture.get`."""
         if self._hosts:
             return
         if self._ready is not None:
             self._ready.get(timeout_s)
-        self._hosts = ray.get(self.infos)  # they are there: the constructors needed them, or `find_processes` waited
+        self._hosts = ray.get(self.infos)  # does not wait: the constructors needed them, or `find_processes` waited
 
     def host(self, rank: int) -> str:
         return f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
@@ -100,41 +105,41 @@ class WorkerProcesses:
             self.death = error
 
     def check_usable(self) -> None:
-        """Raises RuntimeError after `shutdown`, and the WorkerDiedError of a group that has lost a worker."""
+        """Raise RuntimeError after `shutdown`, and WorkerDiedError after the death of a worker."""
         if self._closed:
             raise RuntimeError(f"group {self.record.name!r} was shut down; start a new one")
         if self.death is not None:
             raise self.death
 
     def shutdown(self) -> None:
-        """Kills the workers and what they started, gives the resources back, and waits until the processes are gone."""
+        """Kill the workers and their child processes, release the resources, and wait for the processes to exit."""
         if self._closed:
             return
         connected = ray.is_initialized()
         groups = self._local_process_groups() if connected else []
         self._closed = True
-        _end(self.workers if connected else [], self._give_back)
-        deadline = time.monotonic() + _GONE_S
+        _kill(self.workers if connected else [], self._release_resources)
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
         while left := [group for group in groups if _exists(group)]:
             if time.monotonic() > deadline:
                 _logger.warning(
-                    "processes of group %r are still there %g s after they were killed: %s",
+                    "processes of group %r have not exited %g s after they were killed; their process groups: %s",
                     self.record.name,
-                    _GONE_S,
+                    _EXIT_TIMEOUT_S,
                     left,
                 )
                 return
             time.sleep(0.02)
 
     def _local_process_groups(self) -> list[int]:
-        """Process groups of the workers on this machine. Ray starts every worker as the leader of its own."""
+        """Return the process groups of the workers on this node. Ray makes each worker the leader of its own."""
         ready, _ = ray.wait(self.infos, num_returns=len(self.infos), timeout=0) if self.infos else ([], [])
         here = ray.get_runtime_context().get_node_id()
         groups = []
         for ref in ready:
             try:
                 info: HostInfo = ray.get(ref)
-            except RayError:  # it died, or could not tell: there is nothing to wait for
+            except RayError:  # the worker died or did not answer, so its process group is unknown
                 continue
             if info.node_id == here and info.process_group == info.pid:
                 groups.append(info.process_group)
@@ -150,14 +155,15 @@ def start_processes(
     timeout_s: float,
     lifetime: str | None,
 ) -> WorkerProcesses:
-    """Starts one actor for each process of the pool.
+    """Start one actor for each process of the pool.
 
     Args:
-        lifetime: None, "named" (the ranks' actors have names, and end with the driver) or "detached" (they do not).
+        lifetime: None; "named": the actors have names and exit with the driver; "detached": the actors have names and
+            outlive the driver.
 
     Raises:
-        RuntimeError: the resources were not free in time.
-        ValueError: `env_vars` are not allowed, or a group of this name exists (if it is to have a name).
+        RuntimeError: the resources were not free before the placement timeout.
+        ValueError: `env_vars` holds a reserved variable, or a named group of this name exists.
         TypeError: a class or its arguments cannot be pickled, or `env_vars` are not strings.
     """
     names = ", ".join(init.cls.__name__ for init in roles.values())
@@ -165,8 +171,8 @@ def start_processes(
     env = _checked_env(env_vars)
     if lifetime is not None and (name in _named_ranks() or detached_placement_groups(name)):
         raise ValueError(
-            f"a group named {name!r} exists; find it with from_detached, end it with shutdown_detached, or take "
-            "another name"
+            f"a group named {name!r} exists; connect to it with from_detached, stop it with shutdown_detached, or "
+            "choose another name"
         )
     placement = pool.place(name, detached=lifetime == "detached")
     record = GroupRecord(
@@ -178,14 +184,14 @@ def start_processes(
     )
     processes = WorkerProcesses(record, [], lambda: pool.release(name))
     try:
-        actor_class = ray.remote(host_class(roles))
+        remote_class = ray.remote(actor_class(roles))
         for rank in range(pool.world_size):
             options = placement.actor_options(rank)
             if lifetime is not None:
                 options["name"] = actor_name(name, rank)
             if lifetime == "detached":
                 options["lifetime"] = "detached"
-            processes.workers.append(actor_class.options(**options).remote())
+            processes.workers.append(remote_class.options(**options).remote())
         processes.construct(payload, env)
     except BaseException:
         processes.shutdown()
@@ -194,12 +200,12 @@ def start_processes(
 
 
 def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[str, type[Worker]]]:
-    """The processes of a named or detached group, and its worker classes by role.
+    """Return the processes of a named or detached group, and its worker classes by role.
 
     Raises:
-        ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
-        TimeoutError: ranks did not answer; the text names them.
-        RuntimeError: it has lost ranks, or is still being started.
+        ValueError: no such group in this driver's Ray namespace; the message lists the existing groups.
+        TimeoutError: ranks did not answer; the message names them.
+        RuntimeError: ranks have died, or the group is still starting.
     """
     deadline = time.monotonic() + timeout_s
     ranks = _named_ranks()
@@ -208,13 +214,13 @@ def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[s
     if 0 not in ranks[name]:
         raise _incomplete(name, ranks[name])
     workers = [ray.get_actor(actor_name(name, rank)) for rank in ranks[name]]
-    identity = workers[0].tidemill_identity.remote()  # it answers this before the next
+    identity = workers[0].tidemill_identity.remote()  # answered before tidemill_describe of rank 0
     infos = [worker.tidemill_describe.remote() for worker in workers]
     ready, _ = ray.wait(infos, num_returns=len(infos), timeout=timeout_s)
     if busy := [rank for rank, info in zip(ranks[name], infos, strict=True) if info not in ready]:
         raise TimeoutError(
-            f"ranks {busy} of group {name!r} did not answer within {timeout_s:g} s, because they are in a call. Allow "
-            f"more time, or end the group with RayWorkerGroup.shutdown_detached({name!r})"
+            f"ranks {busy} of group {name!r} did not answer within {timeout_s:g} s, because they run a call; raise "
+            f"timeout_s, or stop the group with RayWorkerGroup.shutdown_detached({name!r})"
         )
     record, classes = ray.get(identity)
     if record is None or len(workers) < record.world_size:
@@ -226,18 +232,19 @@ def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[s
     return processes, unpacked(classes)
 
 
-def end_processes(name: str) -> None:
-    """Kills the ranks of a named or detached group by their names, and gives back what a detached one holds.
+def stop_processes(name: str) -> None:
+    """Kill the ranks of a named or detached group by name, and release the resources of a detached one.
 
     Raises:
-        ValueError: there is no such group in this driver's Ray namespace; the text lists those that there are.
+        ValueError: no such group in this driver's Ray namespace; the message lists the existing groups.
     """
     ranks = _named_ranks()
-    held = detached_placement_groups(name)
-    if name not in ranks and not held:
+    placement_groups = detached_placement_groups(name)
+    if name not in ranks and not placement_groups:
         raise _no_group(name, ranks)
     workers = [ray.get_actor(actor_name(name, rank)) for rank in ranks.get(name, [])]
-    _end(workers, lambda: remove_placement_groups(reversed(held)))  # so that the rest can be found after an error
+    # The last one first: after an error the remaining ones are still found by their numbers.
+    _kill(workers, lambda: remove_placement_groups(reversed(placement_groups)))
 
 
 def actor_name(group: str, rank: int) -> str:
@@ -245,7 +252,7 @@ def actor_name(group: str, rank: int) -> str:
 
 
 def _named_ranks() -> dict[str, list[int]]:
-    """The ranks that live of the named and detached groups in this driver's Ray namespace, in rank order."""
+    """Return the living ranks of the named and detached groups in this driver's Ray namespace, in rank order."""
     found: dict[str, list[int]] = {}
     for group, _, rank in (actor.rpartition(":") for actor in ray.util.list_named_actors()):
         if rank.isdecimal():
@@ -256,22 +263,22 @@ def _named_ranks() -> dict[str, list[int]]:
 def _no_group(name: str, ranks: Mapping[str, list[int]]) -> ValueError:
     namespace = ray.get_runtime_context().namespace
     return ValueError(
-        f"there is no group {name!r} in Ray namespace {namespace!r}; it has {sorted(ranks)}. Groups are found if they "
-        "were started with lifetime='named' or 'detached' by a driver of the same namespace: ray.init(namespace=...)"
+        f"no group {name!r} in Ray namespace {namespace!r}, which has the groups {sorted(ranks)}; start the group with "
+        "lifetime='named' or 'detached', in a driver with the same ray.init(namespace=...)"
     )
 
 
 def _incomplete(name: str, ranks: list[int]) -> RuntimeError:
     return RuntimeError(
-        f"group {name!r} is not complete: ranks {ranks} live. It is still being started, or has lost the others; ask "
-        f"again, or end it with RayWorkerGroup.shutdown_detached({name!r})"
+        f"group {name!r} is not complete: only ranks {ranks} are alive. The group is still starting, or other ranks "
+        f"have died; retry, or stop it with RayWorkerGroup.shutdown_detached({name!r})"
     )
 
 
-def _end(workers: Iterable[Any], give_back: Callable[[], None]) -> None:
-    """Kills the workers, then gives the resources back. What fails is raised when all the rest is done."""
+def _kill(workers: Iterable[Any], release_resources: Callable[[], None]) -> None:
+    """Kill the workers, then release the resources. An error in one step is raised after all others have run."""
     with ExitStack() as stack:
-        stack.callback(give_back)
+        stack.callback(release_resources)
         for worker in workers:
             stack.callback(ray.kill, worker, no_restart=True)
 
@@ -285,14 +292,14 @@ def _exists(process_group: int) -> bool:
 
 
 def _checked_env(env_vars: Mapping[str, str]) -> dict[str, str]:
-    wrong_type = {key: value for key, value in env_vars.items() if not isinstance(value, str)}
-    if wrong_type:
-        raise TypeError(f"env_vars must map str to str, got {wrong_type}; write the values as strings")
+    wrong_types = {key: value for key, value in env_vars.items() if not isinstance(value, str)}
+    if wrong_types:
+        raise TypeError(f"env_vars must map str to str, got {wrong_types}; write the values as strings")
     if taken := sorted(_RANK_VARIABLES & set(env_vars)):
-        raise ValueError(f"env_vars may not hold {taken}: the group sets them for each rank")
-    if late := sorted(_START_VARIABLES & set(env_vars)):
+        raise ValueError(f"env_vars must not contain {taken}, which the group sets for each rank; remove them")
+    if late := sorted(_STARTUP_VARIABLES & set(env_vars)):
         raise ValueError(
-            f"env_vars may not hold {late}: they are read when a process starts, before the group can set them; "
+            f"env_vars must not contain {late}, which are read when a process starts, before the group can set them; "
             "set them in ray.init(runtime_env={'env_vars': ...}) or in the shell"
         )
     return dict(env_vars)

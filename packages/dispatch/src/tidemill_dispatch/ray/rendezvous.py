@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other."""
+"""Addresses and ports by which the ranks of a group find each other."""
 
 import socket
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInfo:
-    """Where a rank runs, and the port that it holds for the process group."""
+    """Where a rank runs, and the port that it reserves for the process group."""
 
     node_id: str
     node_ip: str
@@ -17,11 +17,11 @@ class HostInfo:
 
 
 def reserve_port() -> socket.socket:
-    """Binds a free TCP port on all interfaces without listening.
+    """Bind a free TCP port on all interfaces without listening.
 
-    As long as the socket is open the kernel gives the port to nobody who asks for any free port. A server that asks
-    for this very port with SO_REUSEADDR, as torch's TCPStore does, gets it: so there is no moment at which the port is
-    free for others, unlike "bind, close, and hope".
+    While the socket is open, the kernel does not assign the port to a process that asks for any free port. A server
+    that asks for this port with SO_REUSEADDR, as torch's TCPStore does, can bind it. So there is no moment at which
+    another process can take the port, unlike with bind, close and bind again.
     """
     if socket.has_dualstack_ipv6():
         held = socket.socket(socket.AF_INET6)
@@ -34,7 +34,7 @@ def reserve_port() -> socket.socket:
 
 
 def rank_environment(rank: int, infos: tuple[HostInfo, ...]) -> dict[str, str]:
-    """The variables that torch's `env://` rendezvous reads; a group on one node meets on the loopback address."""
+    """Return the variables of torch's `env://` rendezvous. A group on one node uses the loopback address."""
     nodes = [info.node_id for info in infos]
     one_node = len(set(nodes)) == 1
     return {

@@ -1,4 +1,4 @@
-"""Resources of the cluster that are held in Ray's placement groups, one for each node."""
+"""Resources of the cluster, reserved in Ray placement groups, one for each node."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the ranks of a group go. `slots[rank]` is the placement group and the bundle of that rank."""
+    """Reserved resources of a group. `slots[rank]` is the placement group and the bundle index of that rank."""
 
     slots: tuple[tuple[PlacementGroup, int], ...]
     num_cpus: float
@@ -30,24 +30,24 @@ class Placement:
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": strategy}
 
     def remove(self) -> None:
-        """Gives the resources back. What still runs on them is killed by Ray."""
+        """Release the resources. Ray kills actors that still use them."""
         remove_placement_groups(group for group, _ in self.slots)
 
 
 def remove_placement_groups(groups: Iterable[PlacementGroup]) -> None:
-    """Removes them, each once; nothing after `ray.shutdown()`, when Ray would start a cluster to ask."""
+    """Remove placement groups, each once. Does nothing after `ray.shutdown()`: Ray would start a new cluster."""
     if ray.is_initialized():
         for group in {group.id: group for group in groups}.values():
             remove_placement_group(group)
 
 
 def detached_placement_groups(user: str) -> list[PlacementGroup]:
-    """Those that the detached group `user` of this driver's Ray namespace holds."""
+    """Return the placement groups of the detached group `user` in this driver's Ray namespace."""
     found: list[PlacementGroup] = []
     try:
         while True:
             found.append(get_placement_group(_detached_name(user, len(found))))
-    except ValueError:  # there are no more
+    except ValueError:  # no further placement group
         return found
 
 
@@ -56,13 +56,13 @@ def _detached_name(user: str, index: int) -> str:
 
 
 class Reservation:
-    """The resources of one pool: held from the first group that uses them until the last one ends.
+    """Resources of one pool, reserved from the start of the first group that uses them to the end of the last.
 
     Args:
         process_on_nodes: bundles per node.
-        bundle: what each process gets, for example {"CPU": 1.0}.
-        max_users: how many groups may use a bundle at a time.
-        timeout_s: how long to wait for the resources to be free.
+        bundle: resources of each process, for example {"CPU": 1.0}.
+        max_users: number of groups that may use a bundle at a time.
+        timeout_s: timeout of the wait for free resources, in seconds.
     """
 
     def __init__(self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_users: int, timeout_s: float):
@@ -76,23 +76,24 @@ class Reservation:
         self._detached = False
 
     def acquire(self, user: str, indices: Sequence[int], *, detached: bool) -> list[tuple[PlacementGroup, int]]:
-        """The slots `indices` for a group named `user`.
+        """Return the slots `indices` for the group named `user`.
 
         Raises:
-            RuntimeError: the resources were not free in time, or other groups of this driver use the slots.
+            RuntimeError: the resources were not free before the timeout, or other groups of this driver use the slots.
         """
         wanted = frozenset(indices)
         others = [name for name, taken in self._users if taken & wanted]
         if len(others) >= self._max_users:
             raise RuntimeError(
-                f"the pool of group {user!r} is used by {others}, and max_colocate_count is {self._max_users}: shut "
-                "them down first, allow more groups, or make another pool"
+                f"the pool of group {user!r} is used by groups {others}, and its max_colocate_count is "
+                f"{self._max_users}; shut them down first, raise max_colocate_count, or use another pool"
             )
         part_only = len(wanted) < sum(self._process_on_nodes)
         if (detached and part_only) or ((detached or self._detached) and self._users):
             raise RuntimeError(
-                "who ends a detached group gives its pool back, so it needs a whole pool of its own; group "
-                f"{user!r} would share one, used by {[name for name, _ in self._users]}"
+                f"group {user!r} would share a pool, or use a part of one (groups in it: "
+                f"{[name for name, _ in self._users]}); a detached group requires a whole pool of its own, which is "
+                "released with it"
             )
         self._detached = detached
         if not self._slots:
@@ -101,7 +102,7 @@ class Reservation:
         return [self._slots[index] for index in indices]
 
     def release(self, user: str, indices: Sequence[int]) -> None:
-        """Takes back what `acquire` gave; the last user's release frees the resources."""
+        """Release the slots of `acquire`. The resources are free after the last user's release."""
         self._users.remove((user, frozenset(indices)))
         if self._users:
             return
@@ -109,7 +110,7 @@ class Reservation:
         remove_placement_groups(group for group, _ in slots)
 
     def _reserve(self, user: str, *, detached: bool) -> list[tuple[PlacementGroup, int]]:
-        # The largest first: a small one must not take the only node that the large one fits on.
+        # The largest first: a small placement group must not take the only node that fits the large one.
         order = sorted(range(len(self._process_on_nodes)), key=lambda entry: -self._process_on_nodes[entry])
         groups: dict[int, PlacementGroup] = {}
         deadline = monotonic() + self._timeout_s
@@ -133,9 +134,9 @@ class Reservation:
         return [(group, i) for group, count in zip(in_order, self._process_on_nodes, strict=True) for i in range(count)]
 
     def _sorted_by_address(self, groups: dict[int, PlacementGroup]) -> list[PlacementGroup]:
-        """The placement groups by entry; those of one size by their nodes' addresses.
+        """Return the placement groups by entry; those of one size in the order of their nodes' addresses.
 
-        So that ranks meet the files they left on a node's own disk when a run is started again.
+        Ranks then find the files that an earlier run left on the local disk of their node.
         """
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
@@ -154,7 +155,7 @@ class Reservation:
         free = {k: v for k, v in ray.available_resources().items() if k in self._bundle}
         counts = " + ".join(str(count) for count in self._process_on_nodes)
         return (
-            f"group {user!r} needs {counts} processes (by node) of {self._bundle} each; they were not free within "
-            f"{self._timeout_s:g} s. The cluster has {have}, free are {free}. "
-            "Ask for less, end other groups, or start Ray with more."
+            f"group {user!r} requires {counts} processes (by node) with {self._bundle} each, not free within "
+            f"{self._timeout_s:g} s; the cluster has {have}, of which {free} is free. Request less, shut down other "
+            "groups, or start Ray with more resources."
         )

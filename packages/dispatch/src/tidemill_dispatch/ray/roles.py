@@ -1,4 +1,4 @@
-"""The worker classes of a group, and what their constructors get."""
+"""Worker classes of a group with the arguments of their constructors, one class for each role."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from tidemill_dispatch.worker import Worker
 
 ONLY_ROLE = ""
-"""The role of a group that has one."""
+"""Role name in a group with one worker class."""
 
 
 class RayClassWithInitArgs:
-    """A worker class and the arguments of its constructor, for every rank alike.
+    """A worker class and the arguments of its constructor, which are the same on all ranks.
 
-    `cls` is the plain class, not the result of `ray.remote(cls)`. The arguments are pickled once per group.
+    `cls` is the plain class, without `ray.remote`. The arguments are pickled once per group.
 
     Raises:
         TypeError: `cls` is not a subclass of `Worker`, or its constructor does not take the arguments.
@@ -37,36 +37,39 @@ class RayClassWithInitArgs:
 
 @dataclass(frozen=True, slots=True)
 class ColocatedClasses:
-    """Several worker classes by role; each process of a group makes one worker of each."""
+    """Worker classes by role; each process of a group constructs one worker of each."""
 
     roles: Mapping[str, RayClassWithInitArgs]
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> ColocatedClasses:
-    """Puts one worker of each role into every process of a group: `group.spawn()` gives a group for each role.
+    """Combine worker classes so that each process of a group runs one worker of each role.
 
-    The workers are constructed in the order given. They share the process, its device and its main thread, and no
-    state: meshes and attributes are each worker's own.
+    The workers are constructed in the given order. They share the process, its device and its main thread. They share
+    no state: meshes and attributes belong to each worker. `RayWorkerGroup.spawn` returns a group for each role.
 
     Raises:
-        ValueError: no roles, or a role without a name.
+        ValueError: no roles, or a role with an empty name.
         TypeError: a value is not a `RayClassWithInitArgs`.
     """
     if not class_dict or "" in class_dict:
-        raise ValueError(f"expected one or more roles with names, got {sorted(class_dict)}")
+        raise ValueError(f"class_dict must map one or more role names to classes, got the names {sorted(class_dict)}")
     for role, init in class_dict.items():
         if not isinstance(init, RayClassWithInitArgs):
-            raise TypeError(f"role {role!r} must be a RayClassWithInitArgs, got {type(init).__name__}")
+            raise TypeError(
+                f"role {role!r} must be a RayClassWithInitArgs, got {type(init).__name__}; write "
+                "RayClassWithInitArgs(cls, ...)"
+            )
     return ColocatedClasses(dict(class_dict))
 
 
 def roles_of(init: RayClassWithInitArgs | ColocatedClasses) -> dict[str, RayClassWithInitArgs]:
-    """The classes of a group by role."""
+    """Return the classes of a group by role."""
     return dict(init.roles) if isinstance(init, ColocatedClasses) else {ONLY_ROLE: init}
 
 
 def public_methods(cls: type[Worker]) -> dict[str, Any]:
-    """Functions of the user's classes (not of Worker) by name, for calls through a bare actor handle."""
+    """Return the functions of the user's classes (not of Worker) by name, for direct calls on an actor handle."""
     bases = [base for base in cls.__mro__ if base not in Worker.__mro__]
     found = {name: value for base in reversed(bases) for name, value in vars(base).items()}
     return {name: value for name, value in found.items() if inspect.isfunction(value) and not name.startswith("_")}
