@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tidemill_dispatch import Batch, ListBatch
-from tidemill_dispatch.batch import join_results, real_rows, split_rows
+from tidemill_dispatch.batch import join_results, split_rows, without_padding
 from tidemill_dispatch.sharding import split_call
 
 
 class StrictBatch:
-    """A batch that refuses rows that do not divide, unless asked: DataProto's habit."""
+    """A batch whose `chunk` refuses rows that do not divide by default, like DataProto."""
 
     def __init__(self, rows):
         self.rows = list(rows)
@@ -26,7 +26,7 @@ class StrictBatch:
 
 
 class TorchLikeBatch(ListBatch):
-    """`torch.chunk`'s habit: fewer parts than asked for."""
+    """A batch that returns fewer parts than requested, like `torch.chunk`."""
 
     def chunk(self, n):
         return super().chunk(n)[:-1]
@@ -41,7 +41,7 @@ class Indexable:
 
 
 @pytest.mark.parametrize("batch", [ListBatch([1]), StrictBatch([1])])
-def test_batches_satisfy_the_protocol(batch):
+def test_batch_types_satisfy_protocol(batch):
     assert isinstance(batch, Batch)
 
 
@@ -51,7 +51,7 @@ def test_other_values_are_not_batches(value):
 
 
 @given(rows=st.lists(st.integers()), n=st.integers(1, 9), kind=st.sampled_from([ListBatch, StrictBatch]))
-def test_split_rows_then_concat_is_the_identity_and_lengths_differ_by_one_at_most(rows, n, kind):
+def test_split_rows_then_concat_is_identity_and_lengths_differ_by_at_most_one(rows, n, kind):
     batch = kind(rows)
     parts = split_rows(batch, n)
     lengths = [len(part) for part in parts]
@@ -61,17 +61,17 @@ def test_split_rows_then_concat_is_the_identity_and_lengths_differ_by_one_at_mos
     assert (joined.items if kind is ListBatch else joined.rows) == rows
 
 
-def test_listbatch_refuses_no_parts():
-    with pytest.raises(ValueError, match="at least 1 part, not 0"):
+def test_listbatch_chunk_refuses_zero_parts():
+    with pytest.raises(ValueError, match=r"chunk\(n\) requires n >= 1, got 0"):
         ListBatch([1]).chunk(0)
 
 
-def test_a_chunk_that_loses_rows_is_refused():
-    with pytest.raises(ValueError, match=r"chunk\(3\) of 5 rows returned 2 parts of \[2, 2\] rows; expected 3 parts"):
+def test_chunk_that_loses_rows_is_refused():
+    with pytest.raises(ValueError, match=r"of 5 rows returned 2 parts of \[2, 2\] rows; it must return 3 parts"):
         split_rows(TorchLikeBatch([1, 2, 3, 4, 5]), 3)
 
 
-def test_split_call_splits_positional_and_keyword_batches_and_shares_the_rest():
+def test_split_call_splits_batches_and_shares_other_arguments():
     config = {"lr": 1}
     calls = split_call((ListBatch([1, 2, 3]), config), {"ref": ListBatch("abc"), "x": 5}, 2)
     (first_args, first_kwargs), (second_args, second_kwargs) = calls
@@ -84,7 +84,7 @@ def test_split_call_splits_positional_and_keyword_batches_and_shares_the_rest():
     assert first_kwargs["x"] == second_kwargs["x"] == 5
 
 
-def test_split_call_refuses_batches_of_different_lengths_by_name():
+def test_split_call_names_batches_of_different_lengths():
     with pytest.raises(ValueError, match="same number of rows; got argument 0: 2, argument 'ref': 3"):
         split_call((ListBatch([1, 2]),), {"ref": ListBatch([1, 2, 3])}, 2)
 
@@ -94,27 +94,27 @@ class Marked(ListBatch):
         return Marked([item for item in self.items if item is not None])
 
 
-def test_rows_marked_as_padding_are_no_result():
-    assert real_rows(Marked([1, None, 2])) == Marked([1, 2])
+def test_rows_marked_as_padding_are_removed_from_results():
+    assert without_padding(Marked([1, None, 2])) == Marked([1, 2])
     listed = [Marked([None])]
-    assert real_rows(listed) is listed  # only a batch itself, nothing inside other values
+    assert without_padding(listed) is listed  # only from a batch itself, not inside other values
     batch = ListBatch([None])
-    assert real_rows(batch) is batch
+    assert without_padding(batch) is batch
 
 
-def test_join_results():
+def test_join_results_concatenates_batches_and_keeps_other_results():
     assert join_results([ListBatch([1]), ListBatch([]), ListBatch([2])]) == ListBatch([1, 2])
     assert join_results([1, None, "a"]) == [1, None, "a"]
     assert join_results([]) == []
 
 
 @pytest.mark.parametrize("results", [[ListBatch([1]), None], [ListBatch([1]), StrictBatch([2])]])
-def test_join_results_refuses_a_mixture(results):
-    with pytest.raises(TypeError, match=r"batches of one type on every dp rank; got \['ListBatch', "):
+def test_join_results_refuses_results_of_different_types(results):
+    with pytest.raises(TypeError, match=r"batches of one type on every dp rank, .*; got \['ListBatch', "):
         join_results(results)
 
 
-def test_a_dataproto_is_a_batch():
+def test_dataproto_is_a_batch():
     torch = pytest.importorskip("torch")
     data_proto = pytest.importorskip("tidemill_dataproto").DataProto
     batch = data_proto.from_dict({"x": torch.arange(5)}, meta_info={"temperature": 0.5})

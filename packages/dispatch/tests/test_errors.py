@@ -1,4 +1,4 @@
-"""The errors as they are raised and handed on between processes."""
+"""Errors between processes."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("through", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_an_error_survives_pickling_with_its_text_and_attributes(error, through):
+def test_errors_keep_text_and_attributes_when_pickled(error, through):
     error.add_note("in step 7")
     restored = through(error)
     assert type(restored) is type(error)

@@ -12,7 +12,7 @@ def entries(*pairs):
     return [None if pair is None else MeshEntry(dp_rank=pair[0], is_collect=pair[1]) for pair in pairs]
 
 
-def test_layout_is_in_dp_order_whatever_the_rank_order():
+def test_layout_is_in_dp_order_for_any_rank_order():
     layout = MeshLayout.from_entries("actor", entries((1, True), (0, False), (1, False), (0, True)))
     assert layout.dp_size == 2
     assert layout.dp_ranks == (1, 0, 1, 0)
@@ -23,7 +23,7 @@ def test_layout_is_in_dp_order_whatever_the_rank_order():
     ("table", "message"),
     [
         (entries((0, True), None, (1, True), None), r"mesh 'actor': ranks \[1, 3\] of 4 did not register it"),
-        (entries((0, True), (2, True)), r"mesh 'actor': dp_rank 1 is registered by no rank \(dp_size is 3\)"),
+        (entries((0, True), (2, True)), r"mesh 'actor': no rank registered dp_rank 1 \(dp_size is 3\)"),
         (
             entries((0, True), (0, True)),
             r"dp_rank 0 \(ranks \[0, 1\]\) has collect ranks \[0, 1\], expected exactly one",
@@ -35,12 +35,12 @@ def test_layout_is_in_dp_order_whatever_the_rank_order():
                 MeshEntry(dp_rank=1, is_collect=True, dp_size=2),
                 *entries((5, True), (2, False)),
             ],
-            "mesh 'actor': rank 2 has dp_rank 5, which is not below dp_size 2; rank 3 has dp_rank 2, which",
+            "mesh 'actor': rank 2 has dp_rank 5, expected less than dp_size 2; rank 3 has dp_rank 2, exp",
         ),
-        (entries((0, False), (2, True)), r"dp_rank 0 .* expected exactly one; dp_rank 1 is registered by no rank"),
+        (entries((0, False), (2, True)), r"dp_rank 0 .* expected exactly one rank; no rank registered dp_rank 1"),
     ],
 )
-def test_a_mesh_that_does_not_hold_together_names_the_ranks_at_fault(table, message):
+def test_invalid_mesh_names_the_ranks(table, message):
     with pytest.raises(ValueError, match=message):
         MeshLayout.from_entries("actor", table)
 
@@ -87,20 +87,20 @@ def test_data_axes_are_row_major_in_the_order_given():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((("dp", "tp"), (2, 2), (0, 0), ["pp"]), r"no axes \['pp'\]; it has \['dp', 'tp'\]"),
-        ((None, (2, 2), (0, 0), ["dp"]), r"no axes \['dp'\]; it has \[\]"),
-        ((("dp", "tp"), (2, 2), None, ["dp"]), "this rank is not part of the device mesh"),
-        ((("dp", "tp"), (2, 2), (0, 0), ["dp", "dp"]), "repeats an axis"),
-        ((("dp", "tp"), (2, 2), (0, 0), ["dp"], {"dp": 0}), r"shares \['dp'\] with collect_at"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["pp"]), r"no axes \['pp'\]; its axes are \['dp', 'tp'\]"),
+        ((None, (2, 2), (0, 0), ["dp"]), r"no axes \['dp'\]; its axes are \[\]"),
+        ((("dp", "tp"), (2, 2), None, ["dp"]), "this rank is outside the device mesh of shape"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["dp", "dp"]), r"each axis must be named once .* data_axes \['dp', 'dp'\]"),
+        ((("dp", "tp"), (2, 2), (0, 0), ["dp"], {"dp": 0}), r"each axis must be named once .* collect_at {'dp': 0}"),
         ((("dp", "tp"), (2, 2), (0, 0), ["dp"], {"tp": 2}), r"out of range on axes \['tp'\]"),
     ],
 )
-def test_a_wrong_use_of_a_device_mesh_is_refused(arguments, message):
+def test_wrong_device_mesh_axes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         place(*arguments)
 
 
-def test_a_real_torch_device_mesh():
+def test_layout_of_real_torch_device_mesh():
     dist = pytest.importorskip("torch.distributed")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -120,7 +120,7 @@ def test_a_real_torch_device_mesh():
     assert layout.collect_ranks == (4, 6)
 
 
-def test_mesh_state_is_the_instance_s():
+def test_meshes_belong_to_the_worker_instance():
     first, second = Worker(), Worker()
     first.register_dispatch_collect_info("actor", 0, True)
     second.register_dispatch_collect_info("actor", 1, False)
@@ -129,7 +129,7 @@ def test_mesh_state_is_the_instance_s():
     assert second.registered_meshes()["actor"] == MeshEntry(dp_rank=1, is_collect=False)
 
 
-def test_a_subclass_need_not_call_super(monkeypatch):
+def test_subclass_works_without_super_init(monkeypatch):
     class Mine(Worker):
         def __init__(self, value):
             self.value = value
@@ -141,28 +141,28 @@ def test_a_subclass_need_not_call_super(monkeypatch):
     assert (worker.rank, worker.world_size, worker.value) == (3, 4, 7)
 
 
-def test_a_mesh_may_be_registered_again_only_with_the_same_values():
+def test_mesh_registered_twice_with_other_values_is_refused():
     worker = Worker()
     worker.register_dispatch_collect_info("actor", 1, True)
     worker.register_dispatch_collect_info("actor", 1, True)
-    with pytest.raises(ValueError, match="mesh 'actor' is registered on rank 0 as"):
+    with pytest.raises(ValueError, match="mesh 'actor' is already registered on rank 0 as"):
         worker.register_dispatch_collect_info("actor", 0, True)
-    with pytest.raises(ValueError, match="dp_rank must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="dp_rank must be >= 0, got -1"):
         worker.register_dispatch_collect_info("critic", -1, True)
 
 
-def test_the_ranks_must_agree_on_dp_size():
-    told = [MeshEntry(dp_rank=0, is_collect=True, dp_size=2), MeshEntry(dp_rank=1, is_collect=True, dp_size=2)]
-    assert MeshLayout.from_entries("m", told).dp_size == 2
-    odd = [told[0], MeshEntry(dp_rank=1, is_collect=True, dp_size=3)]
-    with pytest.raises(ValueError, match=r"mesh 'm': the ranks do not agree on dp_size; by rank it is {0: 2, 1: 3}"):
+def test_ranks_must_register_the_same_dp_size():
+    entries = [MeshEntry(dp_rank=0, is_collect=True, dp_size=2), MeshEntry(dp_rank=1, is_collect=True, dp_size=2)]
+    assert MeshLayout.from_entries("m", entries).dp_size == 2
+    odd = [entries[0], MeshEntry(dp_rank=1, is_collect=True, dp_size=3)]
+    with pytest.raises(ValueError, match=r"mesh 'm': all ranks must .* same dp_size, got by rank {0: 2, 1: 3}"):
         MeshLayout.from_entries("m", odd)
-    with pytest.raises(ValueError, match=r"dp_rank 1 is registered by no rank \(dp_size is 2\)"):
-        MeshLayout.from_entries("m", told[:1])  # without dp_size nobody would miss the last one
+    with pytest.raises(ValueError, match=r"no rank registered dp_rank 1 \(dp_size is 2\)"):
+        MeshLayout.from_entries("m", entries[:1])  # noticed because of dp_size
 
 
-def test_a_dp_rank_outside_dp_size_and_a_string_of_axes_are_refused():
-    with pytest.raises(ValueError, match="dp_rank must be 0 or more and below dp_size 2, got 2 on rank 0"):
+def test_dp_rank_beyond_dp_size_and_data_axes_as_string_are_refused():
+    with pytest.raises(ValueError, match="dp_rank must be >= 0 and < dp_size 2, got 2 on rank 0"):
         Worker().register_dispatch_collect_info("m", 2, True, dp_size=2)
     with pytest.raises(TypeError, match=r"data_axes must be a list of axis names, got 'dp'"):
         place(("dp", "tp"), (2, 2), (0, 0), "dp")

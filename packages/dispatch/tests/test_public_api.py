@@ -74,7 +74,7 @@ except ImportError as error:
 """
     assert _run(code).splitlines() == [
         "[ListBatch(items=[3]), ListBatch(items=[1, 2])] ListBatch(items=[1, 2, 3])",
-        "tidemill_dispatch.ray needs Ray: pip install 'tidemill-dispatch[ray]'",
+        "tidemill_dispatch.ray requires Ray: pip install 'tidemill-dispatch[ray]'",
     ]
 
 

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tidemill_dispatch import ListBatch
 from tidemill_dispatch.batch import take_rows
-from tidemill_dispatch.rows import balanced_lengths, bounds, cuts, plan_shard
+from tidemill_dispatch.rows import balanced_lengths, part_slices, plan_shard, shard_bounds
 
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 class Chunked:
-    """A batch with nothing but what the protocol asks for: no slices."""
+    """A batch with the required members only: it does not support slices."""
 
     def __init__(self, rows):
         self.rows = list(rows)
@@ -28,45 +28,45 @@ class Chunked:
 
 
 def parts_of(part_lengths):
-    """Parts of those lengths, whose rows count on from part to part."""
+    """Parts of these lengths; their rows are numbered through all parts."""
     rows = iter(range(sum(part_lengths)))
     return [[next(rows) for _ in range(length)] for length in part_lengths]
 
 
 def taken(parts, plan):
-    return [row for cut in plan.cuts for row in parts[cut.part][cut.start : cut.stop]]
+    return [row for rows in plan.slices for row in parts[rows.part][rows.start : rows.stop]]
 
 
 @given(num_rows=st.integers(0, 50), n=st.integers(1, 9))
-def test_bounds_are_those_of_the_balanced_lengths(num_rows, n):
+def test_shard_bounds_match_balanced_lengths(num_rows, n):
     lengths = balanced_lengths(num_rows, n)
     assert sum(lengths) == num_rows
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
-    assert [stop - start for start, stop in (bounds(num_rows, n, i) for i in range(n))] == lengths
-    assert [bounds(num_rows, n, i)[1] for i in range(n)] == [sum(lengths[: i + 1]) for i in range(n)]
+    assert [stop - start for start, stop in (shard_bounds(num_rows, n, i) for i in range(n))] == lengths
+    assert [shard_bounds(num_rows, n, i)[1] for i in range(n)] == [sum(lengths[: i + 1]) for i in range(n)]
 
 
 @given(data=st.data(), part_lengths=lengths)
-def test_cuts_hold_exactly_the_rows_asked_for(data, part_lengths):
+def test_part_slices_hold_exactly_the_requested_rows(data, part_lengths):
     total = sum(part_lengths)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
-    found = cuts(part_lengths, start, stop)
+    found = part_slices(part_lengths, start, stop)
     parts = parts_of(part_lengths)
-    assert [row for cut in found for row in parts[cut.part][cut.start : cut.stop]] == list(range(start, stop))
-    assert len({cut.part for cut in found}) == len(found) >= 1
+    assert [row for rows in found for row in parts[rows.part][rows.start : rows.stop]] == list(range(start, stop))
+    assert len({rows.part for rows in found}) == len(found) >= 1
     if start < stop:
-        assert all(cut.start < cut.stop for cut in found)
+        assert all(rows.start < rows.stop for rows in found)
 
 
-def test_rows_that_are_not_there():
-    with pytest.raises(ValueError, match=r"rows 1 to 4 are not among the 3 rows of parts of \[1, 2\]"):
-        cuts([1, 2], 1, 4)
+def test_rows_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"rows 1 to 4 must lie within the 3 rows of parts of lengths \[1, 2\]"):
+        part_slices([1, 2], 1, 4)
 
 
 @given(part_lengths=lengths, n=st.integers(1, 8))
-def test_the_shards_of_a_result_are_its_rows_in_order(part_lengths, n):
+def test_unpadded_shards_are_the_rows_in_order(part_lengths, n):
     parts = parts_of(part_lengths)
     plans = [plan_shard(part_lengths, n, index, padded=False) for index in range(n)]
     shards = [taken(parts, plan) for plan in plans]
@@ -75,7 +75,7 @@ def test_the_shards_of_a_result_are_its_rows_in_order(part_lengths, n):
 
 
 @given(part_lengths=lengths, n=st.integers(1, 8))
-def test_padded_shards_are_of_one_length_and_have_a_row_to_make_padding_from(part_lengths, n):
+def test_padded_shards_have_one_length_and_a_row_to_pad_from(part_lengths, n):
     total = sum(part_lengths)
     parts = parts_of(part_lengths)
     plans = [plan_shard(part_lengths, n, index, padded=True) for index in range(n)]
@@ -87,7 +87,7 @@ def test_padded_shards_are_of_one_length_and_have_a_row_to_make_padding_from(par
 
 
 @given(data=st.data(), num_rows=st.integers(0, 12))
-def test_rows_are_taken_alike_by_slices_and_by_chunks(data, num_rows):
+def test_take_rows_by_slice_equals_take_rows_by_chunk(data, num_rows):
     start = data.draw(st.integers(0, num_rows))
     stop = data.draw(st.integers(start, num_rows))
     rows = list(range(num_rows))

@@ -1,4 +1,4 @@
-"""How one call becomes the calls of its shards."""
+"""Splitting of a call's arguments, and padding of shards."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ class Later(DeferredRows):
 
 
 class Lumpy(ListBatch):
-    """Splits its rows as it likes: all but one row in the first part."""
+    """A batch whose first part has all rows except one."""
 
     def chunk(self, n):
         cut = max(len(self) - 1, 0)
@@ -41,7 +41,7 @@ def first_args(calls):
 
 
 @given(rows=st.lists(st.integers(), max_size=12), n=st.integers(1, 6))
-def test_pad_then_unpad_is_the_identity_and_all_shards_have_one_length(rows, n):
+def test_pad_then_unpad_is_identity_and_padded_shards_have_one_length(rows, n):
     results, lengths = [], set()
     for shard in first_args(split_call((ListBatch(rows),), {}, n, padding)):
         padded = shard.pad(padding) if isinstance(shard, PaddedShard) else shard
@@ -51,7 +51,7 @@ def test_pad_then_unpad_is_the_identity_and_all_shards_have_one_length(rows, n):
     assert join_results(results) == ListBatch(rows)
 
 
-def test_shards_without_a_row_are_all_padding():
+def test_shards_without_rows_are_all_padding():
     shards = first_args(split_call((ListBatch(["a"]),), {}, 3, padding))
     assert [(s.pad(padding).items, s.num_real) for s in shards] == [(["a"], 1), ([PAD], 0), ([PAD], 0)]
     assert shards[2].unpad(ListBatch([PAD]), padding).items == []
@@ -59,24 +59,24 @@ def test_shards_without_a_row_are_all_padding():
     assert shards[1].rows is shards[2].rows  # sent once
 
 
-def test_what_a_padded_method_may_return():
+def test_padded_method_returns_all_rows_real_rows_or_no_batch():
     shard = first_args(split_call((ListBatch([1, 2, 3]),), {}, 2, padding))[1]
     assert shard.unpad({"loss": 1.0}, padding) == {"loss": 1.0}
     assert shard.unpad(ListBatch([]), padding) == ListBatch([])
     assert shard.unpad(ListBatch([3, PAD]), padding) == ListBatch([3])
     assert shard.unpad(ListBatch([3]), padding) == ListBatch([3])  # as DataProto.concat of its parts would be
-    with pytest.raises(ValueError, match="got 2 rows, 1 of them real, and returned 4; it must return all of them"):
+    with pytest.raises(ValueError, match="received 2 rows, 1 of them real, and returned 4 rows; it must"):
         shard.unpad(ListBatch([3, PAD] * 2), padding)
 
 
-def test_a_pad_function_that_adds_too_much_is_refused():
+def test_pad_function_that_adds_too_many_rows_is_refused():
     shard = first_args(split_call((ListBatch([1, 2, 3]),), {}, 2, padding))[1]
     twice = Padding(pad=lambda batch, divisor: (ListBatch([*batch.items, *[PAD] * 5]), 5), unpad=unpad)
-    with pytest.raises(ValueError, match="padding 1 rows to a multiple of 2 gave 6 rows"):
+    with pytest.raises(ValueError, match="must add the fewest rows that make 1 rows a multiple of 2, got 6 rows"):
         shard.pad(twice)
 
 
-def test_shard_splits_what_has_rows_and_replicate_sends_a_batch_whole():
+def test_shard_splits_lists_and_replicate_sends_batches_whole():
     batch = ListBatch(list("abc"))
     calls = split_call((batch, Shard([1, 2, 3])), {"all": Replicate(batch), "t": Shard((4, 5, 6)), "x": [7, 8, 9]}, 2)
     assert [args for args, _ in calls] == [(ListBatch(["a", "b"]), [1, 2]), (ListBatch(["c"]), [3])]
@@ -87,7 +87,7 @@ def test_shard_splits_what_has_rows_and_replicate_sends_a_batch_whole():
     assert calls[0][1]["all"] is batch
 
 
-def test_arrays_and_tensors_are_sharded_by_rows():
+def test_shard_splits_arrays_tensors_and_tensordicts():
     np = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
     array, tensor = np.arange(10).reshape(5, 2), torch.arange(5)
@@ -101,13 +101,13 @@ def test_arrays_and_tensors_are_sharded_by_rows():
 
 
 @pytest.mark.parametrize("value", [3, None, {"a": 1}, "abc", {1, 2}])
-def test_what_has_no_rows_cannot_be_sharded(value):
+def test_shard_refuses_values_without_rows(value):
     message = rf"argument 'x' is Shard\({type(value).__name__}\), which has no rows"
     with pytest.raises(TypeError, match=message):
         split_call((), {"x": Shard(value)}, 2)
 
 
-def test_batches_that_do_not_fit_together_are_named():
+def test_batches_of_different_lengths_are_named():
     with pytest.raises(ValueError, match="same number of rows; got argument 0: 2, argument 'ref': 3"):
         split_call((ListBatch([1, 2]),), {"ref": Shard([1, 2, 3])}, 2)
     with pytest.raises(ValueError, match=r"same lengths; got argument 0: \[3, 1\], argument 'ref': \[2, 2\]"):
@@ -116,7 +116,7 @@ def test_batches_that_do_not_fit_together_are_named():
         split_call((), {"x": Shard([1, 2, 3])}, 2, padding)
 
 
-def test_rows_that_are_not_there_yet_are_split_without_being_looked_at():
+def test_deferred_rows_are_split_without_their_values():
     later = Later()
     alone = first_args(split_call((later,), {}, 2))
     assert [(s.source, s.index, s.n, s.num_real, s.padded) for s in alone] == [

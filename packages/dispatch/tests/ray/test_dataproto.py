@@ -1,4 +1,4 @@
-"""DataProto through calls and chains: dense, ragged and object columns, read-only as they come from the store."""
+"""DataProto through calls and chains: dense, ragged and object columns, read-only from the object store."""
 
 import sys
 
@@ -45,7 +45,7 @@ class Stage(Worker):
     @register(split_over("both", padding=PADDING), blocking=False)
     def in_parts(self, batch):
         assert len(batch) == 3
-        return DataProto.concat([part.rename("x", "y") for part in batch.split(2)])  # takes the padding out
+        return DataProto.concat([part.rename("x", "y") for part in batch.split(2)])  # removes the padding
 
     @register(split_over("both"))
     def rows(self, batch):
@@ -57,12 +57,12 @@ class Stage(Worker):
 
 
 @pytest.fixture(scope="module")
-def group(cluster):
+def group(ray_cluster):
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Stage), name_prefix="stage") as group:
         yield group
 
 
-def test_a_batch_goes_through_two_calls_and_comes_back(group):
+def test_dataproto_columns_survive_two_chained_calls(group):
     ids = torch.nested.nested_tensor([torch.arange(n) for n in (3, 0, 20_000, 1, 2)], layout=torch.jagged)
     uid = np.array([f"u{row}" for row in range(5)], dtype=object)
     batch = DataProto.from_dict(tensors={"ids": ids, "x": torch.arange(5.0)}, non_tensors={"uid": uid})
@@ -73,18 +73,18 @@ def test_a_batch_goes_through_two_calls_and_comes_back(group):
         assert torch.equal(row, expected)
 
 
-def test_padding_that_a_method_adds_is_neither_got_nor_handed_on(group):
+def test_padding_added_by_a_method_is_neither_returned_nor_chained(group):
     batch = DataProto.from_dict({"x": torch.arange(5)})
     for future in (group.pad_to_4(batch), group.load_padded(batch)):
-        for given in (future, future.get()):
-            assert group.rows(given) == [([0, 1, 2], [False] * 3), ([3, 4], [False] * 2)]
-            assert group.all_rows(given) == [([0, 1, 2, 3, 4], [False] * 5)]
+        for argument in (future, future.get()):
+            assert group.rows(argument) == [([0, 1, 2], [False] * 3), ([3, 4], [False] * 2)]
+            assert group.all_rows(argument) == [([0, 1, 2, 3, 4], [False] * 5)]
         got = future.get()
         assert got["x"].tolist() == [0, 1, 2, 3, 4]
-        assert unpad_dataproto(got, 3) == got  # as it knows that they are gone already
+        assert unpad_dataproto(got, 3) == got  # the batch records that its padding is removed
 
 
-def test_a_padded_method_may_take_the_padding_out_itself(group):
+def test_padded_method_may_remove_the_padding_itself(group):
     batch = DataProto.from_dict({"x": torch.arange(5)})
     assert group.in_parts(batch).get()["y"].tolist() == [0, 1, 2, 3, 4]
     assert group.in_parts(group.load_padded(batch)).get()["y"].tolist() == [0, 1, 2, 3, 4]

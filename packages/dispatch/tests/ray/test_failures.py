@@ -1,4 +1,4 @@
-"""What happens when workers raise, hang or die, and that nothing is left of them."""
+"""Workers that raise, hang or die: the error on the driver, and the shutdown of all processes."""
 
 import os
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class BadLuckWorker(Worker):
+class FailingWorker(Worker):
     def __init__(self, fail_on=None, hang=False):
         if self.rank == fail_on:
             raise FileNotFoundError("no checkpoint at /nowhere")
@@ -46,14 +46,14 @@ class BadLuckWorker(Worker):
         import torch
         import torch.distributed as dist
 
-        if self.rank == 1:  # as SGLang's watchdog does: a child of the worker kills it
+        if self.rank == 1:  # a child process kills the worker, like SGLang's watchdog
             subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {os.getpid()}"])
             time.sleep(1000)
         dist.all_reduce(torch.ones(1))
 
     @register(Dispatch.ONE_TO_ALL)
     def both_raise(self):
-        time.sleep(0.0 if self.rank == 1 else 0.4)
+        time.sleep(0.0 if self.rank == 1 else 0.3)
         raise RuntimeError(f"rank {self.rank}")
 
     @register(Dispatch.ONE_TO_ALL)
@@ -71,72 +71,65 @@ class BadLuckWorker(Worker):
         time.sleep(1000)
 
     @register(Dispatch.ONE_TO_ALL)
-    def leave(self):
+    def exit_rank_one(self):
         if self.rank == 1:
             sys.exit(3)
 
 
 def start(*args, timeout_s=60.0, **kwargs):
     pool = RayResourcePool(process_on_nodes=[2])
-    init = RayClassWithInitArgs(BadLuckWorker, *args, **kwargs)
-    return RayWorkerGroup(pool, init, name_prefix="unlucky", timeout_s=timeout_s)
+    init = RayClassWithInitArgs(FailingWorker, *args, **kwargs)
+    return RayWorkerGroup(pool, init, name_prefix="failing", timeout_s=timeout_s)
 
 
 def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def wait_gone(pids, seconds):
-    deadline = time.monotonic() + seconds
+def have_exited(pids, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pids)
 
 
 def cpus_are_free():
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"] and time.monotonic() < deadline:
         time.sleep(0.1)
     return ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
 
 
 @pytest.fixture
-def group(cluster):
+def group(ray_cluster):
     with start() as group:
         yield group
 
 
-def test_one_rank_raises_while_the_other_hangs_in_a_collective(group):
+def test_error_of_one_rank_is_raised_while_its_peer_hangs_in_a_collective(group):
     group.init_process_group()
-    started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         group.rank_one_raises()
-    assert time.monotonic() - started < 3
     error = caught.value
-    assert (error.group, error.rank, error.method) == ("unlucky", 1, "rank_one_raises")
+    assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_raises")
     assert (error.error_type, error.error_message, error.still_running) == ("ValueError", "row 3 has 900 tokens", (0,))
     assert re.fullmatch(r"\S+:\d+", error.host)
     assert 'raise ValueError("row 3 has 900 tokens")' in error.remote_traceback
-    assert "ValueError on rank 1 of group 'unlucky'" in str(error)
-    started = time.monotonic()
-    group.shutdown()
-    assert time.monotonic() - started < 8
+    assert "ValueError on rank 1 of group 'failing'" in str(error)
 
 
-def test_a_rank_that_is_killed_is_the_error_not_the_broken_collective_of_its_peer(group):
+def test_killed_rank_is_the_error_rather_than_the_failed_collective_of_its_peer(group):
     group.init_process_group()
-    started = time.monotonic()
     with pytest.raises(WorkerDiedError) as caught:
         group.rank_one_is_killed()
-    assert time.monotonic() - started < 6
     error = caught.value
-    assert (error.group, error.rank, error.method) == ("unlucky", 1, "rank_one_is_killed")
-    assert "rank 1 of group 'unlucky' (" in str(error)
-    with pytest.raises(WorkerDiedError):  # no rank is called in a group that has lost one
+    assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_is_killed")
+    assert "rank 1 of group 'failing' (" in str(error)
+    with pytest.raises(WorkerDiedError):  # a group with a dead rank refuses calls
         group.both_raise()
 
 
-def test_the_first_of_several_errors_is_raised_and_the_others_are_listed(group):
+def test_first_of_several_errors_is_raised_and_others_are_listed(group):
     with pytest.raises(WorkerError) as caught:
         group.both_raise()
     assert caught.value.rank == 1
@@ -144,47 +137,42 @@ def test_the_first_of_several_errors_is_raised_and_the_others_are_listed(group):
     assert caught.value.still_running == ()
 
 
-def test_a_worker_that_exits_died(group):
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
-        group.leave()
+def test_worker_that_exits_has_died(group):
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
+        group.exit_rank_one()
 
 
-def test_a_dead_rank_fails_a_call_that_leaves_it_out(group):
+def test_dead_rank_fails_a_call_of_other_ranks(group):
     pids = [row[0] for row in group.start_children()]
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
         group.rank_zero_hangs()
-    assert time.monotonic() - started < 10
 
 
-def test_a_death_between_calls_is_noticed_by_who_asks(group):
+def test_check_alive_notices_death_and_accepts_busy_ranks(group):
     pids = [row[0] for row in group.start_children()]
     group.check_alive()
     busy = group.hang()
-    started = time.monotonic()
-    group.check_alive(timeout_s=0.5)  # busy is alive
-    assert time.monotonic() - started < 2
+    group.check_alive(timeout_s=0.2)  # busy is alive
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
-        group.check_alive(timeout_s=10)
-    assert time.monotonic() - started < 10
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'unlucky'"):
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
+        group.check_alive(timeout_s=30)
+    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
         busy.get()
 
 
-def test_every_pending_call_fails_and_children_of_a_killed_worker_end(group):
+def test_all_pending_calls_fail_and_children_of_killed_worker_exit(group):
     first, second = group.start_children()
     futures = [group.hang(), group.hang()]
     os.kill(first[0], signal.SIGKILL)
     for future in futures:
-        with pytest.raises(WorkerDiedError, match="rank 0 of group 'unlucky'"):
-            future.get(timeout_s=10)
-    assert wait_gone(first, 10)
+        with pytest.raises(WorkerDiedError, match="rank 0 of group 'failing'"):
+            future.get(timeout_s=30)
+    assert have_exited(first)
     assert alive(second) == second
 
 
-def test_shutdown_ends_busy_workers_and_their_children_and_frees_the_resources(cluster):
+def test_shutdown_kills_busy_workers_and_children_and_frees_resources(ray_cluster):
     group = start()
     pids = [pid for row in group.start_children() for pid in row]
     group.hang()
@@ -192,79 +180,66 @@ def test_shutdown_ends_busy_workers_and_their_children_and_frees_the_resources(c
     group.shutdown()
     assert alive(pids) == []
     group.shutdown()
-    with pytest.raises(RuntimeError, match="group 'unlucky' was shut down"):
+    with pytest.raises(RuntimeError, match="group 'failing' was shut down"):
         group.both_raise()
     assert cpus_are_free()
 
 
-def test_what_cannot_be_killed_keeps_nothing_else_alive(cluster):
+def test_shutdown_kills_all_others_when_one_kill_fails(ray_cluster):
     group = start()
     pids = [pid for row in group.start_children() for pid in row]
     group.workers.insert(1, "not an actor")
     with pytest.raises(ValueError, match=r"ray.kill\(\) only supported for actors"):
         group.shutdown()
-    assert wait_gone(pids, 10)
+    assert have_exited(pids)
     assert cpus_are_free()
     group.shutdown()
 
 
-class ShyWorker(Worker):
+class UndescribedWorker(Worker):
     def tidemill_describe(self):
-        """Takes the place of the actor's own method, so that no rank says where it is."""
+        """Override the actor's own method, so that no rank reports its host."""
 
 
-def test_ranks_that_cannot_tell_where_they_are_end(cluster):
+def test_ranks_that_report_no_host_are_killed(ray_cluster):
     with pytest.raises(WorkerError, match="the worker was not constructed"):
-        RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(ShyWorker), name_prefix="shy", lifetime="named")
+        RayWorkerGroup(
+            RayResourcePool([2]), RayClassWithInitArgs(UndescribedWorker), name_prefix="undescribed", lifetime="named"
+        )
     assert ray.util.list_named_actors() == []
     assert cpus_are_free()
 
 
-def test_an_error_of_a_constructor_is_a_worker_error_with_its_traceback(cluster):
+def test_error_of_constructor_is_a_worker_error_with_traceback(ray_cluster):
     with pytest.raises(WorkerError) as caught:
         start(fail_on=1)
     assert (caught.value.rank, caught.value.method, caught.value.error_type) == (1, "__init__", "FileNotFoundError")
     assert "in __init__" in caught.value.remote_traceback
 
 
-def test_a_constructor_that_hangs_meets_the_deadline_and_a_start_without_waiting_raises_at_the_first_call(cluster):
-    started = time.monotonic()
-    with pytest.raises(CallTimeoutError, match="'__init__' of group 'unlucky'"):
-        start(hang=True, timeout_s=3.0)
-    assert time.monotonic() - started < 15
-    init = RayClassWithInitArgs(BadLuckWorker, fail_on=0)
+def test_hanging_constructor_times_out(ray_cluster):
+    with pytest.raises(CallTimeoutError, match="'__init__' of group 'failing'"):
+        start(hang=True, timeout_s=1.0)
+
+
+def test_start_without_blocking_raises_constructor_errors_at_the_first_call(ray_cluster):
+    init = RayClassWithInitArgs(FailingWorker, fail_on=0)
     group = RayWorkerGroup(RayResourcePool(process_on_nodes=[2]), init, name_prefix="later", blocking=False)
     with group, pytest.raises(WorkerError, match=r"rank 0 of group 'later' .* in '__init__': no checkpoint"):
         group.start_children()
 
 
-def test_a_group_whose_constructors_go_on_is_looked_at_for_as_long_as_asked(cluster):
-    init = RayClassWithInitArgs(BadLuckWorker, hang=True)
+def test_check_alive_accepts_running_constructors(ray_cluster):
+    init = RayClassWithInitArgs(FailingWorker, hang=True)
     with RayWorkerGroup(RayResourcePool([2]), init, name_prefix="slow", blocking=False, timeout_s=30) as group:
-        started = time.monotonic()
-        group.check_alive(timeout_s=0.5)
-        assert 0.4 < time.monotonic() - started < 3
+        group.check_alive(timeout_s=0.3)
 
 
-def test_resources_that_are_not_there(cluster):
+def test_missing_resources_are_named_with_those_of_the_cluster(ray_cluster):
     pool = RayResourcePool(process_on_nodes=[1, 99], placement_timeout_s=0.5)
-    message = r"group 'big' needs 1 \+ 99 processes \(by node\) of {'CPU': 1.0} each; .* has {'CPU': 3.0}"
+    message = r"group 'big' requires 1 \+ 99 processes \(by node\) with {'CPU': 1.0} each, .* has {'CPU': 3.0}"
     with pytest.raises(RuntimeError, match=message):
-        RayWorkerGroup(pool, RayClassWithInitArgs(BadLuckWorker), name_prefix="big")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"process_on_nodes": []}, "at least 1 for each node, got"),
-        ({"process_on_nodes": [2, 0]}, r"at least 1 for each node, got \[2, 0\]"),
-        ({"process_on_nodes": [1], "num_cpus_per_worker": -1}, "must be 0 or more, got num_cpus_per_worker=-1"),
-        ({"process_on_nodes": [1], "num_cpus_per_worker": 0}, "needs some num_cpus_per_worker or num_gpus_per_worker"),
-    ],
-)
-def test_wrong_pools(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RayResourcePool(**arguments)
+        RayWorkerGroup(pool, RayClassWithInitArgs(FailingWorker), name_prefix="big")
 
 
 class ClashingWorker(Worker):
@@ -272,23 +247,23 @@ class ClashingWorker(Worker):
     def shutdown(self): ...
 
 
-def test_wrong_groups(cluster):
+def test_wrong_group_arguments_are_refused(ray_cluster):
     pool = RayResourcePool(process_on_nodes=[2])
     with pytest.raises(
         TypeError, match=r"subclass of tidemill_dispatch.Worker \(the plain class, without ray.remote\)"
     ):
-        RayClassWithInitArgs(ray.remote(BadLuckWorker))
-    message = r"BadLuckWorker\(.*\) cannot be called with these arguments: .*unexpected keyword argument 'fail_at'"
+        RayClassWithInitArgs(ray.remote(FailingWorker))
+    message = r"FailingWorker\(.*\) cannot be called with these arguments: .*unexpected keyword argument 'fail_at'"
     with pytest.raises(TypeError, match=message):
-        RayClassWithInitArgs(BadLuckWorker, fail_at=1)
-    with pytest.raises(TypeError, match=r"list with a count for each node, got 2; write \[2\]"):
+        RayClassWithInitArgs(FailingWorker, fail_at=1)
+    with pytest.raises(TypeError, match=r"list with the number of processes of each node, got 2; write \[2\]"):
         RayResourcePool(2)
-    with pytest.raises(ValueError, match=r"ClashingWorker registers \['shutdown'\], which a worker group has itself"):
+    with pytest.raises(ValueError, match=r"ClashingWorker registers \['shutdown'\], which are names of attributes"):
         RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker), name_prefix="x")
-    init = RayClassWithInitArgs(BadLuckWorker)
+    init = RayClassWithInitArgs(FailingWorker)
     for env, kind, message in [
-        ({"RANK": "1"}, ValueError, r"may not hold \['RANK'\]: the group sets them"),
-        ({"LD_PRELOAD": "x"}, ValueError, r"may not hold \['LD_PRELOAD'\]: they are read when a process starts"),
+        ({"RANK": "1"}, ValueError, r"must not contain \['RANK'\], which the group sets"),
+        ({"LD_PRELOAD": "x"}, ValueError, r"must not contain \['LD_PRELOAD'\], which are read when a process starts"),
         ({"OMP_NUM_THREADS": 1}, TypeError, "must map str to str"),
     ]:
         with pytest.raises(kind, match=message):

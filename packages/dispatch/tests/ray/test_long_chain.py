@@ -1,4 +1,4 @@
-"""Calls that take rows from each other, more of them than Python may call functions within each other."""
+"""Chains of calls that are longer than Python's recursion limit allows for recursion."""
 
 import sys
 import time
@@ -29,23 +29,23 @@ class Counter(Worker):
 
 
 @pytest.fixture(scope="module")
-def counters(cluster):
+def counters(ray_cluster):
     pool = RayResourcePool([2], num_cpus_per_worker=0.25)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="counters", timeout_s=60) as group:
         group.init_model()
         yield group
 
 
-def test_a_chain_may_be_long(counters):
+def test_long_chain_returns_the_last_result(counters):
     assert sys.getrecursionlimit() / 2 < LENGTH
     future = counters.count(ListBatch([0, 10]), seconds=2.0)
     for _ in range(LENGTH):
         future = counters.count(future)
-    assert not future.done()  # it looks at all of them
+    assert not future.done()  # checks all upstream calls
     assert future.get().items == [LENGTH + 1, LENGTH + 11]
 
 
-def test_an_error_is_that_of_the_call_that_made_it(counters):
+def test_error_of_the_first_call_is_raised_by_the_last(counters):
     future = counters.count(ListBatch([0, 10]), refused=10)
     for _ in range(LENGTH):
         future = counters.count(future)

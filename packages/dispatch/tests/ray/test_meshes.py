@@ -1,4 +1,4 @@
-"""Meshes of random shape and rank order on eight real actors: each rank sees its shard, nothing is permuted."""
+"""Meshes of random shape and rank order on eight actors: each rank receives its shard, results are in order."""
 
 import itertools
 import sys
@@ -28,7 +28,7 @@ AXES = ("dp", "tp", "pp", "sp")
 
 
 class Coordinates:
-    """What a DeviceMesh says on one rank."""
+    """The members of a DeviceMesh that are read, for one rank."""
 
     def __init__(self, names, shape, coordinate):
         self.mesh_dim_names = names
@@ -60,7 +60,7 @@ class MeshWorker(Worker):
     def seen(self):
         return self.rows
 
-    # Called through `over`, with a mode that names the mesh; what counts here is the padding that the worker applies.
+    # Called through `over`, whose mode names the mesh. The workers apply the padding of the registration.
     @register(split_over("any"))
     def echo_unequal(self, batch, *, ids):
         return self.echo(batch, ids=ids)
@@ -70,7 +70,7 @@ class MeshWorker(Worker):
         return self.echo(batch, ids=ids)
 
     def echo(self, batch, *, ids):
-        """Collected ranks return what came; the others something that would be noticed."""
+        """Collect ranks return the batch, others a value that would fail the test."""
         self.rows = batch.items
         assert len(ids) == len(batch) or "padding" in batch.items
         mesh = self.registered_meshes()[self.mesh_in_use]
@@ -82,14 +82,14 @@ class MeshWorker(Worker):
 
 
 def over(group, mesh, method, padding, batch, **kwargs):
-    """A call of `method` over a mesh that is only known now."""
+    """Call `method` over a mesh that is not known at registration."""
     mode = split_over(mesh, padding=padding)
     spec = MethodSpec(name=method, mode=mode, blocking=True, timeout_s=None)
     return group.call(spec, (batch,), kwargs).get()
 
 
 @pytest.fixture(scope="module")
-def group(cluster):
+def group(ray_cluster):
     pool = RayResourcePool(process_on_nodes=[NUM_RANKS], num_cpus_per_worker=0.25)
     with RayWorkerGroup(pool, RayClassWithInitArgs(MeshWorker), name_prefix="mesh", timeout_s=60) as group:
         yield group
@@ -112,7 +112,7 @@ _counter = itertools.count()
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mesh=meshes(), rows=st.lists(st.integers(), max_size=20), padded=st.booleans())
-def test_dispatch_then_collect_is_the_identity_and_every_rank_sees_its_own_shard(group, mesh, rows, padded):
+def test_dispatch_then_collect_is_identity_and_each_rank_receives_its_shard(group, mesh, rows, padded):
     names, sizes, data_axes, collect_at, coordinates = mesh
     name = f"random-{next(_counter)}"
     everywhere = [[value] * NUM_RANKS for value in (names, sizes, data_axes, collect_at)]

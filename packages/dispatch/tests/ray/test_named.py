@@ -1,4 +1,4 @@
-"""Groups that are found by name, by this driver and by one that came later."""
+"""Named and detached groups, from the driver that started them and from others."""
 
 import os
 import subprocess
@@ -20,8 +20,8 @@ from tidemill_dispatch.ray import (  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-# A driver of its own. The class is in its main module, which those who find the group cannot import.
-MAKER = """
+# A driver in a process of its own. The worker class is in its main module, which other drivers cannot import.
+STARTER = """
 import sys
 import ray
 from tidemill_dispatch import Dispatch, ListBatch, Worker, split_over, register
@@ -52,7 +52,7 @@ for name, classes, lifetime in [
     pool = RayResourcePool([2], num_cpus_per_worker=0.25)
     group = RayWorkerGroup(pool, classes, name_prefix=name, lifetime=lifetime, timeout_s=60)
     assert name != "lasting" or group.add(ListBatch([1, 2, 3])).items == [1, 2, 3]
-print("made", flush=True)
+print("started", flush=True)
 sys.stdin.readline()
 """
 
@@ -69,31 +69,31 @@ def free_cpus():
 
 
 @pytest.fixture(scope="module")
-def maker(cluster):
-    command = [sys.executable, "-c", MAKER, ray.get_runtime_context().gcs_address]
+def starter(ray_cluster):
+    command = [sys.executable, "-c", STARTER, ray.get_runtime_context().gcs_address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        assert process.stdout.readline().strip() == "made"
+        assert process.stdout.readline().strip() == "started"
         yield process
     finally:
         process.kill()
         process.wait()
 
 
-def test_groups_of_another_driver_are_found_called_and_ended(maker):
+def test_groups_of_another_driver_can_be_called_and_shut_down(starter):
     passing = RayWorkerGroup.from_detached("passing")
     assert passing.counts() == [10, 10]
     lasting = RayWorkerGroup.from_detached("lasting")
     assert lasting.counts() == [11, 12]  # dp rank 0 is rank 1 and has two of three rows
 
-    assert maker.communicate("\n")[0] == ""
-    assert maker.returncode == 0
+    assert starter.communicate("\n")[0] == ""
+    assert starter.returncode == 0
     assert wait_for(lambda: [n for n in ray.util.list_named_actors() if n.startswith("passing")] == [])
-    with pytest.raises(ValueError, match=r"no group 'passing' in Ray namespace 'tests'; it has \['lasting', 'roles'\]"):
+    with pytest.raises(ValueError, match=r"no group 'passing' in Ray namespace 'tests', .* \['lasting', 'roles'\]"):
         RayWorkerGroup.from_detached("passing")
 
-    again = RayWorkerGroup.from_detached("lasting")  # its maker is gone
+    again = RayWorkerGroup.from_detached("lasting")  # its first driver has exited
     assert again.add(ListBatch(list(range(5)))).items == list(range(5))
     assert lasting.counts() == [13, 15]
     assert again.dp_size("all") == 2
@@ -109,15 +109,15 @@ def test_groups_of_another_driver_are_found_called_and_ended(maker):
     assert ray.util.list_named_actors() == []
 
 
-def test_names_are_taken_once_and_detached_groups_have_pools_of_their_own(maker):
+def test_duplicate_names_and_shared_pools_of_detached_groups_are_refused(starter):
     init = RayClassWithInitArgs(Worker)
     pool = RayResourcePool([2], num_cpus_per_worker=0.5, max_colocate_count=2)
     with RayWorkerGroup(pool, init, name_prefix="one", lifetime="named"):
-        with pytest.raises(ValueError, match="a group named 'one' exists; find it with from_detached"):
+        with pytest.raises(ValueError, match="a group named 'one' exists; connect to it with from_detached"):
             RayWorkerGroup(RayResourcePool([1], num_cpus_per_worker=0.5), init, name_prefix="one", lifetime="named")
-        with pytest.raises(RuntimeError, match=r"group 'two' would share one, used by \['one'\]"):
+        with pytest.raises(RuntimeError, match=r"group 'two' would share a pool, .* \(groups in it: \['one'\]\)"):
             RayWorkerGroup(pool, init, name_prefix="two", lifetime="detached")
-    with pytest.raises(RuntimeError, match="needs a whole pool of its own"):
+    with pytest.raises(RuntimeError, match="requires a whole pool of its own"):
         RayWorkerGroup(split_resource_pool(pool, 1)[0], init, name_prefix="two", lifetime="detached")
     with pytest.raises(ValueError, match="lifetime must be None, 'named' or 'detached', got 'forever'"):
         RayWorkerGroup(pool, create_colocated_worker_cls({"x": init}), name_prefix="x", lifetime="forever")
@@ -139,33 +139,31 @@ def start_sleepers():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_group_whose_ranks_are_busy_is_not_waited_for_and_can_be_ended(cluster, rank):
+def test_group_with_busy_ranks_times_out_and_can_be_stopped_by_name(ray_cluster, rank):
     group = start_sleepers()
     pids, free = group.pid(), free_cpus()
     group.sleep([1000 * (rank == 0), 1000 * (rank == 1)])
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"ranks \[{rank}\] of group 'sleepers' did not answer within 0.5 s"):
         RayWorkerGroup.from_detached("sleepers", timeout_s=0.5)
-    assert time.monotonic() - started < 3
     RayWorkerGroup.shutdown_detached("sleepers")
     assert wait_for(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
     assert wait_for(lambda: free_cpus() == free + 0.5)
     group.shutdown()
     with start_sleepers() as again:  # the name is free
         assert set(again.pid()).isdisjoint(pids)
-    with pytest.raises(ValueError, match="there is no group 'sleepers' in Ray namespace 'tests'"):
+    with pytest.raises(ValueError, match="no group 'sleepers' in Ray namespace 'tests'"):
         RayWorkerGroup.shutdown_detached("sleepers")
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1]])
-def test_a_group_that_has_lost_ranks_keeps_its_name_and_can_be_ended(cluster, lost):
+def test_group_with_dead_ranks_keeps_its_name_and_can_be_stopped_by_name(ray_cluster, lost):
     group, free = start_sleepers(), free_cpus()
     for rank in lost:
         ray.kill(group.workers[rank])
     left = [rank for rank in (0, 1) if rank not in lost]
     with pytest.raises(ValueError if lost == [0, 1] else RuntimeError) as caught:
         RayWorkerGroup.from_detached("sleepers")
-    message = f"is not complete: ranks {left} live" if left else "there is no group 'sleepers'"
+    message = f"is not complete: only ranks {left} are alive" if left else "no group 'sleepers'"
     assert message in str(caught.value)
     with pytest.raises(ValueError, match="a group named 'sleepers' exists"):
         start_sleepers()
@@ -173,7 +171,7 @@ def test_a_group_that_has_lost_ranks_keeps_its_name_and_can_be_ended(cluster, lo
     assert wait_for(lambda: free_cpus() == free + 0.5)
 
 
-LEAVER = """
+DISCONNECTED = """
 import sys
 import ray
 from tidemill_dispatch.ray import RayWorkerGroup
@@ -186,8 +184,8 @@ print(ray.is_initialized())
 """
 
 
-def test_a_shutdown_after_ray_s_own_starts_no_cluster(cluster):
+def test_shutdown_after_ray_shutdown_starts_no_cluster(ray_cluster):
     with start_sleepers() as group:
-        command = [sys.executable, "-c", LEAVER, ray.get_runtime_context().gcs_address]
+        command = [sys.executable, "-c", DISCONNECTED, ray.get_runtime_context().gcs_address]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
         assert len(group.pid()) == 2

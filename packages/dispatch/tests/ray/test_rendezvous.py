@@ -6,7 +6,7 @@ pytest.importorskip("ray")
 from tidemill_dispatch.ray.rendezvous import HostInfo, rank_environment, reserve_port
 
 
-def test_a_reserved_port_is_given_to_nobody_who_asks_for_any_port():
+def test_reserved_port_is_not_assigned_to_others():
     with reserve_port() as held:
         port = held.getsockname()[1]
         others = []
@@ -22,7 +22,7 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_any_port():
                 other.close()
 
 
-def test_the_one_who_knows_the_port_can_listen_on_it():
+def test_server_that_asks_for_the_reserved_port_can_listen():
     with reserve_port() as held, socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("", held.getsockname()[1]))
@@ -30,7 +30,7 @@ def test_the_one_who_knows_the_port_can_listen_on_it():
         client.connect(("127.0.0.1", held.getsockname()[1]))
 
 
-def test_the_environment_of_a_group_on_two_nodes():
+def test_environment_of_ranks_on_two_nodes():
     def info(node, port):
         return HostInfo(node_id=node, node_ip=f"10.0.0.{node}", hostname=node, pid=1, process_group=1, port=port)
 

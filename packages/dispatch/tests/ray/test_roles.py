@@ -1,4 +1,4 @@
-"""Several roles in the processes of one group, and async methods."""
+"""Groups with several roles in each process, and async methods."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ class Role(Worker):
         if fail:
             raise OSError("no such model")
         self.tag = tag
-        # The same name, other shards: the actor splits over both ranks, the critic over none.
+        # One name with different shards: the actor splits over both ranks, the critic has one shard.
         self.register_dispatch_collect_info("train", *((self.rank, True) if tag == "actor" else (0, self.rank == 1)))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -54,7 +54,7 @@ class Role(Worker):
 
 class Critic(Role):
     @register(Dispatch.ONE_TO_ALL)
-    def leave(self):
+    def exit(self):
         os._exit(1)
 
     def not_registered(self):
@@ -95,7 +95,7 @@ def start(**kwargs):
     return RayWorkerGroup(RayResourcePool([2]), classes, name_prefix="both", timeout_s=60)
 
 
-def test_roles_share_processes_and_no_state(cluster):
+def test_roles_share_processes_and_no_state(ray_cluster):
     with start() as group:
         roles = group.spawn({"actor", "critic"})
         actor, critic = roles["actor"], roles["critic"]
@@ -104,39 +104,39 @@ def test_roles_share_processes_and_no_state(cluster):
         assert [entry[2] for entry in actor.who()] == [entry[2] for entry in critic.who()]
         assert (actor.dp_size("train"), critic.dp_size("train")) == (2, 1)
 
-        future = critic.see(actor.see(ListBatch([1, 2, 3])))  # from role to role of one process, 2 shards to 1
+        future = critic.see(actor.see(ListBatch([1, 2, 3])))  # between roles of one process, 2 shards to 1
         assert future.get().items == [("critic", ("actor", row)) for row in (1, 2, 3)]
         assert actor.shards() == [[1, 2], [3]]
         assert critic.shards() == [[("actor", 1), ("actor", 2), ("actor", 3)]] * 2
 
         assert ray.get(group.workers[0].critic_not_registered.remote()) == "critic"
-        with pytest.raises(AttributeError, match=r"group 'both' has roles \['actor', 'critic'\]: call 'who' on one"):
+        with pytest.raises(AttributeError, match=r"has the roles \['actor', 'critic'\]; call 'who' on one"):
             _ = group.who
-        with pytest.raises(AttributeError, match=r"Role.leave cannot be called on group 'both/actor': no such method"):
-            _ = actor.leave
+        with pytest.raises(AttributeError, match=r"Role.exit cannot be called on group 'both/actor': no such method"):
+            _ = actor.exit
         with pytest.raises(
-            ValueError, match=r"group 'both' has no roles \['ref'\]; its roles are \['actor', 'critic'\]"
+            ValueError, match=r"group 'both' does not have the roles \['ref'\]; its roles are \['actor', 'critic'\]"
         ):
             group.spawn(["ref"])
-        with pytest.raises(WorkerDiedError, match=r"group 'both/critic' .* died during 'leave'"):
-            critic.leave()
-        with pytest.raises(WorkerDiedError, match=r"group 'both/critic' .* died during 'leave'"):
+        with pytest.raises(WorkerDiedError, match=r"group 'both/critic' .* died during 'exit'"):
+            critic.exit()
+        with pytest.raises(WorkerDiedError, match=r"group 'both/critic' .* died during 'exit'"):
             actor.who()
 
 
-def test_a_constructor_of_a_role_that_raises(cluster):
+def test_error_of_a_role_s_constructor_is_raised(ray_cluster):
     with pytest.raises(WorkerError, match=r"OSError on rank . of group 'both' .* in '__init__': no such model"):
         start(fail=True)
 
 
-def test_wrong_roles():
-    with pytest.raises(ValueError, match=r"expected one or more roles with names, got \[\]"):
+def test_wrong_roles_are_refused():
+    with pytest.raises(ValueError, match=r"must map one or more role names to classes, got the names \[\]"):
         create_colocated_worker_cls({})
     with pytest.raises(TypeError, match="role 'actor' must be a RayClassWithInitArgs, got type"):
         create_colocated_worker_cls({"actor": Role})
 
 
-def test_async_methods_run_in_order_on_one_event_loop(cluster):
+def test_async_methods_run_in_order_on_one_event_loop(ray_cluster):
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(AsyncWorker), name_prefix="async") as group:
         group.leave_task()
         assert group.double(ListBatch([1, 2, 3])).items == [2, 4, 6]
@@ -147,5 +147,5 @@ def test_async_methods_run_in_order_on_one_event_loop(cluster):
         with pytest.raises(WorkerError, match="CancelledError"):
             group.fail("cancel")
         assert group.await_task() == [42, 42]
-        with pytest.raises(ValueError, match="group 'async' has one worker class"):
+        with pytest.raises(ValueError, match="requires a group with roles, but group 'async' has one worker class"):
             group.spawn()
