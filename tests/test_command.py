@@ -45,9 +45,10 @@ _CACHES = {f"torchinductor_{getpass.getuser()}", getpass.getuser()}
 class Command:
     """`tidemill ...` in a process group of its own, as in a terminal, and everything that it started."""
 
-    def __init__(self, *args: str) -> None:
-        self.shared_before = set(os.listdir("/dev/shm"))
-        self.temporary = tempfile.TemporaryDirectory()
+    def __init__(self, *args: str, after: "Command | None" = None) -> None:
+        """`after`: a command that was killed, whose leftovers this one finds and has to remove."""
+        self.shared_before = set(os.listdir("/dev/shm")) if after is None else after.shared_before
+        self.temporary = tempfile.TemporaryDirectory() if after is None else after.temporary
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tidemill_trainer", *args],
             stdout=subprocess.PIPE,
@@ -128,8 +129,8 @@ def _title(process: psutil.Process) -> str:
 def start():
     commands: list[Command] = []
 
-    def start(*args: str) -> Command:
-        commands.append(Command(*args))
+    def start(*args: str, after: Command | None = None) -> Command:
+        commands.append(Command(*args, after=after))
         return commands[-1]
 
     yield start
@@ -241,15 +242,38 @@ def test_an_engine_that_is_killed_while_it_starts_leaves_nothing(start, recipe):
     command = start(*recipe, "trainer.name=killed-start")
     command.wait_for("starting Ray")
     actor = command.find("ray::RolloutWorker")
+    _wait_for_shared_memory(command)
+    actor.kill()
+    assert command.end() == 1
+    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
+
+
+def test_next_start_removes_what_a_killed_command_left(start, recipe):
+    command = start(*recipe, "trainer.name=killed")
+    command.wait_for("starting Ray")
+    _wait_for_shared_memory(command)
+    command.process.kill()
+    _, alive = psutil.wait_procs(command.started, timeout=60)
+    assert not alive, sorted(map(_title, alive))
+    assert list(Path(command.temporary.name).glob("tidemill-run-*"))
+    assert _engine_memory(command)
+    following = start(*recipe, "trainer.name=following", "trainer.total_steps=1", after=command)
+    following.wait_for(r"rl +1 ")
+    assert following.end() == 0
+    assert not _engine_memory(command)
+
+
+def _engine_memory(command: Command) -> set[str]:
+    made = set(os.listdir("/dev/shm")) - command.shared_before
+    return {name for name in made if name.startswith("sglang_loads_tidemill-run-")}
+
+
+def _wait_for_shared_memory(command: Command) -> None:
     deadline = time.monotonic() + 240
-    while not (made := set(os.listdir("/dev/shm")) - command.shared_before):
+    while not _engine_memory(command):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     command.find("sglang::scheduler")
-    actor.kill()
-    assert any(name.startswith("sglang_loads_tidemill-") for name in made)
-    assert command.end() == 1
-    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
 
 
 def _check_one_error(command: Command, message: str) -> None:

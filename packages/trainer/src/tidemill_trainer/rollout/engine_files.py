@@ -1,48 +1,86 @@
-"""The files that SGLang makes outside of the run's folder and leaves there, since it ends its processes by SIGKILL."""
+"""The files that SGLang creates outside the run's folder. SGLang kills its own processes, so it leaves them behind."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "/dev/shm/sgl"  # sglang_loads_*.shm (load metrics), sgl_shm_mq_* (messages between tensor-parallel ranks)
+_MAPPED_PREFIX = (
+    "/dev/shm/sgl"  # sglang_loads_*.shm (load metrics), sgl_shm_mq_* (messages between tensor-parallel ranks)
+)
+_FOLDER_PREFIX = "tidemill-run-"
 
 
-@dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The files of a run's engines on this machine: sockets in `folder`, and shared memory with its name.
+    """The files of one run's engines on this machine: sockets in `folder`, and shared memory named after it.
 
-    The driver makes and removes them, for an engine's own process may not live to do it: SGLang kills that, too, when
-    the engine fails.
+    The driver creates and removes them, because SGLang also kills the process that started it when an engine fails.
+    Every process of the run that uses the folder holds a shared `flock` on it, which the kernel releases when the
+    process dies. A folder without a lock therefore belongs to a dead run, and the next start removes it.
+
+    Pickling an instance carries the path but not the lock: a process that receives one calls `hold` or `claim`.
+
+    Args:
+        folder: the folder of the sockets.
     """
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: int | None = None
+
+    def __reduce__(self) -> tuple[type["EngineFiles"], tuple[Path]]:
+        return EngineFiles, (self.folder,)
 
     @classmethod
     def create(cls) -> "EngineFiles":
-        """Makes a new folder among the temporary files, since the path of a socket may have 107 characters at most."""
-        return cls(Path(tempfile.mkdtemp(prefix="tidemill-")))
+        """Remove the files of dead runs, then create and hold a new temporary folder.
 
-    def claim(self, rank: int) -> str:
-        """Makes the files of the engine that this process starts next belong to this run, through SGLang's hooks.
+        The folder is a temporary one because the path of a socket has at most 107 characters.
+        """
+        remove_leftovers()
+        while True:
+            files = cls(Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX)))
+            if files.hold():
+                return files
 
-        Args:
-            rank: of the engine among those of the run.
+    def hold(self) -> bool:
+        """Mark the folder as in use until `remove` or the end of this process.
 
         Returns:
-            The `port_args.instance_id` that the engine has then, from which SGLang names its shared memory.
+            Whether this process holds the folder now. False: there is no such folder, or another run's start removed it
+            before it was locked.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            lock = _open(self.folder)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if self.folder.exists():
+                self._lock = lock
+                return True
+            os.close(lock)
+        return False
+
+    def claim(self, rank: int) -> str:
+        """Assign the files of the engine that this process starts next to this run, through SGLang's hooks.
+
+        Args:
+            rank: rank of the engine among those of the run.
+
+        Returns:
+            The `port_args.instance_id` of that engine, from which SGLang names its shared memory.
         """
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        while not self.hold():
+            self.folder.mkdir(exist_ok=True)  # the driver created it on another machine
         instance_id = f"{self.folder.name}-{rank}"
 
         def init_new(original: Any, *args: Any, **kwargs: Any) -> Any:
-            self.folder.mkdir(exist_ok=True)  # the driver made it, but on another machine perhaps
             usual, tempfile.tempdir = tempfile.tempdir, str(self.folder)
             try:
                 port_args = original(*args, **kwargs)
@@ -56,29 +94,65 @@ class EngineFiles:
         return instance_id
 
     def remove(self) -> None:
-        """Removes what there is of them, once the engines' processes are gone."""
-        for path in _SHARED_MEMORY.glob(f"sglang_loads_{self.folder.name}-*"):
-            path.unlink()
-        shutil.rmtree(self.folder)
+        """Remove all files of the run. Call it after the engines' processes have ended."""
+        _remove(self.folder)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_leftovers() -> list[Path]:
+    """Remove the engine files of this user's dead runs, such as runs that were ended by `kill -9`.
+
+    Returns:
+        The folders that were removed.
+    """
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        try:
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            lock = _open(folder)
+        except (FileNotFoundError, NotADirectoryError):  # another start removes it at the same time, or it is no folder
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+            removed.append(folder)
+        except BlockingIOError:  # a live run holds it
+            continue
+        finally:
+            os.close(lock)
+    return removed
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _remove(folder: Path) -> None:
+    for path in _SHARED_MEMORY.glob(f"sglang_loads_{folder.name}-*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def unlink_mapped_files() -> list[Path]:
-    """Removes the names of SGLang's shared-memory files that this process or one of its descendants has mapped.
+    """Unlink SGLang's shared-memory files that this process or one of its descendants has mapped.
 
-    Call it once the engine serves: every process has its mapping by then and keeps it, and the memory is freed with the
-    last of them, even where no driver lives to remove anything.
+    Call it when the engine serves: every process has its mapping by then and keeps it. The kernel frees the memory with
+    the last mapping, even if the driver was killed and removes nothing.
 
     Returns:
-        The files whose names were removed.
+        The files that were unlinked.
     """
     me = psutil.Process(os.getpid())
     mapped: set[Path] = set()
     for process in [me, *me.children(recursive=True)]:
         try:
-            mapped.update(Path(item.path) for item in process.memory_maps() if item.path.startswith(_PREFIX))
-        except psutil.NoSuchProcess:  # a helper that ended while we looked
+            mapped.update(Path(item.path) for item in process.memory_maps() if item.path.startswith(_MAPPED_PREFIX))
+        except psutil.NoSuchProcess:  # a helper process ended during the loop
             continue
-    removed = sorted(path for path in mapped if path.exists())
-    for path in removed:
+    unlinked = sorted(path for path in mapped if path.exists())
+    for path in unlinked:
         path.unlink()
-    return removed
+    return unlinked
