@@ -1,6 +1,9 @@
 import json
 from collections import Counter
+from decimal import Decimal
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tidemill_dataproto import ragged
 from tidemill_trainer.config import DataConfig
@@ -19,9 +22,6 @@ def _write(path, rows):
 
 
 def test_rows_of_jsonl_and_parquet_are_equal(tmp_path, tokenizer):
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [
         {"prompt": "1+2=", "ground_truth": "3", "data_source": "sums", "extra_info": {"level": 1}, "response": "3"},
         {"prompt": "10+2=", "ground_truth": "12", "data_source": "sums", "extra_info": {"level": 2}, "response": "12"},
@@ -34,6 +34,18 @@ def test_rows_of_jsonl_and_parquet_are_equal(tmp_path, tokenizer):
         assert [tokenizer.decode(row) for row in data["prompts"].unbind()] == ["1+2=", "10+2="]
         assert data.non_tensor_batch["ground_truth"].tolist() == ["3", "12"]
         assert data.non_tensor_batch["extra_info"].tolist() == [{"level": 1}, {"level": 2}]
+
+
+@pytest.mark.parametrize(
+    "ground_truth", [3, "3", 2.5, True, [1, 2], [], ["a"], [[1], [2, 3]], {"x": 1}, Decimal("1.5"), None]
+)
+def test_parquet_values_reach_the_reward_function_as_python_objects(tmp_path, tokenizer, ground_truth):
+    rows = [{"prompt": "1+2=", "ground_truth": ground_truth}, {"prompt": "1+3=", "ground_truth": ground_truth}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data, _ = load_prompts([str(tmp_path / "a.parquet")], tokenizer, DataConfig())
+    actual = data.non_tensor_batch["ground_truth"].tolist()
+    assert actual == [ground_truth, ground_truth]
+    assert {type(value) for value in actual} == {type(ground_truth)}
 
 
 def test_verl_files_are_read(tmp_path, tokenizer):

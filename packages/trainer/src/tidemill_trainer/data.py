@@ -124,13 +124,13 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"there is no data file {path.absolute()}")
     if path.suffix == ".parquet":
         import pyarrow
-        import pyarrow.parquet
 
         try:
-            table = pyarrow.parquet.read_table(path)
+            batch = DataProto.from_parquet(path)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as parquet: {error}") from error
-        yield from table.to_pylist()
+        for item in batch:
+            yield {name: column.tolist() for name, column in item.batch.items()} | item.non_tensor_batch
         return
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a .jsonl or .parquet file")
