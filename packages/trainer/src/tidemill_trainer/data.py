@@ -123,14 +123,11 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"there is no data file {path.absolute()}")
     if path.suffix == ".parquet":
-        import pyarrow
-
         try:
-            batch = DataProto.from_parquet(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as parquet: {error}") from error
-        for item in batch:
-            yield {name: column.tolist() for name, column in item.batch.items()} | item.non_tensor_batch
+            for batch in DataProto.iter_parquet(path, as_objects=True):
+                yield from (item.non_tensor_batch for item in batch)
+        except ValueError as error:
+            raise DataError(str(error)) from error
         return
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a .jsonl or .parquet file")
