@@ -41,7 +41,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # writing more fails as on a full disk
     try:
-        with pytest.raises(CheckpointError, match=r"saving .*step_000002 failed: .*; the newest whole .*step_000001"):
+        with pytest.raises(CheckpointError, match=r"cannot save .*step_000002: .*; the newest complete .*step_000001"):
             checkpoints.save(2, lambda folder: (folder / "weights").write_bytes(b"x" * 5000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -84,8 +84,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(tmp_path
     checkpoints.save(1, _fill("a"))
     path = checkpoints.save(2, _fill("b"))
     (path / "trainer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_000002 is not .*newest whole .*step_000001; remove the damaged"):
+    with pytest.raises(CheckpointError, match=r"step_000002 is damaged .*newest complete .*step_000001; remove the"):
         checkpoints.read_step(path)
     (path / "trainer.json").write_text('{"format": 99, "step": 2}')
-    with pytest.raises(CheckpointError, match="has checkpoint format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="must have format 1, got 99; resume it with the version"):
         checkpoints.read_step(path)

@@ -64,29 +64,31 @@ def test_list_ground_truths_stay_lists(tmp_path, tokenizer):
 
 def test_long_prompts(tmp_path, tokenizer):
     file = _write(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1000+1000="}])
-    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the prompt has 10 tokens, more than .*max_prompt_length=8"):
+    with pytest.raises(
+        DataError, match=r"p\.jsonl, row 2: the prompt must have at most .*max_prompt_length=8 tokens, got 10"
+    ):
         load_prompts([file], tokenizer, DataConfig(max_prompt_length=8))
     data, skipped = load_prompts([file], tokenizer, DataConfig(max_prompt_length=8, overlong_prompts="skip"))
     assert (len(data), skipped) == (1, 1)
-    with pytest.raises(DataError, match=r"no problems in .*p\.jsonl \(2 had a prompt longer than 2 tokens\)"):
+    with pytest.raises(DataError, match=r"expected problems in .*p\.jsonl, got none \(2 have a prompt longer than 2"):
         load_prompts([file], tokenizer, DataConfig(max_prompt_length=2, overlong_prompts="skip"))
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"prompt": "1"}\n{"prompt"\n', r"a\.jsonl, row 2: not JSON"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: expected an object"),
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt"\n', r"a\.jsonl, row 2: expected JSON in UTF-8"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: expected a JSON object, got \[1\]"),
         ("a.jsonl", "{}\n", r"a\.jsonl, row 1: expected `prompt` as a string"),
-        ("a.jsonl", '{"prompt": ""}\n', r"the prompt '' has no tokens"),
-        ("a.csv", "x\n", r"expected a \.jsonl or \.parquet file"),
-        ("a.jsonl", "", r"no problems in "),
-        ("a.jsonl", '{"prompt": "1"}\n{"prompt": "é"}\n', r"row 2: not JSON in UTF-8: .*can't decode byte 0xe9"),
+        ("a.jsonl", '{"prompt": ""}\n', r"a\.jsonl, row 1: expected a `prompt` with at least one token, got ''"),
+        ("a.csv", "x\n", r"expected a file name that ends in \.jsonl or \.parquet, got 'a\.csv'"),
+        ("a.jsonl", "", r"expected problems in .*a\.jsonl, got none"),
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": "é"}\n', r"row 2: expected JSON in UTF-8: .*can't decode byte 0xe9"),
         ("a.jsonl", '{"prompt": "1", "response": 2}\n', r"a\.jsonl, row 1: expected `response` as a string, got 2"),
         (
             "a.jsonl",
             '{"prompt": [{"role": "user", "content": "1"}]}\n',
-            r"a\.jsonl, row 1: the model's chat template does not take .*chat_template is not set",
+            r"a\.jsonl, row 1: the chat template of the model rejects .*chat_template is not set",
         ),
         ("a.parquet", "PAR1 and no more", r"a\.parquet cannot be read as parquet: "),
     ],
@@ -98,7 +100,7 @@ def test_bad_files(tmp_path, tokenizer, name, text, message):
 
 
 def test_a_missing_file_and_no_file(tokenizer):
-    with pytest.raises(DataError, match=r"there is no data file /.*/nowhere\.jsonl"):
+    with pytest.raises(DataError, match=r"data file /.*/nowhere\.jsonl does not exist"):
         load_prompts(["nowhere.jsonl"], tokenizer, DataConfig())
     with pytest.raises(DataError, match="an empty list of files"):
         load_prompts([], tokenizer, DataConfig())
@@ -128,5 +130,5 @@ def test_with_responses(tmp_path, tokenizer):
     assert ragged.lengths(batch["responses"]).tolist() == [2, 3]
     assert [tokenizer.decode(row) for row in batch["input_ids"].unbind()] == ["1+1=2<eos>", "9+9=18<eos>"]
     file = _write(tmp_path / "n.jsonl", [{"prompt": "1+1="}])
-    with pytest.raises(DataError, match="the warm-up needs rows with a `response`"):
+    with pytest.raises(DataError, match="the warm-up requires a `response` in every row"):
         with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)

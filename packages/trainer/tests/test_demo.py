@@ -18,7 +18,7 @@ def test_held_out_problems_are_not_trained_on():
     train, val = addition_rows(2, 9000, 1000, seed=0)
     prompts = [row["prompt"] for row in [*train, *val]]
     assert len(set(prompts)) == 10000
-    with pytest.raises(ValueError, match="there are 10000 problems of 2 digits; asked for 10001"):
+    with pytest.raises(ValueError, match="must be <= 10000, the number of problems with 2 digits, got 10001"):
         addition_rows(2, 10001, 0, seed=0)
 
 

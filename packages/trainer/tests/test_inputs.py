@@ -39,9 +39,9 @@ def test_the_inputs_of_the_demo(assets, shown):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.path=nowhere", r"model\.path: there is no .* model in /.*/nowhere \(no config\.json\); .*hf download"),
-        ("rollout.response_length=60", r"is 76; the model has 64 positions"),
-        ("rollout.tensor_parallel_size=3", r"rollout\.tensor_parallel_size=3 does not divide the model's 4 attention"),
+        ("model.path=nowhere", r"model\.path: expected .* model in /.*/nowhere, found no config\.json; .*hf download"),
+        ("rollout.response_length=60", r"must be <= 64, the number of positions of the model, got 76"),
+        ("rollout.tensor_parallel_size=3", r"rollout\.tensor_parallel_size=3 must divide the 4 attention heads"),
     ],
 )
 def test_a_model_that_does_not_fit(assets, shown, override, message):
@@ -52,7 +52,7 @@ def test_a_model_that_does_not_fit(assets, shown, override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine\.ulysses_.*=3 does not divide"),
+        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine\.ulysses_.*=3 must divide"),
         (["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"], r"config key engine: pp x vpp = 3 does"),
         (["engine.backend=megatron", "model.frozen=['x']"], r"config key engine: .*has no ModelConfig\.frozen"),
     ],
@@ -65,27 +65,29 @@ def test_an_engine_that_does_not_fit_the_model(assets, shown, overrides, message
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 @pytest.mark.parametrize("key", ["engine.device", "rollout.device"])
 def test_a_gpu_that_is_not_there(assets, shown, key):
-    with pytest.raises(ConfigError, match=rf'{key}="cuda", but torch sees no CUDA device here'):
+    with pytest.raises(ConfigError, match=rf'{key}="cuda" requires a GPU, but torch finds no CUDA device'):
         _load(assets, shown, f"{key}=cuda")
 
 
 def test_more_workers_than_cpus(assets):
     cpus, out = len(os.sched_getaffinity(0)), io.StringIO()
-    with pytest.raises(ConfigError, match=rf"actor\.num_workers={9 * cpus} is more than the {cpus} CPUs .*, by far"):
+    with pytest.raises(
+        ConfigError, match=rf"num_workers must be <= {8 * cpus}, 8 for each of the {cpus} CPUs .* got {9 * cpus}"
+    ):
         _load(assets, Progress(Console(file=out)), f"actor.num_workers={9 * cpus}", "engine.device=cpu")
     assert out.getvalue() == ""
     _load(assets, Progress(Console(file=out)), f"actor.num_workers={cpus + 1}", "engine.device=cpu")
-    assert f"actor.num_workers={cpus + 1} is more than the {cpus} CPUs" in out.getvalue()
+    assert f"actor.num_workers={cpus + 1} is larger than the {cpus} CPUs" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("config.json", "{", r"model\.path: .*config\.json is not JSON: "),
-        ("config.json", "[]", r"model\.path: .*config\.json has to be an object, not \[\]"),
+        ("config.json", "{", r"model\.path: expected JSON in .*config\.json: "),
+        ("config.json", "[]", r"model\.path: expected a JSON object in .*config\.json, got \[\]"),
         ("model.safetensors", "cut off", r"model\.path: .*model\.safetensors is damaged"),
         ("model.safetensors", None, r"model\.path: expected model\.safetensors or "),
-        ("tokenizer.json", '{"version": 3}', r"model\.path: no tokenizer could be loaded from "),
+        ("tokenizer.json", '{"version": 3}', r"model\.path: cannot load a tokenizer from "),
     ],
 )
 def test_a_damaged_model(assets, shown, tmp_path, file, text, message):
@@ -101,7 +103,7 @@ def test_a_damaged_model(assets, shown, tmp_path, file, text, message):
 def test_a_warm_up_without_responses(assets, shown, tmp_path):
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n")
     file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
-    with pytest.raises(DataError, match="the warm-up needs a `response` in every row"):
+    with pytest.raises(DataError, match="the warm-up requires a `response` in every row"):
         _load(assets, shown, file)
     assert len(_load(assets, shown, file, "warmup.max_steps=0").train) == 1
 
@@ -111,7 +113,7 @@ def test_exact_match_needs_a_ground_truth_in_every_row(assets, shown, tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text("def f(*_): return 1.0\n")
     file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
-    with pytest.raises(DataError, match=r"t\.jsonl, row 2: no `ground_truth`, without which"):
+    with pytest.raises(DataError, match=r"t\.jsonl, row 2: expected a `ground_truth`"):
         _load(assets, shown, file)
     assert len(_load(assets, shown, file, f"reward.function={tmp_path / 'mine.py'}:f").train) == 2
 
@@ -123,15 +125,15 @@ def test_skipped_prompts_are_counted_aloud(assets, tmp_path):
     overrides = [f'data.train_files=["{tmp_path / "t.jsonl"}"]', "data.overlong_prompts=skip"]
     inputs = _load(assets, Progress(Console(file=out)), *overrides)
     assert len(inputs.train) == 1
-    assert "left out 1 problems of" in out.getvalue()
+    assert "skipped 1 problems of" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward.function=exactmatch"], "unknown reward function 'exactmatch'; registered: exact_match"),
+        (["reward.function=exactmatch"], "config key reward.function: expected one of exact_match, or"),
         (["optimizer.learning_rate=1"], "unknown config key optimizer.learning_rate"),
-        (['data.train_files=["none.jsonl"]'], f"there is no data file {Path('none.jsonl').absolute()}"),
+        (['data.train_files=["none.jsonl"]'], f"data file {Path('none.jsonl').absolute()} does not exist"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing(assets, tmp_path, capfd, monkeypatch, arguments, message):
@@ -147,7 +149,7 @@ def test_a_demo_does_not_write_into_an_old_run(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     (tmp_path / "old").mkdir()
     assert main(["demo", f"trainer.run_dir={tmp_path}", "trainer.name=old"]) == 1
-    assert "old exists; choose another trainer.name" in capfd.readouterr().err
+    assert "old exists already; choose another trainer.name" in capfd.readouterr().err
     assert list((tmp_path / "old").iterdir()) == []
 
 
@@ -168,7 +170,7 @@ def test_a_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path, capfd, monke
         assert main(["demo", f"trainer.run_dir={tmp_path}", "trainer.name=full"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "error: the demo's model could not be written to " in capfd.readouterr().err
+    assert "error: cannot write the model of the demo to " in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,8 +179,8 @@ def test_sizes_that_are_seldom_meant_are_told(assets, tmp_path):
     out = io.StringIO()
     sizes = ["trainer.total_steps=4", "actor.ppo_mini_batch_size=32", "data.train_batch_size=100"]
     _load(assets, Progress(Console(file=out)), f'data.train_files=["{tmp_path / "t.jsonl"}"]', *sizes)
-    assert "data.train_batch_size=100 is more than the 1 problems to train on" in out.getvalue()
-    assert "optimizer.lr_warmup_steps=20 is more than the 16 optimizer steps" in out.getvalue()
+    assert "data.train_batch_size=100 is larger than the 1 training problems" in out.getvalue()
+    assert "optimizer.lr_warmup_steps=20 is larger than the 16 optimizer steps" in out.getvalue()
 
 
 def test_help_lists_the_options(capsys):

@@ -50,5 +50,5 @@ def test_the_report_draws_what_the_engine_told(tmp_path):
             run.append_metrics({"step": step, "phase": "rl", "critic/score/mean": 0.5} | rows)
         write_report(run)
         page = run.report.read_text()
-        for title in ("Training speed", "Model FLOPs utilisation", "Peak memory of training"):
+        for title in ("Training speed", "Training MFU", "Peak training memory"):
             assert (title in page) is (name == "with")

@@ -73,7 +73,7 @@ def test_the_report_is_one_file_and_shows_text_of_the_model_as_text(tmp_path):
     page = run.report.read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
-    assert "held-out accuracy 0.250 before and 0.750 after" in page
+    assert "2 steps, held-out accuracy 0.250 before and 0.750 after reinforcement learning" in page
     assert not re.search(r"(src|href|url)\s*[=(]", page)
     assert page.count("<svg") == 7
 
@@ -83,12 +83,12 @@ def test_the_report_has_failed_rewards_if_there_were_any_and_what_a_demo_is_abou
     run.config.write_text("")
     run.append_metrics({"step": 1, "phase": "rl", "reward/num_errors": 0.0})
     write_report(run)
-    assert "Rewards that failed" not in run.report.read_text()
+    assert "Failed rewards" not in run.report.read_text()
     run.append_metrics({"step": 2, "phase": "rl", "reward/num_errors": 3.0})
     run.about.parent.mkdir()
     run.about.write_text("from right <to> left")
     write_report(run)
-    assert "Rewards that failed" in run.report.read_text()
+    assert "Failed rewards" in run.report.read_text()
     assert "from right &lt;to&gt; left" in run.report.read_text()
 
 

@@ -74,13 +74,13 @@ def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
     assert scores.score.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert len(scores.errors) == 3
     assert "failed for response '7' (ground truth '0') at my_rewards.py:7: KeyError: 'seven'" in scores.errors[0]
-    assert "expected finite numbers within float32, got nan" in scores.errors[1]
-    assert "expected finite numbers within float32, got 1e+39" in scores.errors[2]
+    assert "the function must return finite numbers within float32, got nan" in scores.errors[1]
+    assert "the function must return finite numbers within float32, got 1e+39" in scores.errors[2]
 
 
 def test_a_function_that_fails_on_the_whole_first_batch_ends_the_run(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer)
-    with pytest.raises(RewardError, match=r"all 2 rewards of the first batch failed; the first: .*KeyError: 'seven'"):
+    with pytest.raises(RewardError, match=r"failed for all 2 responses of the first batch; first error: .*'seven'"):
         scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2))
     assert len(scorer(_batch(tokenizer, ["6", "7"], ["0"] * 2)).errors) == 1
     assert len(scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2)).errors) == 2  # a bad batch later on is only counted
@@ -97,7 +97,7 @@ def test_code_that_exits_costs_its_own_sample_and_ctrl_c_ends_the_run(file, toke
 def test_a_deadline_that_cannot_be_is_no_failure_of_each_response(tokenizer):
     batch = _batch(tokenizer, ["6", "7"], ["6", "7"])
     with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(RuntimeError, match=r"a deadline of 60 s needs the main thread"):
+        with pytest.raises(RuntimeError, match=r"a deadline of 60 s requires the main thread"):
             pool.submit(_scorer("exact_match", tokenizer), batch).result()
         config = RewardConfig(function="exact_match", timeout_s=float("inf"))
         unlimited = RewardScorer(config, load_reward("exact_match"), tokenizer)
@@ -106,7 +106,7 @@ def test_a_deadline_that_cannot_be_is_no_failure_of_each_response(tokenizer):
 
 def test_an_error_stops_if_so_configured(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer, on_error="stop")
-    with pytest.raises(RewardError, match=r"KeyError: 'seven'; reward\.on_error=\"zero\" would count it"):
+    with pytest.raises(RewardError, match=r"KeyError: 'seven'; set reward\.on_error=\"zero\" to count such"):
         scorer(_batch(tokenizer, ["7"], ["0"]))
 
 
@@ -119,8 +119,8 @@ def test_a_module_path_and_a_registered_name(tokenizer):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", "unknown reward function 'exactmatch'; registered: exact_match"),
-        ("none.py:f", r"there is no file /.*/none\.py"),
+        ("exactmatch", "expected one of exact_match, or \"pkg.mod:attr\" or .*, got 'exactmatch'"),
+        ("none.py:f", r"the file /.*/none\.py does not exist"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("tidemill_trainer.rewards:nothing", "has no function 'nothing'"),
     ],
@@ -132,10 +132,10 @@ def test_a_function_that_is_not_there(name, message):
 
 def test_a_file_that_cannot_be_imported_and_one_with_a_dataclass(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
-    with pytest.raises(RewardError, match=r"bad\.py:f' cannot be imported: SyntaxError"):
+    with pytest.raises(RewardError, match=r"cannot import '.*bad\.py:f': SyntaxError"):
         load_reward(f"{tmp_path / 'bad.py'}:f")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
-    with pytest.raises(RewardError, match=r"leaves\.py:f' cannot be imported: SystemExit: 3"):
+    with pytest.raises(RewardError, match=r"cannot import '.*leaves\.py:f': SystemExit: 3"):
         load_reward(f"{tmp_path / 'leaves.py'}:f")
     (tmp_path / "good.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"

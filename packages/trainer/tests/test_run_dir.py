@@ -38,7 +38,9 @@ def test_a_run_folder_is_not_used_twice(tmp_path):
     assert load_config(run.config) == with_absolute_paths(config)
     # The saved file is enough to resume.
     assert _open(load_config(run.config), "config", resume=True).path == run.path
-    with pytest.raises(ConfigError, match=r"a exists; continue it with --resume, or choose another trainer\.name"):
+    with pytest.raises(
+        ConfigError, match=r"a exists already; continue it with --resume, or choose another trainer\.name"
+    ):
         _open(config, "x", resume=False)
     assert _open(config, "x", resume=True).path == run.path
 
@@ -66,9 +68,9 @@ def test_a_reward_function_that_is_no_file_keeps_its_name(tmp_path, function):
 
 def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
     _begin(_open(_config(tmp_path, "trainer.name=a"), "x", resume=False))
-    with pytest.raises(ConfigError, match=r"made with other values of optimizer\.lr, rollout\.n"):
+    with pytest.raises(ConfigError, match=r"cannot resume .*a with other values of optimizer\.lr, rollout\.n; use"):
         _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
-    with pytest.raises(ConfigError, match=r"made with other values of trainer\.seed"):
+    with pytest.raises(ConfigError, match=r"with other values of trainer\.seed; use"):
         _open(_config(tmp_path, "trainer.name=a", "trainer.seed=7"), "x", resume=True)
     allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "reward.on_error=stop"]
     run = _open(_config(tmp_path, "trainer.name=a", *allowed), "x", resume=True)
@@ -76,7 +78,7 @@ def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
 
 
 def test_resume_without_a_name_takes_the_newest_of_the_stem(tmp_path):
-    with pytest.raises(ConfigError, match="there is no run to resume at"):
+    with pytest.raises(ConfigError, match=r"expected a run to resume at .*mine-\*, found none; check"):
         _open(_config(tmp_path), "mine", resume=True)
     run = _open(_config(tmp_path), "mine", resume=False)
     _open(_config(tmp_path), "mine-too", resume=False)
@@ -91,7 +93,7 @@ def test_what_was_measured_is_not_erased_without_a_checkpoint_to_resume_from(tmp
     config = _config(tmp_path, "trainer.name=a")
     run = _open(config, "x", resume=False)
     _begin(run, saved=False)
-    with pytest.raises(ConfigError, match=r"no checkpoint to resume from: trainer\.save_freq .* another trainer\.name"):
+    with pytest.raises(ConfigError, match=r"no checkpoint to resume from .*trainer\.save_freq.* another trainer\.name"):
         _open(config, "x", resume=resume)
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         run.check_resumable()
@@ -112,7 +114,7 @@ def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
     config = _config(tmp_path, "trainer.name=a")
     with open_run(config, "x", resume=False) as run:
         before = run.config.read_bytes()
-        with pytest.raises(ConfigError, match=rf"a is in use by process {os.getpid()} on .*; wait for its end"):
+        with pytest.raises(ConfigError, match=rf"a is in use by process {os.getpid()} on .*; wait until it ends"):
             _open(_config(tmp_path, "trainer.name=a", "trainer.total_steps=7"), "x", resume=resume)
         assert run.config.read_bytes() == before
     _open(config, "x", resume=True)
@@ -120,10 +122,10 @@ def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
 
 def test_a_run_that_ended_too_soon_says_how_to_continue(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
-    assert f"a; nothing was measured yet, start it over with: tidemill train {run.config}" in run.how_to_continue()
+    assert f"before its first step. Start it again with: tidemill train {run.config}" in run.how_to_continue()
     assert _open(load_config(run.config), "config", resume=False).path == run.path
     _begin(run, saved=False)
-    assert re.search(r"a, step 1 was the last; it has no checkpoint .*trainer\.save_freq", run.how_to_continue())
+    assert re.search(r"a stopped after step 1 and has no checkpoint .*trainer\.save_freq", run.how_to_continue())
     _begin(run)
     assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue()
 
@@ -173,6 +175,6 @@ def test_forget_after_drops_later_steps_and_half_a_line(tmp_path):
         run.append_rollouts([{"step": step}, {"step": step}])
     with run.metrics.open("a") as lines:
         lines.write('{"step": 4, "x"')
-    run.forget_after(2)
+    run.remove_after(2)
     assert run.read_metrics() == [{"step": step, "x": step / 3} for step in (0, 1, 2)]
     assert len(run.read_rollouts()) == 6

@@ -1,4 +1,4 @@
-"""The slim reinforcement-learning trainer that composes the tidemill packages."""
+"""A slim reinforcement-learning trainer that composes the tidemill packages."""
 
 from tidemill_trainer.cli import main
 

@@ -1,4 +1,4 @@
-"""`python -m tidemill_trainer` is the command `tidemill`."""
+"""`python -m tidemill_trainer` runs the command `tidemill`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A Ray actor with one rank of the training engine."""
+"""The training worker: a Ray actor with one rank of the training engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +19,11 @@ _compute = split_over("actor")
 
 
 class ActorWorker(Worker):
-    """One rank of the policy that is trained.
+    """One rank of the policy.
 
     Args:
-        config: of the run.
-        log_dir: this process writes its output to a file there.
+        config: configuration of the run.
+        log_dir: folder for the log of this process.
     """
 
     def __init__(self, config: Config, log_dir: str) -> None:
@@ -48,7 +48,7 @@ class ActorWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Loads the model and registers this rank in the mesh "actor"."""
+        """Load the model and register this rank in the mesh "actor"."""
         torch.set_num_threads(self._config.actor.omp_num_threads)
         torch.manual_seed(self._config.trainer.seed)
         self._engine.initialize()
@@ -60,7 +60,7 @@ class ActorWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
-        """Starts the optimizer and its schedule afresh, for the warm-up or for reinforcement learning."""
+        """Reset the optimizer and its schedule for the warm-up or for reinforcement learning."""
         optimizer = self._config.optimizer
         if phase == "warmup":
             optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
@@ -68,67 +68,69 @@ class ActorWorker(Worker):
 
     @register(_compute)
     def update_sft(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
+        """Make one optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
 
         Returns:
-            Metrics of the loss and the engine's `performance()`, the same on every rank.
+            Metrics of the loss and the engine's `performance()`, equal on all ranks.
         """
         return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
     @register(_compute)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """The policy's `old_log_probs` and `entropy` of the responses, ragged like `responses`.
+        """Compute `old_log_probs` and `entropy` of the responses, ragged like `responses`.
 
-        With router replay also `routed_experts` int32 [B, j, layers, top_k], the experts that the tokens of `input_ids`
-        were sent to: those of that column of `batch` if it has one, where they are not -1.
+        With router replay, also return `routed_experts` int32 [B, j, layers, top_k], the experts that were used for
+        each token of `input_ids`: those of the same column of `batch`, or the choice of the router if there is no such
+        column or its value is -1.
         """
         return self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
 
     @register(_compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of the policy.
+        """Make one optimizer step of the policy.
 
         Returns:
-            Metrics of the global batch and the engine's `performance()`, the same on every rank.
+            Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
-        own = ("loss", "grad_norm", "grad_nonfinite", "lr")
-        named = {f"actor/{name}" if name in own else name: value for name, value in metrics.items()}
+        engine_metrics = ("loss", "grad_norm", "grad_nonfinite", "lr")
+        named = {f"actor/{name}" if name in engine_metrics else name: value for name, value in metrics.items()}
         return named | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
-        """Names the engines that `update_weights` serves."""
+        """Create the weight updater for these engines."""
         update = self._config.weight_update
         dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
         engine = self._config.engine
         if isinstance(engine, MegatronConfig) and engine.param_dtype == self._config.rollout.dtype:
-            dtype = None  # nothing needs a cast, and the bias of DeepSeek's routers, in float32, allows none
+            dtype = None  # the weights have this dtype, and the float32 bias of DeepSeek's routers must not be cast
         device = "cpu" if update.memory == "cpu" else None
         self._updater = WeightUpdater(
             engines,
             bucket_bytes=update.bucket_bytes,
             dtype=dtype,
             device=device,
-            timeout_s=update.timeout_s / 3,  # an engine that hangs is given up before calls to the others time out
+            timeout_s=update.timeout_s / 3,  # time out on an engine that hangs before calls to the others time out
         )
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, weight_version: int | str) -> dict[str, float]:
-        """Sends the policy's weights to all engines; returns `weight_update/*` metrics.
+        """Send the weights of the policy to all engines and return `weight_update/*` metrics.
 
         Raises:
-            RuntimeError: an engine could not be updated; the run needs all of them.
+            RuntimeError: an engine was not updated; the run requires all of them.
         """
-        assert self._updater is not None, "connect_engines() comes first"
-        shards = ((name, to_send(part)) for name, part in self._engine.get_per_tensor_shards())
-        # Of a list the engines check all before they change anything; it must hold no copies, so those are streamed.
+        assert self._updater is not None, "call connect_engines() first"
+        shards = ((name, to_local_shard(part)) for name, part in self._engine.get_per_tensor_shards())
+        # With a list, the engines check all tensors before they change any. Copies are streamed to save memory.
         named = shards if self._engine.streams_weights else list(shards)
         stats = self._updater.update(named, weight_version=weight_version)
         if stats.quarantined:
-            told = "; ".join(f"{engine}: {why}" for engine, why in stats.quarantined.items())
+            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(
-                f"version {stats.weight_version} did not reach {len(stats.quarantined)} of the engines: {told}"
+                f"expected all engines to have weight version {stats.weight_version}, but {len(stats.quarantined)} failed: "
+                f"{reasons}; see the rollout logs in the folder of the run"
             )
         metrics = {
             "weight_update/seconds": stats.seconds,
@@ -136,36 +138,36 @@ class ActorWorker(Worker):
             "weight_update/gb_per_s": stats.gb_per_s,
             "weight_update/verified": float(stats.verified),
         }
-        if stats.weight_version.isdecimal():  # what every engine reported after the update
+        if stats.weight_version.isdecimal():  # reported by every engine after the update
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Writes everything that `load_checkpoint` needs to `path`."""
+        """Save the state of the engine to `path`."""
         self._engine.save_checkpoint(path)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Continues where `save_checkpoint` was called."""
+        """Restore the state that `save_checkpoint` saved."""
         self._engine.load_checkpoint(path)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
-        """Writes the model to `path` in Hugging Face format."""
+        """Save the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)
 
 
 def engine_config(config: Config) -> EngineConfig | MegatronConfig:
-    """The engine's configuration, with what other sections of the run's ask of it."""
+    """Return the configuration of the engine, including settings that other sections imply."""
     engine = config.engine
     if isinstance(engine, MegatronConfig) and config.actor.router_replay.mode != "disabled":
         return replace(engine, router_replay=True)
     return engine
 
 
-def to_send(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
-    """A part of a weight as the updater knows it."""
+def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
+    """Convert a shard of the engine to the type of the weight updater."""
     if isinstance(part, torch.Tensor):
         return part
     return LocalShard(

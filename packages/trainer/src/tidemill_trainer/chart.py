@@ -1,4 +1,4 @@
-"""Line charts as SVG text: no script, no font, no file beside the page."""
+"""Line charts as SVG text, without scripts, fonts or other files."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,20 @@ from html import escape
 
 _WIDTH, _HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 34
-_TITLE_CHAR, _LEGEND_CHAR, _LEGEND_GAP, _LEGEND_LINE = 9, 7, 10, 14  # pixels; of characters at most about
+_TITLE_CHAR, _LEGEND_CHAR, _LEGEND_GAP, _LEGEND_LINE = 9, 7, 10, 14  # pixels; upper bounds for a character
 _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774", "#cb912f", "#d44c47")
 
 Points = Sequence[tuple[float, float]]
 
 
 def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False) -> str:
-    """An SVG chart of one line per series, with a legend beside the title where there are several.
+    """Return an SVG chart with one line per series, and a legend next to the title if there are several.
 
     Args:
-        series: name to (x, y) points; points that are not finite (or not positive with `log_y`) are left out, and
-            so are series without any.
-        log_y: a logarithmic y axis.
+        title: title of the chart.
+        series: (x, y) points by name. Points that are not finite (or not positive with `log_y`) are omitted, as are
+            series without any other points.
+        log_y: use a logarithmic y axis.
     """
     drawable = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
     clean = {name: points for name, points in drawable.items() if points}
@@ -42,7 +43,7 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
 
 
 def _heading(title: str, names: Sequence[str]) -> list[str]:
-    """The title, and behind it and in lines below it the names in the colours of their lines; each line is a text."""
+    """Return one text element per line: the title, then the names in the colors of their series."""
     lines, x = [f'<tspan class="title">{escape(title)}</tspan>'], _LEFT + _TITLE_CHAR * len(title)
     for number, name in enumerate(names):
         width = _LEGEND_CHAR * len(name)
@@ -65,7 +66,7 @@ def _drawable(point: tuple[float, float], log_y: bool) -> bool:
 
 
 class _Axis:
-    """Maps numbers from `low` to `high` onto pixels from `start` to `end`."""
+    """A mapping of numbers from `low` to `high` to pixels from `start` to `end`."""
 
     def __init__(self, low: float, high: float, start: float, end: float, ticks: list[float], log: bool) -> None:
         self._low, self._high, self._start, self._end, self._log = low, high, start, end, log
@@ -80,7 +81,7 @@ class _Axis:
             return cls(low, high, start, end, ticks, True)
         low, high = min(numbers), max(numbers)
         step = _round_step((high - low) / 4 if high > low else max(abs(high), 1.0))
-        step = max(step, 1.0) if whole else step  # half a step is none
+        step = max(step, 1.0) if whole else step
         first, last = math.floor(low / step), math.ceil(high / step)
         last = max(last, first + 1)
         return cls(first * step, last * step, start, end, [n * step for n in range(first, last + 1)], False)
@@ -91,7 +92,7 @@ class _Axis:
 
 
 def _round_step(raw: float) -> float:
-    """The next number of 1, 2, 5 times a power of ten."""
+    """Return the next larger number that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
 

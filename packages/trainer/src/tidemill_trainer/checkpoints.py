@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all."""
+"""Atomic checkpoints of a run."""
 
 import json
 import os
@@ -13,14 +13,18 @@ _STATE = "trainer.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the text names it, and the newest whole one."""
+    """A checkpoint cannot be written or read; the message names it and the newest complete one."""
 
 
 class Checkpoints:
-    """The folder `folder` with one subfolder `step_000123` for each checkpoint.
+    """The checkpoints in `folder`, one subfolder `step_000123` per checkpoint.
 
-    A checkpoint is written to a hidden folder beside them and renamed when it is whole, so a folder with a step's name
-    is always whole, whatever happened while another was written.
+    A checkpoint is written to a hidden folder and renamed when it is complete. A folder with the name of a step is
+    therefore always complete, even if the process is killed.
+
+    Args:
+        folder: folder of all checkpoints.
+        max_to_keep: number of checkpoints to keep; older ones are removed.
     """
 
     def __init__(self, folder: Path, max_to_keep: int) -> None:
@@ -28,7 +32,7 @@ class Checkpoints:
         self._max_to_keep = max_to_keep
 
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         if not self._folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
@@ -38,19 +42,23 @@ class Checkpoints:
         return self._folder / f"step_{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of `step` at once: `prepare`, then `commit`."""
+        """Write the checkpoint of `step`: `prepare`, then `commit`."""
         self.prepare(step, write)
         return self.commit(step)
 
     def prepare(self, step: int, write: Callable[[Path], None]) -> None:
-        """Writes the checkpoint of `step`, which does not count before `commit(step)`: `write(folder)` fills it.
+        """Write the checkpoint of `step` to a hidden folder, which `commit(step)` completes.
+
+        Args:
+            step: step of the checkpoint.
+            write: function that writes the files to the folder it receives.
 
         Raises:
-            CheckpointError: writing failed; nothing of it is left, and earlier checkpoints are as they were.
+            CheckpointError: writing failed; the partial checkpoint is removed, and earlier ones are unchanged.
         """
         partial = self._partial(step)
-        for left in self._folder.glob(".partial-*"):  # of a run that was stopped while it saved
-            shutil.rmtree(left)
+        for leftover in self._folder.glob(".partial-*"):  # of a run that was killed while saving
+            shutil.rmtree(leftover)
         try:
             partial.mkdir(parents=True)
             write(partial)
@@ -60,53 +68,55 @@ class Checkpoints:
                 os.fsync(state.fileno())
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"saving {self.path(step)} failed: {_first_line(error)}; {self._newest()}") from error
+            raise CheckpointError(f"cannot save {self.path(step)}: {_first_line(error)}; {self._newest()}") from error
 
     def commit(self, step: int) -> Path:
-        """Gives the prepared checkpoint its name and removes older ones beyond `max_to_keep`; returns its folder.
+        """Rename the prepared checkpoint and remove older ones beyond `max_to_keep`; return its folder.
 
         Raises:
-            CheckpointError: the folder cannot be renamed; earlier checkpoints are as they were.
+            CheckpointError: the folder cannot be renamed; earlier checkpoints are unchanged.
         """
         target = self.path(step)
         try:
             self._discard(target)
             self._partial(step).rename(target)
         except OSError as error:
-            raise CheckpointError(f"saving {target} failed: {_first_line(error)}; {self._newest()}") from error
+            raise CheckpointError(f"cannot save {target}: {_first_line(error)}; {self._newest()}") from error
         for old in self.steps()[: -self._max_to_keep]:
             self._discard(self.path(old))
         return target
 
     def read_step(self, path: Path) -> int:
-        """The step of the checkpoint at `path`.
+        """Return the step of the checkpoint at `path`.
 
         Raises:
-            CheckpointError: it is damaged or of another format version.
+            CheckpointError: the checkpoint is damaged or has another format version.
         """
         try:
             state = json.loads((path / _STATE).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is not a whole checkpoint ({error}); {self._newest(path)}; remove the damaged folder to go on "
-                "without it"
+                f"the checkpoint {path} is damaged ({error}); {self._newest(path)}; remove the damaged folder to "
+                "resume without it"
             ) from error
         if state.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"the checkpoint {path} must have format {FORMAT}, got {state.get('format')}; resume it with the "
+                "version of tidemill-trainer that saved it"
+            )
         return state["step"]
 
     def _partial(self, step: int) -> Path:
         return self._folder / f".partial-{self.path(step).name}"
 
     def _discard(self, path: Path) -> None:
-        """Removes a checkpoint; it loses its name first, so that half of one never has it."""
+        """Remove a checkpoint. It is renamed first, so that a partly removed one does not count as complete."""
         if path.exists():
-            doomed = path.rename(self._folder / f".partial-old-{path.name}")
-            shutil.rmtree(doomed)
+            shutil.rmtree(path.rename(self._folder / f".partial-old-{path.name}"))
 
     def _newest(self, other_than: Path | None = None) -> str:
         paths = [path for path in map(self.path, self.steps()) if path != other_than]
-        return f"the newest whole checkpoint is {paths[-1]}" if paths else "there is no other checkpoint"
+        return f"the newest complete checkpoint is {paths[-1]}" if paths else "there is no other checkpoint"
 
 
 def _first_line(error: Exception) -> str:

@@ -12,13 +12,17 @@ DEMO_CONFIG = Path(__file__).parent / "recipes" / "demo.toml"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, 1 after an error, 2 for wrong use, 130 after Ctrl-C or SIGTERM."""
+    """Run the command.
+
+    Returns:
+        The exit status: 0, 1 after an error, 2 for wrong arguments, 130 after Ctrl-C or SIGTERM.
+    """
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
-    # Ray would see `uv run` and build the whole environment again for its workers. It reads this when it is imported.
+    # Under `uv run`, Ray would build the whole environment again for its workers. Ray reads this when imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
-        from tidemill_trainer import run  # importing torch takes seconds; --help should not
+        from tidemill_trainer import run  # imports torch, which takes seconds; --help stays fast
 
         overrides = [*args.overrides, *(["algorithm.shuffle_rewards=true"] if args.shuffle_rewards else [])]
         if args.command == "demo":
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """As argparse does, but `key=value` may come after an option, too."""
+    """Parse the arguments; `key=value` may also follow an option, which argparse alone does not allow."""
     parser = _parser()
     args, others = parser.parse_known_args(argv)
     unknown = [other for other in others if other.startswith("-")]
@@ -46,27 +50,29 @@ def _interrupt(_signum: int, _frame: object) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tidemill", description="Reinforcement learning for language models.", allow_abbrev=False
+        prog="tidemill", description="Train language models with reinforcement learning.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"tidemill {version('tidemill-trainer')}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser(
-        "demo", help="train a tiny model on this machine, no GPU and no download needed", allow_abbrev=False
+        "demo", help="train a tiny model on this machine, without a GPU or a download", allow_abbrev=False
     )
     demo.add_argument(
         "--config",
         type=Path,
         default=DEMO_CONFIG,
         metavar="CONFIG.toml",
-        help="another configuration than the demo's own",
+        help="use this configuration instead of the built-in one",
     )
     train = commands.add_parser("train", help="train with your own configuration", allow_abbrev=False)
-    train.add_argument("config", type=Path, metavar="CONFIG.toml")
+    train.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of the run")
     train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     for command in (demo, train):
-        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the configuration")
+        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
         command.add_argument(
-            "--shuffle-rewards", action="store_true", help="a negative control: with shuffled rewards nothing is learnt"
+            "--shuffle-rewards",
+            action="store_true",
+            help="negative control: shuffle the rewards within each batch, so that the model cannot learn",
         )
     return parser

@@ -24,11 +24,16 @@ _CONNECT_S = 10.0
 
 
 class Cluster:
-    """Starts the processes on entry and ends them on exit, whatever happened in between.
+    """Start the processes on entry and stop them on exit, also after an error.
+
+    Args:
+        config: configuration of the run.
+        run: folder of the run, for the logs.
+        progress: terminal output.
 
     Attributes:
-        actor: the group of `ActorWorker`s, one for each data-parallel rank.
-        rollout: the group of `RolloutWorker`s, one for each engine.
+        actor: the group of `ActorWorker`s, one per training process.
+        rollout: the group of `RolloutWorker`s, one per engine.
     """
 
     actor: RayWorkerGroup
@@ -58,11 +63,11 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes of the run. May be called again."""
+        """Stop all processes of the run. A second call does nothing."""
         groups, self._groups = self._groups, []
         files, self._files = self._files, None
         owns_ray, self._owns_ray = self._owns_ray, False
-        with _signals_ignored(), ExitStack() as stack:  # each of them, whatever the others raise; the last one first
+        with _signals_ignored(), ExitStack() as stack:  # runs all callbacks, last one first, even if one raises
             if owns_ray:
                 stack.callback(ray.shutdown)
             if files is not None:
@@ -76,7 +81,7 @@ class Cluster:
         config = self._config
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers would run at nice 15
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
         address = config.trainer.ray_address
         if address is not None:
             _check_reachable(address)
@@ -84,14 +89,14 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local" if address is None else address,
-            # A laptop's cores are shared: Ray only counts how many processes it may start.
+            # For Ray this is only the number of processes to start, which may exceed the number of cores.
             num_cpus=config.actor.num_workers + config.rollout.num_engines if address is None else None,
             include_dashboard=False if address is None else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own handler in its place
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init has replaced it
 
     def _start_groups(self) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
@@ -100,11 +105,11 @@ class Cluster:
         gpus = config.rollout.num_gpus_per_engine
         gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
         self._files = EngineFiles.create()
-        # Processes that are killed, as SGLang's are, would leave of what they import, SGLang and Megatron alike,
-        # semaphores in /dev/shm (joblib) and empty folders among the temporary files (cuda.tile).
-        leave_nothing = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
-        env_vars = dict(leave_nothing)
-        if config.rollout.device == "cpu":  # on a machine with GPUs, too
+        # Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores
+        # in /dev/shm, and cuda.tile empty temporary folders.
+        no_leftovers = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
+        env_vars = dict(no_leftovers)
+        if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self.rollout = RayWorkerGroup(
             RayResourcePool(
@@ -132,18 +137,18 @@ class Cluster:
             ),
             RayClassWithInitArgs(ActorWorker, config, logs),
             name_prefix="actor",
-            env_vars=leave_nothing | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
+            env_vars=no_leftovers | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
             timeout_s=config.actor.timeout_s,
             blocking=False,
         )
         self._groups.append(self.actor)
 
     def wait_ready(self) -> None:
-        """Waits until the model is loaded and the engines serve, and connects them."""
+        """Wait until the training workers have loaded the model and the engines serve, and connect them."""
         config = self._config
         with self._progress.waiting("starting SGLang and the training workers"):
             serving = self.rollout.start_engine()
-            self.actor.init_model().get()  # a wrong model fails here sooner than in the engine
+            self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
             serving.get()
         self.actor.connect_engines(
             [
@@ -159,19 +164,25 @@ class Cluster:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would wait for minutes; raises ConfigError where nobody listens at "host:port"."""
+    """Check that a server listens at "host:port", because Ray itself would wait for minutes.
+
+    Raises:
+        ConfigError: no server answers.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():  # "auto", for example
+    if not host or not port.isdecimal():  # such as "auto"
         return
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
-        raise ConfigError(f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}") from error
+        raise ConfigError(
+            f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}; start it, or remove the key"
+        ) from error
 
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not leave processes behind."""
+    """Ignore SIGINT and SIGTERM during cleanup, so that a second Ctrl-C does not leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,7 @@
-"""The configuration of a training run: one frozen dataclass per section of the TOML file."""
+"""The configuration of a training run: one frozen dataclass per section of the TOML file.
+
+The types carry the constraints of single values; `Config` checks values that depend on each other.
+"""
 
 import math
 from dataclasses import field
@@ -33,16 +36,16 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Problems to train on and to validate on.
+    """Training and validation problems.
 
     Attributes:
-        train_files, val_files: `.jsonl` or `.parquet`; each row has `prompt` (a string, or chat messages), and may have
-            `ground_truth`, `data_source`, `extra_info` and, for the warm-up, `response`. verl's nested
-            `reward_model.ground_truth` is read too. A string is encoded without special tokens: what a model wants
-            before it, such as a BOS, must stand in it; chat messages get what the chat template says.
+        train_files, val_files: `.jsonl` or `.parquet` files. Each row has a `prompt` (a string or chat messages) and
+            optionally `ground_truth`, `data_source`, `extra_info` and, for the warm-up, `response`. verl's nested
+            `reward_model.ground_truth` is also supported. A string is encoded without special tokens, so it must
+            contain those that the model requires, such as a BOS token; the chat template adds them to chat messages.
         train_batch_size: prompts per step.
-        max_prompt_length: in tokens.
-        overlong_prompts: "error" refuses a file with a longer prompt, "skip" leaves such rows out and says how many.
+        max_prompt_length: maximum length of a prompt in tokens.
+        overlong_prompts: "error" rejects a file with a longer prompt; "skip" drops such rows and reports how many.
     """
 
     train_files: tuple[str, ...] = ()
@@ -54,22 +57,23 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """How SGLang generates.
+    """Generation with SGLang.
 
     Attributes:
-        n: responses per prompt, the group of GRPO.
-        temperature, top_p, top_k: of the training rollouts; validation decodes greedily.
-        response_length: at most so many new tokens.
-        device: "auto" takes CUDA where it is usable.
-        dtype: of the engine's weights.
-        num_engines: engines that share the prompts, each with `tensor_parallel_size` devices.
-        num_gpus_per_engine: what Ray reserves for an engine on CUDA; a fraction shares a device with the trainer. None
-            takes tensor_parallel_size.
+        n: responses per prompt (the group size of GRPO).
+        temperature, top_p, top_k: sampling parameters of training rollouts; validation decodes greedily.
+        response_length: maximum number of new tokens.
+        device: "auto" selects CUDA if Ray has GPUs.
+        dtype: dtype of the engine's weights.
+        num_engines: number of engines that share the prompts.
+        tensor_parallel_size: devices per engine.
+        num_gpus_per_engine: GPUs that Ray reserves per engine; a fraction shares a device with the trainer. None
+            reserves `tensor_parallel_size`.
         max_total_tokens: size of the KV pool in tokens; None lets SGLang choose.
-        mem_fraction_static: share of the device memory for weights and KV pool on CUDA.
-        deterministic: every response has a seed of its own, so a run can be repeated token by token.
-        engine_args: further arguments of `sglang.Engine`, passed as they are.
-        timeout_s: deadline of the engine's start and of one generation.
+        mem_fraction_static: share of the GPU memory for weights and KV pool.
+        deterministic: sample every response with its own seed, so that a run can be reproduced token by token.
+        engine_args: additional arguments of `sglang.Engine`, passed unchanged.
+        timeout_s: timeout of the engine's start and of one generation call.
     """
 
     n: Annotated[int, AfterValidator(_group_size)] = 8
@@ -91,14 +95,14 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
-    """The reward function and what happens when it fails.
+    """The reward function and the handling of its errors.
 
     Attributes:
         function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr".
-        on_error: "zero" gives a sample whose function raises a reward of 0, counts and reports it; "stop" ends the run.
-            A function that fails on every sample of the run's first batch ends it, too.
-        timeout_s: deadline of one call, which then counts as one that raised; inf for none. See
-            `tidemill_trainer.deadline` for what it can interrupt.
+        on_error: if the function raises, "zero" sets the reward of that sample to 0 and counts and reports the error;
+            "stop" stops the run. A function that fails on every sample of the first batch always stops the run.
+        timeout_s: timeout of one call, which then counts as an error; inf disables it. See `tidemill_trainer.deadline`
+            for what it can interrupt.
     """
 
     function: str = "exact_match"
@@ -108,11 +112,12 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """How rewards become advantages.
+    """Conversion of rewards to advantages.
 
     Attributes:
-        norm_adv_by_std_in_grpo: divide by the group's standard deviation (GRPO), or only subtract the mean (Dr. GRPO).
-        shuffle_rewards: a negative control: rewards are permuted within the batch, so nothing can be learnt.
+        norm_adv_by_std_in_grpo: divide by the standard deviation of the group (GRPO); False only subtracts the mean
+            (Dr. GRPO).
+        shuffle_rewards: negative control: shuffle the rewards within the batch, so that the model cannot learn.
     """
 
     norm_adv_by_std_in_grpo: bool = True
@@ -121,11 +126,12 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterReplayConfig:
-    """Which experts of a mixture the tokens of a batch are sent to, by verl's names; the Megatron engine has it.
+    """Router replay for MoE models, with verl's names. Requires the Megatron engine.
 
     Attributes:
-        mode: "disabled" leaves it to the routers. "R2": the update sends tokens to the experts that they were sent to
-            when `old_log_probs` were computed. "R3" (rollout routing replay): both send them to those of the rollout.
+        mode: "disabled": the routers choose the experts. "R2": the update uses the experts that the routers chose when
+            `old_log_probs` were computed. "R3" (rollout routing replay): `old_log_probs` and the update use the experts
+            of the rollout.
     """
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
@@ -136,18 +142,19 @@ class ActorConfig:
     """The policy update.
 
     Attributes:
-        ppo_mini_batch_size: prompts per optimizer step; None takes the whole batch.
+        ppo_mini_batch_size: prompts per optimizer step; None uses the whole batch.
         ppo_epochs: passes over the batch.
-        clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high].
+        clip_ratio_low, clip_ratio_high: bounds of the probability ratio, which is clipped to [1 - low, 1 + high].
         clip_ratio_c: bound of the dual clip for negative advantages.
         entropy_coeff: weight of the entropy bonus.
-        loss_agg_mode: "token-mean" over the batch, or a mean over sequences of the tokens' sum or mean.
-        router_replay: of a mixture of experts.
-        num_workers: training processes, of which each owns one device; `engine` divides the model among them, and
-            what remains is data parallelism.
-        num_gpus_per_worker: what Ray reserves for one on CUDA; a fraction shares the device with an engine.
-        omp_num_threads: threads of each worker on the CPU.
-        timeout_s: deadline of one call to the workers.
+        loss_agg_mode: "token-mean": mean over all tokens of the batch; "seq-mean-token-sum" and "seq-mean-token-mean":
+            mean over sequences of the sum or mean over their tokens.
+        router_replay: router replay for MoE models.
+        num_workers: number of training processes, each with one device. The parallel sizes of `engine` must divide it;
+            the quotient is the data-parallel size.
+        num_gpus_per_worker: GPUs that Ray reserves per worker; a fraction shares a device with an engine.
+        omp_num_threads: CPU threads of each worker.
+        timeout_s: timeout of one call to the workers.
     """
 
     ppo_mini_batch_size: _Count | None = None
@@ -166,14 +173,14 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupConfig:
-    """Supervised fine-tuning on the training files' `response` before reinforcement learning, by the same engine.
+    """Supervised fine-tuning on the `response` of the training files before reinforcement learning.
 
     Attributes:
-        max_steps: 0 switches the warm-up off.
+        max_steps: maximum number of steps; 0 disables the warm-up.
         batch_size: rows per step.
-        lr: learning rate of the warm-up; the optimizer starts afresh for the reinforcement learning after it.
-        test_freq: validate every so many steps; 0 means at the end only.
-        until_accuracy: the warm-up ends once the held-out accuracy has reached this.
+        lr: learning rate of the warm-up. The optimizer is reset before reinforcement learning.
+        test_freq: validate every `test_freq` steps; 0 validates only after the last step.
+        until_accuracy: stop the warm-up at the first validation with at least this held-out accuracy.
     """
 
     max_steps: _CountOrZero = 0
@@ -185,12 +192,14 @@ class WarmupConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdateConfig:
-    """How weights travel to the engines.
+    """The transfer of weights from the training workers to the engines.
 
     Attributes:
-        bucket_bytes: weights travel in buckets of this size.
-        memory: where the buckets are: "auto" (the trainer's device) or "cpu", which also serves engines on other GPUs.
-        timeout_s: deadline of each call to an engine; below `engine.timeout_s`, after which the other ranks give up.
+        bucket_bytes: size of a bucket of weights in bytes.
+        memory: memory of the buckets: "auto" (the trainer's device) or "cpu", which engines on other GPUs can also
+            read.
+        timeout_s: timeout of each call to an engine. Must be below `engine.timeout_s`, the time that the other ranks
+            wait for rank 0.
     """
 
     bucket_bytes: _Count = 512 << 20
@@ -203,19 +212,20 @@ class TrainerConfig:
     """The run.
 
     Attributes:
-        name: of the folder in `run_dir`; None takes the config file's name and the time.
-        total_steps: steps of the reinforcement learning, each on one batch of prompts; with mini-batches or epochs a
-            step is several optimizer steps, which `optimizer.total_steps` and `lr_warmup_steps` count.
-        val_before_train: validate before the first step (after a warm-up this is always done).
-        stop_at_accuracy: ends the run at the first validation that reaches it; between 0 and 1.
-        test_freq: validate every so many steps; 0 means at the end only.
-        save_freq: a checkpoint every so many steps. 0 means at the end only: what is interrupted before that cannot be
-            resumed (but from the end of its warm-up, if it has one).
-        max_ckpt_to_keep: older checkpoints are removed.
-        save_samples: rollouts written to `rollouts.jsonl` at each step.
-        seed: of the order of the problems, of mini-batches and of sampling.
-        ray_address: of a running cluster, of which the run takes one node; None starts one on this machine and ends it
-            with the run.
+        name: name of the run's folder in `run_dir`; None uses the name of the config file and the current time.
+        run_dir: parent folder of all runs.
+        total_steps: steps of reinforcement learning, each on one batch of prompts. With mini-batches or epochs, a step
+            consists of several optimizer steps, which `optimizer.total_steps` and `optimizer.lr_warmup_steps` count.
+        val_before_train: validate before the first step. After a warm-up, the model is always validated.
+        stop_at_accuracy: stop the run at the first validation with at least this held-out accuracy.
+        test_freq: validate every `test_freq` steps; 0 validates only after the last step.
+        save_freq: save a checkpoint every `save_freq` steps; 0 saves only after the warm-up and after the last step, so
+            an interrupted run loses all its steps.
+        max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
+        save_samples: rollouts per step that are written to `rollouts.jsonl`.
+        seed: seed of the order of problems, of mini-batches and of sampling.
+        ray_address: address of a running Ray cluster, of which the run uses one node; None starts a cluster on this
+            machine and stops it after the run.
     """
 
     name: str | None = None
@@ -233,10 +243,20 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run; the sections of the TOML file are its fields.
+    """The configuration of a run. Each field is a section of the TOML file.
 
     Attributes:
-        engine: `backend` says which engine it configures, "fsdp2" or "megatron".
+        model: the model to train.
+        data: training and validation problems.
+        engine: the training engine; `backend` selects it, "fsdp2" or "megatron".
+        optimizer: AdamW, gradient clipping and learning-rate schedule.
+        rollout: generation with SGLang.
+        reward: the reward function.
+        algorithm: conversion of rewards to advantages.
+        actor: the policy update.
+        warmup: supervised fine-tuning before reinforcement learning.
+        weight_update: transfer of weights to the engines.
+        trainer: length, validation, checkpoints and location of the run.
     """
 
     model: ModelConfig
@@ -258,44 +278,45 @@ class Config:
         cap = self.engine.max_token_len_per_gpu
         _require(
             longest <= cap,
-            f"data.max_prompt_length + rollout.response_length is {longest}, more than a micro-batch may hold; "
-            f"raise engine.max_token_len_per_gpu={cap}",
+            f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
+            f"got {longest}; raise engine.max_token_len_per_gpu",
         )
         pool = self.rollout.max_total_tokens
         _require(
             pool is None or pool >= longest,
-            f"rollout.max_total_tokens={pool} holds no response of the longest, data.max_prompt_length + "
-            f"rollout.response_length = {longest}",
+            f"rollout.max_total_tokens must be >= data.max_prompt_length + rollout.response_length = {longest}, "
+            f"got {pool}; raise it, or remove it to let SGLang choose",
         )
-        _require(math.isfinite(self.optimizer.lr), f"optimizer.lr must be finite; got {self.optimizer.lr}")
+        _require(math.isfinite(self.optimizer.lr), f"optimizer.lr must be a finite number, got {self.optimizer.lr}")
         self._check_division()
         size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
         _require(
             size is None or size <= prompts,
-            f"actor.ppo_mini_batch_size={size} is more than the {prompts} prompts of data.train_batch_size",
+            f"actor.ppo_mini_batch_size must be <= data.train_batch_size={prompts}, got {size}",
         )
         mode = self.actor.router_replay.mode
         _require(
             mode == "disabled" or self.engine.backend == "megatron",
-            f'actor.router_replay.mode="{mode}" needs engine.backend="megatron": the FSDP2 engine has no router replay',
+            f'actor.router_replay.mode="{mode}" requires engine.backend="megatron"; the FSDP2 engine does not support '
+            "router replay",
         )
         _require(
             mode != "disabled" or not isinstance(self.engine, MegatronConfig) or not self.engine.router_replay,
-            'engine.router_replay alone replays nothing here; set actor.router_replay.mode="R2" or "R3" instead',
+            'engine.router_replay has no effect by itself; set actor.router_replay.mode="R2" or "R3" instead',
         )
         _require(
             self.weight_update.timeout_s < self.engine.timeout_s,
-            f"weight_update.timeout_s={self.weight_update.timeout_s:g} must be below engine.timeout_s="
-            f"{self.engine.timeout_s:g}: rank 0 has to give up an engine before the other ranks give up rank 0",
+            f"weight_update.timeout_s must be < engine.timeout_s={self.engine.timeout_s:g}, got "
+            f"{self.weight_update.timeout_s:g}: rank 0 must time out on an engine before the other ranks time out on "
+            "rank 0",
         )
-        wants_val = self.trainer.stop_at_accuracy is not None
         _require(
-            not wants_val or len(self.data.val_files) > 0,
-            "trainer.stop_at_accuracy needs data.val_files to validate on",
+            self.trainer.stop_at_accuracy is None or len(self.data.val_files) > 0,
+            "trainer.stop_at_accuracy requires data.val_files; set them, or remove trainer.stop_at_accuracy",
         )
 
     def _check_division(self) -> None:
-        """The training workers are divided without remainder."""
+        """Check that the parallel sizes of the engine divide the number of training workers."""
         engine, workers = self.engine, self.actor.num_workers
         if isinstance(engine, MegatronConfig):
             sizes = {
@@ -308,4 +329,4 @@ class Config:
             if engine.fsdp_size != -1:
                 sizes["engine.fsdp_size"] = engine.fsdp_size
         for key, size in sizes.items():
-            _require(workers % size == 0, f"{key} = {size} does not divide actor.num_workers={workers}")
+            _require(workers % size == 0, f"{key} = {size} must divide actor.num_workers={workers}")

@@ -1,4 +1,4 @@
-"""From a TOML file and `key=value` arguments to a `Config`, and back to a file."""
+"""Reading a `Config` from a TOML file and `key=value` arguments, and writing it to a file."""
 
 import dataclasses
 import json
@@ -26,39 +26,44 @@ _SYMBOLS = {  # from pydantic's messages to shorter ones
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the text says which key and why."""
+    """The configuration is invalid; the message names the key and the reason."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a run's configuration.
+    """Read the configuration of a run.
 
     Args:
-        path: TOML with one table per field of `Config`.
-        overrides: "section.key=value", where value is TOML, or else taken as a string. Megatron's parallel sizes may
-            be called "engine.tp", "pp", "vpp", "cp", "ep" and "etp". A path may begin with "~".
+        path: TOML file with one table per field of `Config`.
+        overrides: "section.key=value", where value is TOML, or else a string. Megatron's parallel sizes have the short
+            names "engine.tp", "pp", "vpp", "cp", "ep" and "etp". A path may begin with "~".
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key (the nearest known one is named), or a wrong value.
+        ConfigError: the file does not exist or is not TOML, a key is unknown (the message suggests a known one), or a
+            value is invalid.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path.absolute()}")
+        raise ConfigError(f"config file {path.absolute()} does not exist; check the path")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}") from error
     for override in overrides:
         _apply(data, override)
     return _with_paths(parse_config(data), os.path.expanduser)
 
 
 def parse_config(data: dict[str, Any]) -> Config:
-    """Checks nested dicts as TOML gives them and makes a `Config` of them; raises `ConfigError`."""
+    """Validate nested dicts, as read from TOML, and convert them to a `Config`.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is invalid.
+    """
     _check_keys(Config, data, ())
     backend = data.get("engine", {}).get("backend", _DEFAULT_BACKEND)
     data = data | {"engine": {"backend": backend} | data.get("engine", {})}
     try:
-        # Strict, but in JSON a list may become a tuple. A TOML date can only be meant as text.
+        # Strict mode accepts a list for a tuple only in JSON. No key is a date, so a TOML date becomes text.
         return TypeAdapter(Config).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         problems = [_describe(problem, backend) for problem in error.errors()]
@@ -66,13 +71,12 @@ def parse_config(data: dict[str, Any]) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same configuration for any working directory: relative paths are those of the current one."""
-
+    """Resolve relative paths against the current directory, so that the config is valid in any other one."""
     return _with_paths(config, lambda path: str(Path(path).absolute()))
 
 
 def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
-    """The same configuration with every path changed."""
+    """Apply `change` to every path of the configuration."""
     data, function = config.data, config.reward.function
     file, colon, attr = function.rpartition(":")
     return replace(
@@ -89,12 +93,12 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The config as nested plain dicts, fields that are None left out, since TOML has no null."""
+    """Convert the config to nested dicts, without fields that are None, since TOML has no null."""
     return _without_none(dataclasses.asdict(config))
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes the whole config, so that `load_config(path)` gives an equal one."""
+    """Write the whole config, so that `load_config(path)` returns an equal one."""
     path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
 
 
@@ -103,7 +107,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     key = SHORT.get(key.strip(), key.strip())
     names = key.split(".")
     if not equals or not all(names):
-        raise ConfigError(f"expected section.key=value, got {override!r}")
+        raise ConfigError(f"expected an argument of the form section.key=value, got {override!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -112,20 +116,20 @@ def _apply(data: dict[str, Any], override: str) -> None:
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{key}: {name} is a value, not a section")
+            raise ConfigError(f"unknown config key {key}; {name} is a value, not a section")
     table[names[-1]] = value
 
 
 def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
     if not isinstance(data, dict):
-        raise ConfigError(f"{'.'.join(where)} is a section and needs a table, got {data!r}")
+        raise ConfigError(f"config key {'.'.join(where)} must be a table of keys, got {data!r}")
     hints = get_type_hints(cls)
     known = names_of(cls)
     for key, value in data.items():
         if key not in known:
             owners = [name for name, config in BACKENDS.items() if where == ("engine",) and key in names_of(config)]
             if owners:
-                raise ConfigError(f'config key engine.{key} needs engine.backend="{owners[0]}"')
+                raise ConfigError(f'config key engine.{key} requires engine.backend="{owners[0]}"')
             raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice(where, key, known)}")
         path = (*where, key)
         section = _engine_config(value) if path == ("engine",) else section_in(hints[key])
@@ -147,15 +151,15 @@ def _engine_config(section: Any) -> type:
 
 def _describe(problem: Any, backend: str) -> str:
     loc = problem["loc"]
-    if loc[:2] == ("engine", backend):  # pydantic names the kind of engine, too
+    if loc[:2] == ("engine", backend):  # pydantic adds the backend
         loc = ("engine", *loc[2:])
     where = ".".join(str(part) for part in loc)
     if problem["type"] == "missing":
-        return f"config key {where} is required"
+        return f"config key {where} is required; set it in the file or on the command line"
     message = problem["msg"].removeprefix("Value error, ")
     if not where:  # a check across sections, whose message names the keys
         return message
-    if isinstance(problem["input"], dict):  # a check of a whole section
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # a check of a section
         return f"config key {where}: {message}"
     for words, symbol in _SYMBOLS.items():
         message = message.replace(words, symbol)

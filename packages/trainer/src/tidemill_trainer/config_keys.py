@@ -1,4 +1,4 @@
-"""The names of configuration keys: which there are, and which is meant by one that there is not."""
+"""The names of configuration keys, and suggestions for unknown ones."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.config import Config
 
 BACKENDS: dict[str, type] = {"fsdp2": EngineConfig, "megatron": MegatronConfig}
-SHORT = {  # for the command line, as Megatron's users call them
+SHORT = {  # Megatron's short names, for the command line
     "engine.tp": "engine.tensor_model_parallel_size",
     "engine.pp": "engine.pipeline_model_parallel_size",
     "engine.vpp": "engine.virtual_pipeline_model_parallel_size",
@@ -19,14 +19,14 @@ SHORT = {  # for the command line, as Megatron's users call them
     "engine.ep": "engine.expert_model_parallel_size",
     "engine.etp": "engine.expert_tensor_parallel_size",
 }
-# Below this likeness a suggestion is a guess, and one that is followed changes what is trained.
+# Suggest only names that are at least this similar: a user who follows a wrong suggestion trains something else.
 _CUTOFF = 0.75
 
-_NO_KL = "there is no KL term here, neither in the loss nor in the reward, and no reference model"
-_NO_CRITIC = "there is no critic here: advantages are those of GRPO"
-_ONE_NODE = "a run lives on one node; actor.num_workers and rollout.num_engines say how much of it"
+_NO_KL = "this trainer has no KL term in the loss or the reward, and no reference model; remove the key"
+_NO_CRITIC = "this trainer has no critic and computes advantages with GRPO; remove the key"
+_ONE_NODE = "a run uses one node; set actor.num_workers and rollout.num_engines"
 _TENSOR_PARALLEL = ("rollout.tensor_parallel_size", "engine.tensor_model_parallel_size")
-RENAMED: dict[str, tuple[str, ...]] = {  # from verl's last part of a name to the keys here
+RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to the keys here
     "max_response_length": ("rollout.response_length",),
     "filter_overlong_prompts": ("data.overlong_prompts",),
     "truncation": ("data.overlong_prompts",),
@@ -54,26 +54,26 @@ RENAMED: dict[str, tuple[str, ...]] = {  # from verl's last part of a name to th
     "tp": _TENSOR_PARALLEL,
     "tp_size": _TENSOR_PARALLEL,
 }
-_ABSENT = {  # what verl has and this trainer has otherwise, or not
+_ABSENT = {  # verl's keys that have no direct equivalent here
     **dict.fromkeys(("use_kl_loss", "kl_loss_coef", "kl_loss_type", "use_kl_in_reward"), _NO_KL),
     **dict.fromkeys(("kl_coef", "kl_ctrl", "kl_penalty", "ref"), _NO_KL),
     **dict.fromkeys(("critic", "critic_warmup", "gamma", "lam"), _NO_CRITIC),
-    "adv_estimator": "there is no other estimator than GRPO's; algorithm.norm_adv_by_std_in_grpo=false is Dr. GRPO's",
-    "total_epochs": "a run's length is given in steps, trainer.total_steps",
+    "adv_estimator": "GRPO is the only advantage estimator; algorithm.norm_adv_by_std_in_grpo=false selects Dr. GRPO",
+    "total_epochs": "the length of a run is set in steps, with trainer.total_steps",
     "nnodes": _ONE_NODE,
     "use_dynamic_bsz": "micro-batches are formed by tokens, unless engine.micro_batch_size_per_gpu is set",
-    "val_kwargs": "validation decodes greedily, one response per problem",
-    "resume_mode": "the option --resume of the command continues a run",
-    "logger": "metrics are in metrics.jsonl of the run's folder, and in its report.html",
-    "actor_rollout_ref": "its parts are the sections model, engine, optimizer, actor and rollout here",
-    "optim": "the section is optimizer here",
-    "custom_reward_function": 'it is reward.function="path/file.py:name" here',
-    "reward_model": 'there is no reward model here; a reward function is reward.function="path/file.py:name"',
+    "val_kwargs": "validation decodes greedily, with one response per problem",
+    "resume_mode": "use the option --resume of the command to continue a run",
+    "logger": "metrics are in metrics.jsonl and report.html in the folder of the run",
+    "actor_rollout_ref": "use the sections model, engine, optimizer, actor and rollout",
+    "optim": "use the section optimizer",
+    "custom_reward_function": 'use reward.function="path/file.py:name"',
+    "reward_model": 'this trainer has no reward model; use reward.function="path/file.py:name"',
 }
 
 
 def section_in(hint: Any) -> type | None:
-    """The dataclass of a field annotated with it, with `X | None` or with `tuple[X, ...]`."""
+    """Return the dataclass X of a field annotated with `X`, `X | None` or `tuple[X, ...]`; None for other types."""
     return next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)  # type: ignore[return-value]
 
 
@@ -82,13 +82,13 @@ def names_of(cls: type) -> list[str]:
 
 
 def advice(where: tuple[str, ...], key: str, known: list[str]) -> str:
-    """What to write instead of the unknown `key` of the section `where`, whose keys are `known`."""
+    """Return what to write instead of the unknown `key` of the section `where`, whose keys are `known`."""
     path = ".".join((*where, key))
     if path in SHORT:
-        return f"in a file it has its long name, {SHORT[path]}"
+        return f"use {SHORT[path]} in a file; the short name works on the command line only"
     if key in RENAMED:
         here = [name for name in RENAMED[key] if name.startswith(f"{'.'.join(where)}.")]
-        return f"it is {' or '.join(here or RENAMED[key])} here"
+        return f"use {' or '.join(here or RENAMED[key])}"
     if key in _ABSENT:
         return _ABSENT[key]
     near = difflib.get_close_matches(key, known, n=1, cutoff=_CUTOFF)
@@ -99,11 +99,11 @@ def advice(where: tuple[str, ...], key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, leaves, n=1, cutoff=_CUTOFF)
     if near:
         return f"did you mean {' or '.join(name for name in everywhere if name.rpartition('.')[2] == near[0])}?"
-    return f"known here: {', '.join(known)}"
+    return f"known keys: {', '.join(known)}"
 
 
 def paths_of(cls: type, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """All keys that are no sections, as "section.key"."""
+    """Yield all keys except sections, as "section.key"."""
     hints = get_type_hints(cls)
     for name in names_of(cls):
         path = (*where, name)

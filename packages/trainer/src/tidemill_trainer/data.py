@@ -1,4 +1,4 @@
-"""Problems: read from files, tokenised once, and drawn in an order that depends on the seed and the step alone."""
+"""Problems: read from files, tokenized once, and drawn in an order that depends only on the seed and the step."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from tidemill_trainer.config import DataConfig
 
 
 class DataError(ValueError):
-    """A data file cannot be used; the text names file and row."""
+    """A data file is invalid; the message names file, row and key."""
 
 
 def load_prompts(
@@ -24,19 +24,22 @@ def load_prompts(
     *,
     needs_ground_truth: bool = False,
 ) -> tuple[DataProto, int]:
-    """Reads and tokenises all rows of `files`.
+    """Read and tokenize all rows of `files`.
 
     Args:
-        needs_ground_truth: refuse a row that has none.
+        files: paths of `.jsonl` or `.parquet` files.
+        tokenizer: tokenizer of the model.
+        config: limits of the prompts.
+        needs_ground_truth: reject rows without a `ground_truth`.
 
     Returns:
-        A batch of one row per problem with the ragged int64 column `prompts` [B, j] and the object columns
-        `data_source`, `ground_truth`, `extra_info` and `response` (None where the file has none), and the number of
-        rows left out because their prompt is longer than `max_prompt_length`.
+        A batch with one row per problem and the number of skipped rows, whose prompt is longer than
+        `max_prompt_length`. The batch has the ragged int64 column `prompts` [B, j] and the object columns
+        `data_source`, `ground_truth`, `extra_info` and `response` (None if the file has none).
 
     Raises:
-        DataError: a missing or unreadable file, a row without a prompt or with one that the chat template does not
-            take, a prompt that is too long (unless skipped), or no rows at all.
+        DataError: a file is missing or cannot be read, a row has no prompt or one that the chat template rejects, a
+            prompt is too long (unless skipped), or there are no rows.
     """
     prompts: list[torch.Tensor] = []
     columns: dict[str, list[Any]] = {"data_source": [], "ground_truth": [], "extra_info": [], "response": []}
@@ -50,12 +53,15 @@ def load_prompts(
                     num_skipped += 1
                     continue
                 raise DataError(
-                    f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length="
-                    f'{config.max_prompt_length}; raise it, or set data.overlong_prompts="skip"'
+                    f"{where}: the prompt must have at most data.max_prompt_length={config.max_prompt_length} tokens, "
+                    f'got {len(ids)}; raise the limit, or set data.overlong_prompts="skip"'
                 )
             ground_truth = _ground_truth(row)
             if ground_truth is None and needs_ground_truth:
-                raise DataError(f"{where}: no `ground_truth`, without which reward.function scores 0 always")
+                raise DataError(
+                    f'{where}: expected a `ground_truth`, which reward.function="exact_match" requires; add it, or '
+                    "choose another reward function"
+                )
             prompts.append(torch.tensor(ids, dtype=torch.int64))
             columns["data_source"].append(row.get("data_source") or "data")
             columns["ground_truth"].append(ground_truth)
@@ -65,18 +71,18 @@ def load_prompts(
                 raise DataError(f"{where}: expected `response` as a string, got {response!r}")
             columns["response"].append(response)
     if not prompts:
-        left_out = f" ({num_skipped} had a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
-        raise DataError(f"no problems in {', '.join(files) or 'an empty list of files'}{left_out}")
+        reason = f" ({num_skipped} have a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
+        raise DataError(f"expected problems in {', '.join(files) or 'an empty list of files'}, got none{reason}")
     return DataProto.from_dict({"prompts": ragged.ragged_from_list(prompts)}, columns), num_skipped
 
 
 class PromptLoader:
-    """Draws batches of problems. The batch of a step is a function of seed and step, so there is no state to save.
+    """Draw batches of problems. The batch of a step is a function of seed and step, so there is no state to save.
 
     Args:
-        dataset: what `load_prompts` returned.
-        batch_size: problems per step; a batch may reach over the end of an epoch.
-        seed: each epoch has its own permutation of the rows, drawn from it.
+        dataset: a batch returned by `load_prompts`.
+        batch_size: problems per step; a batch may continue into the next epoch.
+        seed: seed of the permutation of the rows, which is different in each epoch.
     """
 
     def __init__(self, dataset: DataProto, batch_size: int, seed: int) -> None:
@@ -85,7 +91,7 @@ class PromptLoader:
         self._seed = seed
 
     def batch(self, step: int) -> DataProto:
-        """The problems of `step` (from 1), with a new object column `uid` that is different for each of them."""
+        """Return the problems of `step` (from 1), with an object column `uid` that is unique per problem."""
         size = len(self._dataset)
         positions = np.arange((step - 1) * self._batch_size, step * self._batch_size)
         rows = np.empty(self._batch_size, dtype=np.int64)
@@ -99,7 +105,7 @@ class PromptLoader:
 
 
 def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
-    """The columns for supervised fine-tuning, `responses`, `response_mask`, `input_ids`, from the texts `response`.
+    """Tokenize the texts `response` to `responses`, `response_mask` and `input_ids` for supervised fine-tuning.
 
     Raises:
         DataError: a row has no `response`.
@@ -107,7 +113,7 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
     rows = []
     for text in batch.non_tensor_batch["response"]:
         if text is None:
-            raise DataError("the warm-up needs rows with a `response`; set warmup.max_steps=0 to train without it")
+            raise DataError("the warm-up requires a `response` in every row; add it, or set warmup.max_steps=0")
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         rows.append(torch.tensor(ids, dtype=torch.int64))
     responses = ragged.ragged_from_list(rows)
@@ -121,7 +127,7 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise DataError(f"there is no data file {path.absolute()}")
+        raise DataError(f"data file {path.absolute()} does not exist; check data.train_files and data.val_files")
     if path.suffix == ".parquet":
         try:
             for batch in DataProto.iter_parquet(path, as_objects=True):
@@ -130,15 +136,15 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(str(error)) from error
         return
     if path.suffix != ".jsonl":
-        raise DataError(f"{path}: expected a .jsonl or .parquet file")
+        raise DataError(f"{path}: expected a file name that ends in .jsonl or .parquet, got {path.name!r}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}, row {number}: not JSON in UTF-8: {error}") from error
+                raise DataError(f"{path}, row {number}: expected JSON in UTF-8: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}, row {number}: expected an object, got {str(row)[:60]}")
+                raise DataError(f"{path}, row {number}: expected a JSON object, got {str(row)[:60]}")
             yield row
 
 
@@ -149,18 +155,18 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, wher
     elif isinstance(prompt, list):
         try:
             encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-        except Exception as error:  # a template may raise anything, and there may be none
-            raise DataError(f"{where}: the model's chat template does not take these messages: {error}") from error
+        except Exception as error:  # a template can raise any error, also if the tokenizer has none
+            raise DataError(f"{where}: the chat template of the model rejects these messages: {error}") from error
         ids = encoded["input_ids"]  # type: ignore[index]
     else:
         raise DataError(f"{where}: expected `prompt` as a string or a list of messages, got {prompt!r}")
     if not ids:
-        raise DataError(f"{where}: the prompt {prompt!r} has no tokens")
+        raise DataError(f"{where}: expected a `prompt` with at least one token, got {prompt!r}")
     return [int(token) for token in ids]
 
 
 def _ground_truth(row: dict[str, Any]) -> Any:
     if "ground_truth" in row:
         return row["ground_truth"]
-    nested = row.get("reward_model")  # where verl's files have it
+    nested = row.get("reward_model")  # verl's format
     return nested.get("ground_truth") if isinstance(nested, dict) else None

@@ -1,4 +1,4 @@
-"""A deadline for code of others that runs in this process."""
+"""A deadline for user code that runs in this process."""
 
 import math
 import signal
@@ -10,44 +10,47 @@ from types import FrameType
 
 
 class DeadlineError(BaseException):
-    """The deadline has passed. Not an `Exception`, so that an `except Exception` in that code does not swallow it."""
+    """The deadline has expired. A `BaseException`, so that `except Exception` in user code does not catch it."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Interrupts the block after `seconds` (`inf`: never), by the signal SIGALRM, so no thread or process can be left.
+    """Interrupt the block after `seconds` (`inf`: never) with the signal SIGALRM, without a thread or a process.
 
-    Python code, sleeping and waiting for input are interrupted at once; a call into compiled code that does not look
-    for signals, once it returns. A block that goes on nevertheless, after a bare `except:`, is interrupted again after
-    as many seconds. A block that uses SIGALRM itself takes the deadline's place.
+    Python code, `sleep` and input are interrupted at once; compiled code that does not check for signals is interrupted
+    when it returns. A block that continues after a bare `except:` is interrupted again after the same time. A block
+    that uses SIGALRM itself replaces the deadline.
 
     Raises:
-        DeadlineError: in the block, at the line where it was; behind the block if that has swallowed it.
-        RuntimeError: this is not the main thread, which alone receives signals.
+        DeadlineError: in the block, at the line that was running; after the block if the block caught it.
+        RuntimeError: this is not the main thread, and only the main thread receives signals.
     """
     if math.isinf(seconds):
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(f"a deadline of {seconds:g} s needs the main thread; run there, or without a deadline (inf)")
+        raise RuntimeError(
+            f"a deadline of {seconds:g} s requires the main thread, got thread {threading.current_thread().name!r}; "
+            "call it in the main thread, or without a deadline (inf)"
+        )
 
-    passed = False
+    is_expired = False
 
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal passed
-        passed = True
+        nonlocal is_expired
+        is_expired = True
         raise DeadlineError(f"no result within {seconds:g} s")
 
-    started = time.monotonic()
+    start = time.monotonic()
     handler = signal.signal(signal.SIGALRM, interrupt)
-    others_delay, others_interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    previous_delay, previous_interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if others_delay > 0:  # somebody else's alarm, which still counts
-            left = others_delay - (time.monotonic() - started)
-            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), others_interval)
-    if passed:
-        raise DeadlineError(f"no result within {seconds:g} s, and the interruption was swallowed")
+        if previous_delay > 0:  # restore the alarm of other code
+            remaining = previous_delay - (time.monotonic() - start)
+            signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-3), previous_interval)
+    if is_expired:
+        raise DeadlineError(f"no result within {seconds:g} s, and the code caught the interruption")

@@ -1,4 +1,4 @@
-"""What a configuration refers to: tokenizer, problems and reward function."""
+"""Loading of everything that a configuration refers to: tokenizer, problems and reward function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,11 @@ from tidemill_trainer.rewards import RewardFn, exact_match, load_reward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What a configuration refers to, loaded and checked before any process starts."""
+    """Tokenizer, problems and reward function of a run, loaded and checked before any process starts.
+
+    Attributes:
+        val: validation problems; None without validation files.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: DataProto
@@ -26,10 +30,10 @@ class Inputs:
 
 
 def load_inputs(config: Config, progress: Progress) -> Inputs:
-    """Checks model and machine, and loads tokenizer, problems and reward function.
+    """Check model and machine, and load tokenizer, problems and reward function.
 
     Raises:
-        ConfigError, DataError, RewardError: something the user can mend.
+        ConfigError, DataError, RewardError: a user error (reported without a traceback).
     """
     check_machine(config, progress)
     check_model(config)
@@ -42,26 +46,28 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
     train_data = load(config.data.train_files)
     val_data = load(config.data.val_files) if config.data.val_files else None
     if config.warmup.max_steps > 0 and any(text is None for text in train_data.non_tensor_batch["response"]):
-        raise DataError("the warm-up needs a `response` in every row; set warmup.max_steps=0 to train without it")
-    _warn_of_sizes(config, len(train_data), progress)
+        raise DataError(
+            "the warm-up requires a `response` in every row of data.train_files; add it, or set warmup.max_steps=0"
+        )
+    _warn_about_sizes(config, len(train_data), progress)
     return Inputs(tokenizer=tokenizer, train=train_data, val=val_data, reward_fn=reward_fn)
 
 
-def _warn_of_sizes(config: Config, num_problems: int, progress: Progress) -> None:
-    """Says what is possible and seldom meant."""
+def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> None:
+    """Warn about valid but suspicious settings."""
     prompts, optimizer = config.data.train_batch_size, config.optimizer
     if prompts > num_problems:
         progress.warn(
-            f"data.train_batch_size={prompts} is more than the {num_problems} problems to train on: "
-            "each step has some of them more than once"
+            f"data.train_batch_size={prompts} is larger than the {num_problems} training problems: "
+            "each step contains some problems more than once"
         )
     size = config.actor.ppo_mini_batch_size
     per_step = config.actor.ppo_epochs * (1 if size is None else -(-prompts // size))
     num_steps = config.trainer.total_steps * per_step
     if optimizer.lr_warmup_steps > num_steps:
         progress.warn(
-            f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is more than the {num_steps} optimizer steps of "
-            "the run: the learning rate stays below optimizer.lr"
+            f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is larger than the {num_steps} optimizer steps of "
+            "the run: the learning rate never reaches optimizer.lr"
         )
 
 
@@ -69,10 +75,12 @@ def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     path = Path(config.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # tokenizers raises no narrower one for a damaged file
-        raise ConfigError(f"config key model.path: no tokenizer could be loaded from {path}: {error}") from error
+    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
+        raise ConfigError(f"config key model.path: cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"config key model.path: the tokenizer in {path} has no end token (eos_token)")
+        raise ConfigError(
+            f"config key model.path: the tokenizer in {path} has no end token; set eos_token in tokenizer_config.json"
+        )
     return tokenizer
 
 
@@ -86,5 +94,8 @@ def _load_problems(
 ) -> DataProto:
     problems, num_skipped = load_prompts(files, tokenizer, config.data, needs_ground_truth=needs_ground_truth)
     if num_skipped:
-        progress.warn(f"left out {num_skipped} problems of {', '.join(files)} with too long a prompt")
+        progress.warn(
+            f"skipped {num_skipped} problems of {', '.join(files)}: the prompt is longer than "
+            f"data.max_prompt_length={config.data.max_prompt_length} tokens"
+        )
     return problems

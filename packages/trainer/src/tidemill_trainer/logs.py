@@ -1,4 +1,4 @@
-"""Where the output of worker processes goes."""
+"""Log files of worker processes."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def redirect_output(log_dir: str, name: str) -> None:
-    """Sends standard output and error of this process, and of the processes it starts, to `log_dir`/`name`.log."""
+    """Redirect standard output and error of this process and its children to `log_dir`/`name`.log."""
     path = Path(log_dir) / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -18,7 +18,7 @@ def redirect_output(log_dir: str, name: str) -> None:
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """The last lines of a log file; empty where there is none."""
+    """Return the last lines of a log file; empty if it does not exist."""
     if not path.is_file():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])

@@ -1,4 +1,4 @@
-"""The policy loss, as a flat function over the response tokens of a micro-batch."""
+"""The policy loss over the flat response tokens of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,15 +11,16 @@ AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 def token_weights(response_mask: torch.Tensor, normalizer: Normalizer, mode: AggMode) -> torch.Tensor:
-    """What each token counts for: the loss is the sum of weight times term over all tokens of the global batch.
+    """Return the weight of each token. The loss is the sum of weight times term over all tokens of the global batch.
 
     Args:
-        response_mask: ragged [B, j], 1 for tokens that are trained.
-        mode: "token-mean": 1 / tokens; "seq-mean-token-sum": 1 / sequences; "seq-mean-token-mean": 1 / sequences / the
-            tokens of its own sequence.
+        response_mask: ragged [B, j], 1 for tokens that are trained on.
+        normalizer: number of tokens and sequences of the global batch.
+        mode: "token-mean": 1 / tokens; "seq-mean-token-sum": 1 / sequences; "seq-mean-token-mean": 1 / sequences /
+            tokens of the same sequence.
 
     Returns:
-        float32 [N], flat as the mask's values; 0 where the mask is 0.
+        float32 [N], flat like the values of the mask; 0 where the mask is 0.
     """
     mask = response_mask.values().float()
     if mode == "token-mean":
@@ -29,7 +30,7 @@ def token_weights(response_mask: torch.Tensor, normalizer: Normalizer, mode: Agg
     if mode == "seq-mean-token-mean":
         row_tokens = ragged.segment_sum(mask, response_mask).clamp(min=1)
         return mask / ragged.expand_rows(row_tokens, response_mask) / normalizer.num_sequences
-    raise ValueError(f"unknown loss_agg_mode {mode!r}; known: token-mean, seq-mean-token-sum, seq-mean-token-mean")
+    raise ValueError(f"loss_agg_mode must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean, got {mode!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +38,10 @@ class PPOLoss:
     """The clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with the dual clip of
     Ye et al. 2020 (arXiv:1912.09729, eq. 5), and an entropy bonus.
 
-    Needs the ragged columns `old_log_probs`, `advantages`, `response_mask`. Metrics are shares as `LossFn` asks, scaled
-    by the weights of the loss: `actor/pg_loss`, and over tokens `actor/ppo_kl` (mean of old - new),
-    `actor/pg_clipfrac` (the upper or lower clip was active) and `actor/pg_clipfrac_lower` (the dual clip was).
+    Requires the ragged columns `old_log_probs`, `advantages` and `response_mask`. As `LossFn` requires, metrics are
+    shares that add up over micro-batches: `actor/pg_loss` with the weights of the loss, and as means over tokens
+    `actor/ppo_kl` (old - new log-prob), `actor/pg_clipfrac` (tokens with an active clip) and `actor/pg_clipfrac_lower`
+    (tokens with an active dual clip). The arguments are those of `ActorConfig`.
     """
 
     clip_ratio_low: float = 0.2
@@ -54,7 +56,7 @@ class PPOLoss:
         response_mask = micro_batch["response_mask"]
         advantages = micro_batch["advantages"].values()
         log_ratio = model_output.log_probs - micro_batch["old_log_probs"].values()
-        ratio = log_ratio.clamp(-20.0, 20.0).exp()  # one broken token must not make the sum infinite
+        ratio = log_ratio.clamp(-20.0, 20.0).exp()  # avoid an infinite sum because of one token
         plain = -advantages * ratio
         clipped = -advantages * ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
         upper = torch.maximum(plain, clipped)

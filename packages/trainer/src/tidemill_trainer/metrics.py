@@ -1,4 +1,4 @@
-"""Metrics of a step, by verl's names."""
+"""Metrics of a step, with verl's names."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,12 +16,13 @@ _RATES = {
 
 
 def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: int) -> dict[str, float]:
-    """Scores, advantages, lengths and the agreement of rollout and training of a scored batch.
+    """Compute scores, advantages, lengths and the log-prob difference of rollout and training for a scored batch.
 
     Args:
-        batch: with `prompts`, `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs`, `entropy`,
-            `advantages` (ragged), `scores`, `rewards`, `acc` [B], and the object column `uid`.
-        max_prompt_length, response_length: the longest that was allowed; `clip_ratio` is the share that reaches it.
+        batch: batch with the ragged columns `prompts`, `responses`, `response_mask`, `rollout_log_probs`,
+            `old_log_probs`, `entropy` and `advantages`, with `scores`, `rewards`, `acc` [B], and the object column
+            `uid`.
+        max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
     """
     mask = batch["response_mask"].values().bool()
     prompts = ragged.lengths(batch["prompts"]).float()
@@ -45,7 +46,7 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: 
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps of a batch, the number of steps that were skipped, and
+    """Average the metrics of the optimizer steps of a batch, sum up the skipped steps, and add
     `performance_metrics`."""
     names = [name for name in parts[0] if not name.startswith("perf/")]
     means = {name: float(np.mean([part[name] for part in parts])) for name in names}
@@ -54,30 +55,35 @@ def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """How fast the optimizer steps of a batch were together; nothing if the engine does not say.
+    """Compute the speed and memory of all optimizer steps of a batch.
 
     Args:
-        parts: with what `BaseEngine.performance` says of each step.
+        parts: metrics of each step, including those of `BaseEngine.performance`.
 
     Returns:
-        "perf/mfu/actor" (left out where the peak of the device is unknown), "perf/tflops/actor" per rank,
-        "perf/tokens_per_s/actor" of all ranks together, and "perf/max_memory_allocated_gb" (in GiB, as verl's) of the
-        rank with the most: on a GPU during these steps, else of its process so far.
+        "perf/mfu/actor" (omitted if the peak of the device is unknown), "perf/tflops/actor" per rank,
+        "perf/tokens_per_s/actor" of all ranks together, and "perf/max_memory_allocated_gb" (in GiB, like verl's) of the
+        rank with the highest peak: on a GPU during these steps, on a CPU since the start of the process. Empty if the
+        engine reports no performance.
     """
     if "perf/step_s" not in parts[0]:
         return {}
     seconds = [part["perf/step_s"] for part in parts]
     rates = {
-        name: float(np.average([part[told] for part in parts], weights=seconds))
-        for told, name in _RATES.items()
-        if told in parts[0]
+        name: float(np.average([part[engine_name] for part in parts], weights=seconds))
+        for engine_name, name in _RATES.items()
+        if engine_name in parts[0]
     }
     return rates | {"perf/max_memory_allocated_gb": max(part["perf/peak_memory_gib"] for part in parts)}
 
 
 def validation_metrics(data_source: np.ndarray, acc: torch.Tensor) -> dict[str, float]:
-    """`val-core/{source}/acc/mean@1` for each data source of a validation with one response per problem, and over all
-    problems `val/accuracy`."""
+    """Compute `val/accuracy` over all problems, and `val-core/{source}/acc/mean@1` for each data source.
+
+    Args:
+        data_source: data source of each problem [B].
+        acc: accuracy of one response per problem, float32 [B].
+    """
     return {"val/accuracy": acc.mean().item()} | {
         f"val-core/{source}/acc/mean@1": acc[torch.from_numpy(data_source == source)].mean().item()
         for source in sorted(set(data_source))

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: one line per step, and what it is doing now."""
+"""The terminal output of a run: one line per step, and the current activity."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _HEADER = (
 
 
 class Progress:
-    """Prints to `console`; safe where the output is not a terminal."""
+    """Print progress to `console`, which need not be a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = Console() if console is None else console
@@ -30,41 +30,41 @@ class Progress:
         self._header_shown = False
 
     def seconds(self) -> float:
-        """Since this object was made."""
+        """Return the seconds since this object was created."""
         return time.monotonic() - self._started
 
-    def say(self, text: str, style: str = "default") -> None:
-        self._line(f"[{style}]{escape(text)}[/]")
+    def info(self, text: str, style: str = "default") -> None:
+        self._print(f"[{style}]{escape(text)}[/]")
 
     def warn(self, text: str) -> None:
-        self._line(f"[yellow]{escape(text)}[/]")
+        self._print(f"[yellow]{escape(text)}[/]")
 
-    def _line(self, markup: str) -> None:
+    def _print(self, markup: str) -> None:
         self.console.print(f"[dim]{self.seconds():5.0f} s[/]  {markup}", highlight=False, soft_wrap=True)
 
     def fail(self, text: str) -> None:
-        """Says why the run ends, on standard error."""
+        """Print an error that stops the run to standard error."""
         Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     def stop(self, text: str) -> None:
-        """Says that the run was stopped from outside, on standard error."""
+        """Print to standard error that the user stopped the run."""
         Console(stderr=True).print(f"[bold]stopped.[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Shows that something takes its time, and how long it took."""
+        """Show a spinner during the block, and its duration afterwards."""
         started = time.monotonic()
         with self.console.status(f"{text} …"):
             yield
-        self.say(f"{text}: {time.monotonic() - started:.1f} s")
+        self.info(f"{text}: {time.monotonic() - started:.1f} s")
 
     def step(self, stage: str, metrics: Mapping[str, float], accuracy: float | None) -> None:
-        """One line for a step; tokens per second and MFU are those of training alone.
+        """Print one line for a step. Tokens per second and MFU are those of the training phase alone.
 
         Args:
             stage: "sft" or "rl".
-            metrics: of the step, by their names in metrics.jsonl.
-            accuracy: held-out accuracy, where the step was validated.
+            metrics: metrics of the step, with their names in metrics.jsonl.
+            accuracy: held-out accuracy; None if the step was not validated.
         """
         if not self._header_shown:
             self.console.print(f"         {_HEADER}", style="bold", highlight=False, soft_wrap=True)
@@ -77,7 +77,7 @@ class Progress:
             if f"timing_s/{phase}" in metrics
         )
         seconds, mfu = metrics["timing_s/step"], metrics.get("perf/mfu/actor")
-        self._line(
+        self._print(
             f"{stage:>6} {int(metrics['step']):>5} {_number(reward, 3):>7} "
             f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
             f"{seconds:>7.2f} {_number(metrics.get('perf/tokens_per_s/actor'), 0):>7} "

@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, in one file that needs nothing else."""
+"""`report.html`: charts, rollouts and configuration of a run in one self-contained file."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ pre {{ overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padd
 
 
 def write_report(run: RunDir) -> None:
-    """Writes `run.report` from the run's metrics, rollouts and configuration."""
+    """Write `run.report` from metrics, rollouts and configuration of the run."""
     metrics = run.read_metrics()
     page = _PAGE.format(
         title=escape(run.path.name),
@@ -75,11 +75,12 @@ def write_report(run: RunDir) -> None:
 def _summary(metrics: Sequence[dict[str, Any]]) -> str:
     steps = [row["step"] for row in metrics if row.get("phase") == "rl"]
     accuracies = [row["val/accuracy"] for row in metrics if "val/accuracy" in row]
-    text = f"{max(steps, default=0)} steps of reinforcement learning"
+    text = f"{max(steps, default=0)} steps"
     if accuracies:
         before = [row["val/accuracy"] for row in metrics if "val/accuracy" in row and row["step"] == 0][-1:]
         text += (
-            f", held-out accuracy {before[0] if before else accuracies[0]:.3f} before and {accuracies[-1]:.3f} after"
+            f", held-out accuracy {before[0] if before else accuracies[0]:.3f} before and {accuracies[-1]:.3f} after "
+            "reinforcement learning"
         )
     return text
 
@@ -88,49 +89,51 @@ def _charts(metrics: Sequence[dict[str, Any]]) -> list[str]:
     rl = [row for row in metrics if row.get("phase") == "rl"]
     warmup = [row for row in metrics if row.get("phase") == "sft"]
     charts = [
-        line_chart("Reward", {"mean of the batch": _line(rl, "critic/score/mean")}),
+        line_chart("Reward (batch mean)", {"mean": _points(rl, "critic/score/mean")}),
         line_chart("Held-out accuracy (greedy)", {"accuracy": _validations(metrics)}),
-        line_chart("Response length (tokens)", {k: _line(rl, f"response_length/{k}") for k in ("mean", "max", "min")}),
         line_chart(
-            "|rollout - training| log-prob",
-            {kind: _line(rl, f"rollout/log_prob_abs_diff/{kind}") for kind in ("mean", "max")},
+            "Response length (tokens)", {k: _points(rl, f"response_length/{k}") for k in ("mean", "max", "min")}
+        ),
+        line_chart(
+            "Log-prob difference |rollout - training|",
+            {kind: _points(rl, f"rollout/log_prob_abs_diff/{kind}") for kind in ("mean", "max")},
             log_y=True,
         ),
-        line_chart("Seconds per phase", {phase: _line(rl, f"timing_s/{phase}") for phase in _PHASES}),
-        line_chart("Entropy (nats per token)", {"entropy": _line(rl, "actor/entropy")}),
-        line_chart("Gradient norm", {"before clipping": _line(rl, "actor/grad_norm")}),
+        line_chart("Seconds per phase", {phase: _points(rl, f"timing_s/{phase}") for phase in _PHASES}),
+        line_chart("Entropy (nats per token)", {"entropy": _points(rl, "actor/entropy")}),
+        line_chart("Gradient norm (before clipping)", {"norm": _points(rl, "actor/grad_norm")}),
     ]
     charts += [
         line_chart(title, {label: line})
         for title, label, name in (
             ("Training speed (tokens per second)", "all ranks", "perf/tokens_per_s/actor"),
-            ("Model FLOPs utilisation of training", "share of the peak", "perf/mfu/actor"),
-            ("Peak memory of training (GiB)", "rank with the most", "perf/max_memory_allocated_gb"),
+            ("Training MFU (fraction of peak FLOPs)", "MFU", "perf/mfu/actor"),
+            ("Peak training memory (GiB, largest rank)", "memory", "perf/max_memory_allocated_gb"),
         )
-        if (line := _line(rl, name))
+        if (line := _points(rl, name))
     ]
-    errors = {"training": _line(rl, "reward/num_errors"), "validation": _line(rl, "val/num_errors")}
+    errors = {"training": _points(rl, "reward/num_errors"), "validation": _points(rl, "val/num_errors")}
     if any(number > 0 for line in errors.values() for _, number in line):
-        charts.append(line_chart("Rewards that failed", errors))
+        charts.append(line_chart("Failed rewards", errors))
     if warmup:
-        loss = _line(warmup, "sft/loss", lambda row: row["sft/step"])
+        loss = _points(warmup, "sft/loss", lambda row: row["sft/step"])
         charts.append(line_chart("Warm-up: SFT loss", {"loss": loss}))
     return charts
 
 
-def _line(
+def _points(
     rows: Sequence[dict[str, Any]], name: str, x: Callable[[dict[str, Any]], float] = lambda row: row["step"]
 ) -> Points:
     return [(x(row), row[name]) for row in rows if row.get(name) is not None]
 
 
 def _validations(metrics: Sequence[dict[str, Any]]) -> Points:
-    """The last validation of each step; those of the warm-up all count as step 0."""
+    """Return the last validation of each step; the warm-up is step 0."""
     return sorted({row["step"]: row["val/accuracy"] for row in metrics if "val/accuracy" in row}.items())
 
 
 def _rollout_rows(rollouts: Sequence[dict[str, Any]]) -> list[str]:
-    """Some rollouts, spread evenly over the run."""
+    """Return table rows of some rollouts, spread evenly over the run."""
     by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rollouts:
         by_step[row["step"]].append(row)

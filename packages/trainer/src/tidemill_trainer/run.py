@@ -1,4 +1,4 @@
-"""A run from configuration to closing sentence."""
+"""The commands `tidemill demo` and `tidemill train`, from configuration to final message."""
 
 import logging
 import shutil
@@ -26,7 +26,7 @@ _WORKER_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError)
 
 
 def demo(config_path: Path, overrides: Sequence[str]) -> int:
-    """`tidemill demo`: makes model and problems in the run's own folder and trains on them."""
+    """Run `tidemill demo`: create model and problems in the folder of the run, and train on them."""
     progress = Progress()
     _quiet_libraries()
     try:
@@ -36,11 +36,11 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            raise ConfigError(f"{folder} exists; choose another trainer.name") from None
+            raise ConfigError(f"the folder {folder} exists already; choose another trainer.name") from None
         try:
             assets = _make_assets(folder / "assets", config.trainer.seed, progress)
             config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
-        except BaseException:  # Ctrl-C, too: half of it would be in the way of the next try
+        except BaseException:  # including Ctrl-C: an incomplete folder would block the next attempt
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except (ConfigError, OSError) as error:
@@ -50,18 +50,25 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
 
 
 def _make_assets(folder: Path, seed: int, progress: Progress) -> list[str]:
-    """Returns the overrides that point at them; raises OSError, of a full disk for example."""
+    """Write model and problems to `folder`.
+
+    Returns:
+        Overrides that set their paths.
+
+    Raises:
+        OSError: writing failed, for example because the disk is full.
+    """
     from tidemill_trainer.demo import write_assets
 
     try:
-        with progress.waiting("making a tiny Qwen3 and its problems"):
+        with progress.waiting("creating a tiny Qwen3 and its problems"):
             return write_assets(folder, seed)
     except SafetensorError as error:
-        raise OSError(f"the demo's model could not be written to {folder}: {error}") from error
+        raise OSError(f"cannot write the model of the demo to {folder}: {error}; check the free disk space") from error
 
 
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
-    """`tidemill train CONFIG.toml`."""
+    """Run `tidemill train CONFIG.toml`."""
     progress = Progress()
     _quiet_libraries()
     try:
@@ -73,7 +80,7 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
 
 
 def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
-    """Runs, and reports whatever goes wrong as one message; returns the exit status."""
+    """Train, and report any error as one message; return the exit status."""
     run: RunDir | None = None
     try:
         inputs = load_inputs(config, progress)
@@ -88,14 +95,14 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
             raise
         progress.stop(run.how_to_continue())
         return 130
-    except Exception as error:  # noqa: BLE001 - the top of the program: the message goes to the user, the rest to a file
-        progress.fail(_summary_of(error) + _details(error, run, progress))
+    except Exception as error:  # noqa: BLE001 - top level: the user sees the message, a file gets the traceback
+        progress.fail(_summary(error) + _details(error, run, progress))
         return 1
     return 0
 
 
 def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:
-    # Importing Ray takes a second, which a mistake in the inputs should not cost.
+    # Importing Ray takes a second, so errors in the inputs are reported before.
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.trainer import Trainer
 
@@ -106,24 +113,24 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
         finally:
             try:
                 write_report(run)
-            except OSError as error:  # a full disk, say: it must not hide why the training ended
-                progress.warn(f"the report could not be written: {error}")
-    learnt = ""
+            except OSError as error:  # such as a full disk; the error that stopped the training is more important
+                progress.warn(f"cannot write the report: {error}")
+    accuracy = ""
     if result.accuracy is not None and result.accuracy_before is not None:
-        learnt = f"held-out accuracy went from {result.accuracy_before:.2f} to {result.accuracy:.2f} "
-    progress.say(
-        f"{learnt}in {result.steps} steps and {progress.seconds():.0f} s; the run is in {run.path}", style="bold"
+        accuracy = f"held-out accuracy went from {result.accuracy_before:.2f} to {result.accuracy:.2f} "
+    progress.info(
+        f"{accuracy}in {result.steps} steps and {progress.seconds():.0f} s; the run is in {run.path}", style="bold"
     )
 
 
-def _summary_of(error: Exception) -> str:
-    """What an error says, without a remote traceback."""
+def _summary(error: Exception) -> str:
+    """Return the message of an error without a remote traceback."""
     text = str(error).split("remote traceback", 1)[0].rstrip()
     return text if isinstance(error, _WORKER_ERRORS) else f"{type(error).__name__}: {text}"
 
 
 def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
-    """Keeps the whole error in a file of the run, and says where, and how to go on."""
+    """Write the traceback to a file of the run; return where it is and how to continue."""
     if run is None:
         return ""
     file = run.logs / "error.log"
@@ -131,18 +138,18 @@ def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
         run.logs.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(traceback.format_exception(error)))
     except OSError as problem:
-        progress.warn(f"{file} could not be written: {problem}")
+        progress.warn(f"cannot write {file}: {problem}")
         return ""
     last = ""
     if isinstance(error, WorkerDiedError) and (lines := tail(run.logs / f"{error.group}_{error.rank}.log", 8)):
-        last = f"\nIts last output:\n{lines}"
-    return f"{last}\nThe whole error is in {file}, the workers' output beside it.\n{run.how_to_continue()}"
+        last = f"\nLast lines of its log:\n{lines}"
+    return f"{last}\nThe traceback is in {file}, next to the logs of the workers.\n{run.how_to_continue()}"
 
 
 def _quiet_libraries() -> None:
-    """Keeps the terminal for the run's own lines."""
+    """Silence the output of libraries on the terminal."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # torch warns about an internal renaming each time a process makes its first ragged tensor.
+    # torch warns about an internal rename when a process creates its first nested tensor.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

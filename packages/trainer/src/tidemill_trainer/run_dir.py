@@ -1,4 +1,4 @@
-"""What a run leaves behind: `runs/<name>/` with config, metrics, rollouts, checkpoints, logs and report."""
+"""The folder of a run, `runs/<name>/`: config, metrics, rollouts, checkpoints, logs and report."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ from tidemill_trainer.config_file import ConfigError, config_to_dict, load_confi
 
 
 class RunDir:
-    """The files of one run. Lines of `metrics.jsonl` and `rollouts.jsonl` are JSON objects with a `step`."""
+    """The files of one run. Each line of `metrics.jsonl` and `rollouts.jsonl` is a JSON object with a `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,16 +29,16 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.report = path / "report.html"
-        self.about = path / "assets" / "about.txt"  # of a demo, what its problems are
+        self.about = path / "assets" / "about.txt"  # description of the demo's problems
         self.lock = path / "lock"
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """A number that is not finite is written as null, since JSON has none."""
+        """Append a line of metrics. Numbers that are not finite become null, since JSON does not have them."""
         infinite = {name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
         _append(self.metrics, [{**metrics, **dict.fromkeys(infinite)}])
 
     def append_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """What JSON has no kind for, such as the dates of a parquet file, is written as text."""
+        """Append one line per rollout. Types that JSON does not have, such as dates of a parquet file, become text."""
         _append(self.rollouts, rollouts)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -48,38 +48,40 @@ class RunDir:
         return list(_read(self.rollouts))
 
     def newest_checkpoint(self) -> int | None:
-        """The step of the newest whole checkpoint."""
+        """Return the step of the newest complete checkpoint; None if there is none."""
         return max(Checkpoints(self.checkpoints, max_to_keep=1).steps(), default=None)
 
-    def has_begun(self) -> bool:
-        """Whether anything was measured or saved; a run whose start failed has not, and may be started over."""
+    def has_data(self) -> bool:
+        """Return whether the run has metrics or a checkpoint. A run whose start failed has neither."""
         return self.newest_checkpoint() is not None or next(_read(self.metrics), None) is not None
 
     def check_resumable(self) -> None:
-        """Refuses to start over a run that has measured something, which would erase it.
+        """Reject a run that would lose its metrics by starting again.
 
         Raises:
-            ConfigError: there are metrics, and no checkpoint.
+            ConfigError: the run has metrics but no checkpoint.
         """
-        if self.newest_checkpoint() is None and self.has_begun():
+        if self.newest_checkpoint() is None and self.has_data():
             raise ConfigError(
-                f"{self.path} has metrics, but no checkpoint to resume from: trainer.save_freq makes them, and 0 makes "
-                "one at the end only; choose another trainer.name to start again"
+                f"the run {self.path} has metrics but no checkpoint to resume from (see trainer.save_freq); choose "
+                "another trainer.name to start a new run"
             )
 
     def how_to_continue(self) -> str:
-        """What to tell the user of a run that has ended too soon."""
+        """Return how to continue a run that stopped early, for the user."""
         done = max((row["step"] for row in self.read_metrics()), default=0)
         saved = self.newest_checkpoint()
-        text = f"The run is in {self.path}, step {done} was the last"
+        text = f"The run in {self.path} stopped after step {done}"
         if saved is not None:
-            return f"{text}; continue from its checkpoint of step {saved} with: tidemill train {self.config} --resume"
-        if self.has_begun():
-            return f"{text}; it has no checkpoint to continue from (trainer.save_freq makes them)"
-        return f"The run is in {self.path}; nothing was measured yet, start it over with: tidemill train {self.config}"
+            return f"{text}. Continue from the checkpoint of step {saved} with: tidemill train {self.config} --resume"
+        if self.has_data():
+            return f"{text} and has no checkpoint to continue from. Set trainer.save_freq to save checkpoints earlier."
+        return (
+            f"The run in {self.path} stopped before its first step. Start it again with: tidemill train {self.config}"
+        )
 
-    def forget_after(self, step: int) -> None:
-        """Drops metrics and rollouts of steps after `step`, which a resumed run makes again."""
+    def remove_after(self, step: int) -> None:
+        """Remove metrics and rollouts of steps after `step`, which a resumed run repeats."""
         for file in (self.metrics, self.rollouts):
             kept = [row for row in _read(file) if row["step"] <= step]
             partial = file.with_suffix(".partial")
@@ -90,32 +92,35 @@ class RunDir:
 
 @contextmanager
 def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
-    """Makes the folder of a new run, or finds the one to resume, and keeps other processes out of it.
+    """Create the folder of a new run, or find the one to resume, and lock it.
+
+    A folder without metrics and checkpoints is used again, with any configuration.
 
     Args:
-        stem: the run's name starts with it where the configuration gives no name.
-        resume: continue in an existing folder: the one named, or the newest of this stem.
+        stem: prefix of the run's name if the configuration has no name.
+        resume: continue in an existing folder: the one with the configured name, or the newest with this stem.
 
     Raises:
-        ConfigError: the folder of a new run exists already, or there is none to resume, or it has no checkpoint, or was
-            made with another configuration (the keys are named), or another process has it open. A folder in which
-            nothing was measured or saved yet is started over, with any configuration.
+        ConfigError: the folder of a new run exists already, there is no run to resume, it has no checkpoint, it has
+            another configuration (the message names the keys), or another process uses it.
     """
     config = with_absolute_paths(config)
-    run = _find(config, stem) if resume else _make(config, stem)
+    run = _find(config, stem) if resume else _create(config, stem)
     with _locked(run):
-        if run.has_begun():
+        if run.has_data():
             run.check_resumable()
             if resume:
                 _check_same(config, load_config(run.config), run)
             else:
-                raise ConfigError(f"{run.path} exists; continue it with --resume, or choose another trainer.name")
-        # With the run's name in it the file is enough to resume.
+                raise ConfigError(
+                    f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
+                )
+        # The file contains the run's name, so it is sufficient to resume.
         save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
         yield run
 
 
-def _make(config: Config, stem: str) -> RunDir:
+def _create(config: Config, stem: str) -> RunDir:
     run = RunDir(Path(config.trainer.run_dir) / (config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
     run.path.mkdir(parents=True, exist_ok=True)
     return run
@@ -125,23 +130,26 @@ def _find(config: Config, stem: str) -> RunDir:
     parent, name = Path(config.trainer.run_dir), config.trainer.name
     dated = re.compile(re.escape(stem) + r"-\d{8}-\d{6}")
     folders = [parent / name] if name else sorted(path for path in parent.glob("*") if dated.fullmatch(path.name))
-    # A start that failed is not what somebody wants to continue, if there is another.
-    folders = [path for path in folders if RunDir(path).has_begun()] or folders
+    # Prefer runs with data to runs whose start failed.
+    folders = [path for path in folders if RunDir(path).has_data()] or folders
     if not folders or not (run := RunDir(folders[-1])).config.is_file():
-        raise ConfigError(f"there is no run to resume at {parent / (name or f'{stem}-*')}")
+        raise ConfigError(
+            f"expected a run to resume at {parent / (name or f'{stem}-*')}, found none; check trainer.run_dir and "
+            "trainer.name, or start without --resume"
+        )
     return run
 
 
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
-    """Holds the run's lock, which the kernel takes back from a process that ends, however it ends."""
+    """Hold the lock of the run. The kernel releases it when the process dies."""
     with run.lock.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             raise ConfigError(
-                f"{run.path} is in use by {lock.read()}; wait for its end, or stop it with Ctrl-C or SIGTERM"
+                f"the run {run.path} is in use by {lock.read()}; wait until it ends, or stop it with Ctrl-C or SIGTERM"
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -149,7 +157,7 @@ def _locked(run: RunDir) -> Iterator[None]:
         yield
 
 
-# What a resumed run may do otherwise without becoming another experiment; and every deadline.
+# Keys that may change in a resumed run without changing the experiment, in addition to all timeouts.
 _MAY_CHANGE = frozenset(
     {
         *(f"trainer.{key}" for key in ("name", "run_dir", "total_steps", "stop_at_accuracy", "test_freq", "save_freq")),
@@ -162,7 +170,7 @@ _MAY_CHANGE = frozenset(
 
 
 def _check_same(new: Config, old: Config, run: RunDir) -> None:
-    """Refuses to resume with a configuration that would make the rest another experiment."""
+    """Reject resuming with a configuration that changes the experiment."""
     before, after = config_to_dict(old), config_to_dict(new)
     changed = [
         f"{section}.{key}"
@@ -173,7 +181,10 @@ def _check_same(new: Config, old: Config, run: RunDir) -> None:
         and f"{section}.{key}" not in _MAY_CHANGE
     ]
     if changed:
-        raise ConfigError(f"{run.path} was made with other values of {', '.join(changed)}; see {run.config}")
+        raise ConfigError(
+            f"cannot resume {run.path} with other values of {', '.join(changed)}; use those of {run.config}, or choose "
+            "another trainer.name"
+        )
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -186,5 +197,5 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
         return
     with file.open() as lines:
         for line in lines:
-            if line.endswith("\n"):  # a killed run may leave half a line
+            if line.endswith("\n"):  # a killed run may leave an incomplete line
                 yield json.loads(line)

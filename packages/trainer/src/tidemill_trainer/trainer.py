@@ -1,4 +1,4 @@
-"""The training loop: rollouts flow out, weights flow back."""
+"""The training loop of GRPO."""
 
 import time
 from collections.abc import Iterator
@@ -30,9 +30,10 @@ _UPDATE_COLUMNS = [*_SFT_COLUMNS, "old_log_probs", "advantages"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
+        steps: number of the last step.
         accuracy_before, accuracy: held-out accuracy before reinforcement learning and at the last validation; None
             without validation files.
     """
@@ -43,14 +44,14 @@ class Result:
 
 
 class Trainer:
-    """GRPO on a started cluster.
+    """GRPO on a running cluster.
 
     Args:
-        config: of the run.
-        cluster: its workers; the trainer calls them and does not own them.
-        inputs: tokenizer, problems and reward function; without `val` nothing is validated.
-        run: where metrics, rollouts and checkpoints go.
-        progress: what is shown.
+        config: configuration of the run.
+        cluster: running workers; the caller starts and stops them.
+        inputs: tokenizer, problems and reward function; without `val` the model is not validated.
+        run: folder for metrics, rollouts and checkpoints.
+        progress: terminal output.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Trainer:
         self._accuracy: float | None = None
 
     def fit(self) -> Result:
-        """Trains until `total_steps`, or until the held-out accuracy has reached `stop_at_accuracy`."""
+        """Train until `total_steps`, or until the held-out accuracy reaches `stop_at_accuracy`."""
         config = self._config.trainer
         step = self._restore_or_begin()
         while step < config.total_steps and not self._reached(config.stop_at_accuracy):
@@ -106,24 +107,24 @@ class Trainer:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
             self._log(step, metrics, batch, scores, timing)
-            if is_saved:  # only now, so that a checkpoint never has a step of which metrics.jsonl knows nothing
+            if is_saved:  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
                 self._checkpoints.commit(step)
         return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
 
     def _restore_or_begin(self) -> int:
-        """Continues from the newest checkpoint, or warms up; returns the step that is done."""
+        """Load the newest checkpoint, or warm up; return the number of completed steps."""
         steps = self._checkpoints.steps()
         if steps:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
             self._actor.load_checkpoint(str(path / "engine"))
             self._actor.update_weights(step)
-            self._run.forget_after(step)
-            self._recall_accuracy()
-            self._progress.say(f"continuing after step {step} from {path}")
+            self._run.remove_after(step)
+            self._read_accuracy()
+            self._progress.info(f"continuing after step {step} from {path}")
             return step
         self._run.check_resumable()
-        self._run.forget_after(-1)  # half a line, at most
+        self._run.remove_after(-1)  # an incomplete line at most
         if self._config.warmup.max_steps > 0:
             self._warm_up()
             self._checkpoints.save(0, self._write_checkpoint)
@@ -135,7 +136,7 @@ class Trainer:
         return 0
 
     def _warm_up(self) -> None:
-        """Supervised fine-tuning until the held-out accuracy is reached; the optimizer is fresh before and after."""
+        """Fine-tune until the held-out accuracy is reached; the optimizer is reset before and after."""
         config = self._config.warmup
         self._actor.reset_optimizer("warmup")
         for step in range(1, config.max_steps + 1):
@@ -143,22 +144,22 @@ class Trainer:
             with timing("step"):
                 batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
                 metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
-                of_loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
-                metrics = of_loss | performance_metrics([metrics])
-                tested = step == config.max_steps or _is_due(step, config.test_freq)
-                if tested:
+                loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
+                metrics = loss | performance_metrics([metrics])
+                is_tested = step == config.max_steps or _is_due(step, config.test_freq)
+                if is_tested:
                     self._actor.update_weights(f"warmup-{step}")
                     metrics |= self._validate()
-            # Steps of the metrics count reinforcement learning; the warm-up is all before step 1.
+            # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
-            if tested:
+            if is_tested:
                 self._progress.step("sft", metrics | timing.metrics() | {"step": step}, self._accuracy)
-            if tested and self._reached(config.until_accuracy):
+            if is_tested and self._reached(config.until_accuracy):
                 break
         self._actor.reset_optimizer("rl")
 
     def _generate(self, step: int) -> DataProto:
-        """The rollouts of a step: `n` rows for each prompt, one after another."""
+        """Return the rollouts of a step: for each prompt `n` consecutive rows."""
         config = self._config
         prompts = self._loader.batch(step).repeat(config.rollout.n, interleave=True)
         seeds = sampling_seeds(config.trainer.seed, step, len(prompts))
@@ -169,15 +170,15 @@ class Trainer:
         return batch
 
     def _add_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`, `entropy` and, with router replay, the `routed_experts` that were used for them."""
-        if self._config.actor.router_replay.mode != "R3":
-            return batch.union(self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS)))
-        of_rollout = batch.pop([ROUTED_EXPERTS])  # as used they are the same, with those of each row's last token
-        told = self._actor.compute_log_prob(batch.select(_LOG_PROB_COLUMNS).union(of_rollout))
-        return batch.union(told)
+        """Add `old_log_probs`, `entropy` and, with router replay, the `routed_experts` that were used for them."""
+        inputs = batch.select(_LOG_PROB_COLUMNS)
+        if self._config.actor.router_replay.mode == "R3":
+            # The result has the same column, in which the last token of each row has experts, too.
+            inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
+        return batch.union(self._actor.compute_log_prob(inputs))
 
     def _add_advantages(self, batch: DataProto, scores: Scores, step: int) -> DataProto:
-        """Adds `scores`, `rewards` [B] and the ragged `advantages`, each row's advantage on all of its tokens."""
+        """Add `scores`, `acc`, `rewards` [B] and the ragged `advantages`, equal for all tokens of a row."""
         config = self._config.algorithm
         rewards = scores.score
         if config.shuffle_rewards:
@@ -195,13 +196,13 @@ class Trainer:
         )
 
     def _mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        """The batches of the optimizer steps: whole groups in a random order that depends on seed, step and epoch."""
+        """Yield the batches of the optimizer steps: whole groups in a random order given by seed, step and epoch."""
         config = self._config
         n = config.rollout.n
         num_prompts = len(batch) // n
         size = num_prompts if config.actor.ppo_mini_batch_size is None else config.actor.ppo_mini_batch_size
-        is_replayed = config.actor.router_replay.mode != "disabled"
-        columns = batch.select([*_UPDATE_COLUMNS, *([ROUTED_EXPERTS] if is_replayed else [])], [])
+        has_replay = config.actor.router_replay.mode != "disabled"
+        columns = batch.select([*_UPDATE_COLUMNS, *([ROUTED_EXPERTS] if has_replay else [])], [])
         for epoch in range(config.actor.ppo_epochs):
             order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
             for start in range(0, num_prompts, size):
@@ -210,15 +211,15 @@ class Trainer:
                 yield self._balanced(columns[torch.from_numpy(rows)])
 
     def _balanced(self, batch: DataProto) -> DataProto:
-        """The same rows in an order that gives every data-parallel rank about as many tokens."""
+        """Reorder the rows so that every data-parallel rank gets about the same number of tokens."""
         return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._actor.dp_size("actor")))
 
     def _validate(self) -> dict[str, float]:
-        """Held-out accuracy of greedy decoding by the engines, for each data source."""
+        """Return the held-out accuracy of greedy decoding, in total and per data source."""
         if self._val is None:
             return {}
-        answers = self._rollout.generate_sequences(self._val.select(["prompts"], []), greedy=True)
-        scores = self._scorer(self._val.union(answers))
+        responses = self._rollout.generate_sequences(self._val.select(["prompts"], []), greedy=True)
+        scores = self._scorer(self._val.union(responses))
         self._report_errors(scores)
         metrics = validation_metrics(self._val.non_tensor_batch["data_source"], scores.acc)
         self._accuracy = metrics["val/accuracy"]
@@ -241,8 +242,8 @@ class Trainer:
         self._report_errors(scores)
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
         self._run.append_rollouts(self._samples(step, batch, scores))
-        validated = "testing" in timing.seconds
-        self._progress.step("rl", metrics | {"step": step}, self._accuracy if validated else None)
+        is_validated = "testing" in timing.seconds
+        self._progress.step("rl", metrics | {"step": step}, self._accuracy if is_validated else None)
 
     def _samples(self, step: int, batch: DataProto, scores: Scores) -> list[dict[str, object]]:
         count = min(self._config.trainer.save_samples, len(batch))
@@ -263,11 +264,12 @@ class Trainer:
     def _report_errors(self, scores: Scores) -> None:
         if scores.errors:
             self._progress.warn(
-                f"{len(scores.errors)} of {len(scores.texts)} rewards failed; the first: {scores.errors[0]}"
+                f"the reward function failed for {len(scores.errors)} of {len(scores.texts)} responses; first error: "
+                f"{scores.errors[0]}"
             )
 
-    def _recall_accuracy(self) -> None:
-        """Takes the accuracies of a resumed run from its metrics."""
+    def _read_accuracy(self) -> None:
+        """Read the accuracies of a resumed run from its metrics."""
         for row in self._run.read_metrics():
             self._accuracy = row.get("val/accuracy", self._accuracy)
             if row["step"] == 0:
@@ -275,16 +277,16 @@ class Trainer:
 
 
 class Timing:
-    """Adds up the wall time of the phases of a step."""
+    """Accumulates the wall time of each phase of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}

@@ -38,7 +38,7 @@ def test_no_rows_and_a_row_of_one_token():
 
 def test_experts_of_another_number_of_tokens_are_refused():
     read = torch.zeros(4, LAYERS, TOP_K)
-    with pytest.raises(ValueError, match=r"row 1: expected SGLang's experts of 5 tokens, 3 layers and 2 .* got 24"):
+    with pytest.raises(ValueError, match=r"row 1: expected 30 expert ids .*5 tokens x 3 layers x 2 experts\), got 24"):
         routed_experts_column([encoded(read), encoded(read)], rows(5, 6), num_layers=LAYERS, top_k=TOP_K)
 
 

@@ -1,4 +1,4 @@
-"""The assets of `tidemill demo`: a tiny model, its tokenizer and a task with held-out problems, all made in code."""
+"""The assets of `tidemill demo`, all generated: a tiny model, its tokenizer and a task with held-out problems."""
 
 from tidemill_trainer.demo.assets import write_assets
 

@@ -1,4 +1,4 @@
-"""Everything that the demo's configuration refers to."""
+"""The files that the configuration of the demo refers to."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from tidemill_trainer.demo.task import CHARACTERS, addition_rows, write_jsonl
 NUM_DIGITS = 2
 NUM_TRAIN = 8192
 NUM_VAL = 512
-ABOUT = "The digits of a sum are written from right to left, as one adds by hand: the answer to 47+85= is 231."
+ABOUT = "The digits of a sum are written from right to left, as in addition by hand: the answer to 47+85= is 231."
 
 
 def write_assets(folder: Path, seed: int = 0) -> list[str]:
-    """Writes `model/`, `train.jsonl`, `val.jsonl` and, for the report, `about.txt` to `folder`.
+    """Write `model/`, `train.jsonl`, `val.jsonl` and, for the report, `about.txt` to `folder`.
 
     Returns:
-        `key=value` overrides that point a configuration at them.
+        `key=value` overrides with the paths of these files.
     """
     from tidemill_trainer.demo.model import write_model  # transformers takes seconds to import
 

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with a character tokenizer, random weights."""
+"""A tiny Qwen3 with random weights and a character tokenizer."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ _SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each of `characters`, and <pad>, <eos>, <unk>."""
+    """Create a tokenizer with one token for each of `characters`, and <pad>, <eos>, <unk>."""
     vocab = {token: number for number, token in enumerate((*_SPECIAL, *characters))}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")  # type: ignore[assignment]
@@ -28,7 +28,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, *, max_length: int, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.8 million float32 parameters with random weights."""
+    """Create a Qwen3 with 0.8 million random float32 parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -49,7 +49,7 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, *, max_length: int, seed: int
 
 
 def write_model(folder: Path, characters: str, *, max_length: int, seed: int) -> None:
-    """Writes tokenizer and model to `folder` in Hugging Face format."""
+    """Write tokenizer and model to `folder` in Hugging Face format."""
     tokenizer = character_tokenizer(characters)
     tiny_qwen3(tokenizer, max_length=max_length, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

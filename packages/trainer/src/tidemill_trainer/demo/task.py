@@ -1,4 +1,4 @@
-"""Adding two numbers, with the digits of the sum from right to left."""
+"""Addition of two numbers, with the digits of the sum from right to left."""
 
 import json
 import random
@@ -10,7 +10,7 @@ CHARACTERS = "0123456789+="
 
 
 def addition_row(a: int, b: int, num_digits: int) -> dict[str, Any]:
-    """One problem, for example 47+85= with the answer 231: 132 written from right to left, as one adds on paper."""
+    """Create one problem, such as 47+85= with the answer 231, which is 132 from right to left."""
     answer = str(a + b).zfill(num_digits + 1)[::-1]
     return {
         "data_source": "addition",
@@ -21,14 +21,17 @@ def addition_row(a: int, b: int, num_digits: int) -> dict[str, Any]:
 
 
 def addition_rows(num_digits: int, num_train: int, num_val: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Different problems for training and for validation, drawn from all pairs of numbers of `num_digits` digits.
+    """Draw disjoint training and validation problems from all pairs of numbers with `num_digits` digits.
 
     Raises:
-        ValueError: there are not so many different problems.
+        ValueError: there are fewer pairs than problems.
     """
     limit = 10**num_digits
     if num_train + num_val > limit**2:
-        raise ValueError(f"there are {limit**2} problems of {num_digits} digits; asked for {num_train + num_val}")
+        raise ValueError(
+            f"num_train + num_val must be <= {limit**2}, the number of problems with {num_digits} digits, got "
+            f"{num_train + num_val}"
+        )
     pairs = random.Random(seed).sample(range(limit**2), num_train + num_val)
     rows = [addition_row(*divmod(pair, limit), num_digits) for pair in pairs]
     return rows[:num_train], rows[num_train:]

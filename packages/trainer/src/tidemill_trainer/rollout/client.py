@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, as the weight updater sees it."""
+"""The client of an engine in a Ray actor, for the weight updater."""
 
 from functools import cached_property
 from typing import Any
@@ -8,13 +8,13 @@ from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
 
 class RayEngine:
-    """The `EngineClient` and `AdapterClient` of a `RolloutWorker`, used from the trainer's ranks.
+    """The `EngineClient` and `AdapterClient` of a `RolloutWorker`, used by the training workers.
 
     Args:
         actor: handle of the worker's actor.
-        name: of the worker, for messages.
-        tp_size: devices of its engine.
-        timeout_s: deadline of each call.
+        name: name of the worker, for messages.
+        tp_size: number of devices of its engine.
+        timeout_s: timeout of each call.
     """
 
     def __init__(self, actor: Any, name: str, *, tp_size: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The experts that SGLang sent tokens to, as the column that training replays."""
+"""The experts that SGLang chose for each token, as the column that router replay uses."""
 
 import base64
 from collections.abc import Sequence
@@ -8,27 +8,28 @@ import torch
 from tidemill_dataproto import ragged
 
 COLUMN = "routed_experts"
-_FREE = -1  # the router of the training engine chooses
+_UNKNOWN = -1  # the router of the training engine chooses the experts
 
 
 def routed_experts_column(
     encoded: Sequence[str], input_ids: torch.Tensor, *, num_layers: int, top_k: int
 ) -> torch.Tensor:
-    """Makes the column `routed_experts` of SGLang's answers to requests with `return_routed_experts`.
+    """Create the column `routed_experts` from SGLang's responses to requests with `return_routed_experts`.
 
-    SGLang has the experts of every token that the model has read: of the prompt, also where the prefix cache had it,
-    and of the response but for its last token, which it never reads. That one is left to the router.
+    SGLang returns the experts of all tokens that the model has processed, including prompt tokens in the prefix cache.
+    The model never processes the last token of a response, so its experts are unknown.
 
     Args:
-        encoded: for each row `meta_info["routed_experts"]`, base64 of int32 [tokens - 1, L, K].
+        encoded: `meta_info["routed_experts"]` of each row, base64 of int32 [tokens - 1, L, K].
         input_ids: ragged [B, j], prompt and response.
-        num_layers, top_k: L and K; layers without experts are counted, and hold zeros.
+        num_layers: L, including layers without experts, whose values are zeros.
+        top_k: K, experts per token.
 
     Returns:
-        Ragged int32 [B, j, L, K], for each token of `input_ids`; -1 where it is not known.
+        Ragged int32 [B, j, L, K] for each token of `input_ids`; -1 for unknown experts.
 
     Raises:
-        ValueError: a row has experts of another number of tokens.
+        ValueError: the number of experts of a row does not match its number of tokens.
     """
     rows = []
     for number, (text, length) in enumerate(zip(encoded, ragged.host_lengths(input_ids), strict=True)):
@@ -36,10 +37,11 @@ def routed_experts_column(
         expected = (int(length) - 1, num_layers, top_k)
         if experts.size != np.prod(expected):
             raise ValueError(
-                f"row {number}: expected SGLang's experts of {expected[0]} tokens, {num_layers} layers and {top_k} "
-                f"experts a token; got {experts.size} numbers"
+                f"row {number}: expected {np.prod(expected)} expert ids from SGLang ({expected[0]} tokens x "
+                f"{num_layers} layers x {top_k} experts), got {experts.size}; check that both use the same "
+                "model"
             )
-        last = np.full((1, num_layers, top_k), _FREE, dtype=np.int32)
+        last = np.full((1, num_layers, top_k), _UNKNOWN, dtype=np.int32)
         rows.append(np.concatenate([experts.reshape(expected), last]))
     values = np.concatenate(rows) if rows else np.empty((0, num_layers, top_k), dtype=np.int32)
     return ragged.like(torch.from_numpy(values), input_ids)

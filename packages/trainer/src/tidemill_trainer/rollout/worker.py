@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 def engine_arguments(
     config: RolloutConfig, model: ModelConfig, *, return_routed_experts: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine` for a configuration; `config.engine_args` has the last word.
+    """Return the keyword arguments of `sglang.Engine` for a configuration.
 
-    Its `custom_weight_loader` are added to the one that the weight updates use.
+    `config.engine_args` overrides all others, except that its `custom_weight_loader` is added to the one that the
+    weight updates use.
     """
     from tidemill_weight_update.sglang import sglang_launch_args
 
@@ -40,7 +41,7 @@ def engine_arguments(
         "tp_size": config.tensor_parallel_size,
         "skip_tokenizer_init": True,
         "enable_deterministic_inference": config.deterministic,
-        "sleep_on_idle": True,  # else its scheduler keeps a core busy while the trainer works
+        "sleep_on_idle": True,  # otherwise the scheduler keeps a CPU core busy during training
     }
     if config.max_total_tokens is not None:
         arguments["max_total_tokens"] = config.max_total_tokens
@@ -57,18 +58,20 @@ def engine_arguments(
 def _require_cpu_plugin() -> None:
     plugins = importlib.metadata.entry_points(group="sglang.srt.platforms")
     if "tidemill_cpu" not in plugins.names:
-        raise RuntimeError("stock SGLang needs a platform plugin to run on a CPU: pip install tidemill-sglang-cpu")
+        raise RuntimeError(
+            "stock SGLang requires a platform plugin on a CPU; install it: pip install tidemill-sglang-cpu"
+        )
 
 
 class RolloutWorker(Worker):
-    """One engine. The group "rollout" splits prompts over its workers and puts their responses back in order.
+    """One engine. The group "rollout" splits prompts over its workers and collects the responses in the same order.
 
     Args:
-        config: how to generate.
-        model: that the engine starts with.
-        files: where the engine's sockets and shared memory are, for the driver to remove.
-        log_dir: this process and the engine's processes write their output to a file there.
-        return_routed_experts: whether rollouts say which experts of a mixture their tokens were sent to.
+        config: sampling parameters and engine settings.
+        model: model that the engine loads at its start.
+        files: sockets and shared memory of the engine, which the driver removes.
+        log_dir: folder for the log of this process and the engine's processes.
+        return_routed_experts: return the experts that a MoE model chose for each token of a rollout.
     """
 
     def __init__(
@@ -91,41 +94,41 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start_engine(self) -> None:
-        """Starts SGLang; on a CPU nearly all of the time goes into imports."""
+        """Start SGLang. On a CPU, most of the time is spent on imports."""
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
         instance_id = self._files.claim(self.rank)
         arguments = engine_arguments(self._config, self._model, return_routed_experts=self._return_routed_experts)
         self._engine = Engine(**arguments)
-        given = self._engine.port_args.instance_id
-        if given != instance_id:  # SGLang only logs it when it could not apply a hook
+        actual = self._engine.port_args.instance_id
+        if actual != instance_id:  # SGLang only logs a hook that it cannot apply
             raise RuntimeError(
-                f"SGLang named its shared memory {given!r} instead of {instance_id!r}, so its files would stay behind; "
-                "install a version that calls hooks on PortArgs.init_new, as 0.5.17 does"
+                f"expected SGLang to name its shared memory {instance_id!r}, got {actual!r}, so its files would not be "
+                "removed; install a version that calls hooks on PortArgs.init_new, such as 0.5.17"
             )
         unlink_mapped_files()
-        self._engine.freeze_gc()  # else each weight update collects over all the objects that SGLang's imports made
+        self._engine.freeze_gc()  # otherwise each weight update collects all objects that SGLang's imports created
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
 
     @register(split_over("rollout"))
     def generate_sequences(self, prompts: DataProto, *, greedy: bool) -> DataProto:
-        """Generates one response per row.
+        """Generate one response per row.
 
         Args:
             prompts: ragged int64 `prompts` [B, j]; int64 `sampling_seed` [B] unless `greedy`.
-            greedy: decode greedily instead of with the configured temperature, top_p and top_k.
+            greedy: decode greedily, ignoring temperature, top_p and top_k.
 
         Returns:
-            Rows in the same order with the ragged columns `responses` int64 [B, j] (exactly the sampled tokens, the end
-            token included), `rollout_log_probs` float32 (at the sampling temperature), `response_mask` float32 of ones,
-            and `input_ids` (prompt, then response). With `return_routed_experts`, unless `greedy`, also
+            Rows in the same order with the ragged columns `responses` int64 [B, j] (exactly the sampled tokens,
+            including the end token), `rollout_log_probs` float32 (at the sampling temperature), `response_mask` float32
+            (all ones) and `input_ids` (prompt and response). With `return_routed_experts`, unless `greedy`, also
             `routed_experts` int32 [B, j, layers, top_k] (see `routed_experts_column`).
 
         Raises:
-            RuntimeError: the engine ended a request for another reason than its end or its length.
+            RuntimeError: the engine finished a request for another reason than an end token or the length limit.
         """
-        assert self._engine is not None, "start_engine() comes first"
+        assert self._engine is not None, "call start_engine() first"
         with_experts = self._return_routed_experts and not greedy
         outputs: list[Any] = []
         if len(prompts) > 0:
@@ -141,7 +144,10 @@ class RolloutWorker(Worker):
         for row, output in enumerate(outputs):
             meta = output["meta_info"]
             if meta["finish_reason"]["type"] not in ("stop", "length"):
-                raise RuntimeError(f"row {row}: SGLang ended the request with {meta['finish_reason']}")
+                raise RuntimeError(
+                    f'row {row}: expected SGLang\'s finish_reason "stop" or "length", got {meta["finish_reason"]}; see '
+                    "the rollout log in the folder of the run"
+                )
             sampled = meta["output_token_logprobs"]
             log_probs.extend(item[0] for item in sampled)
             tokens.extend(item[1] for item in sampled)
@@ -212,11 +218,11 @@ class RolloutWorker(Worker):
 
     def _require_client(self) -> "LocalEngine":
         if self._client is None:
-            raise RuntimeError("the engine was not started")
+            raise RuntimeError("the engine is not running; call start_engine() first")
         return self._client
 
 
 def sampling_seeds(seed: int, step: int, count: int) -> torch.Tensor:
-    """A seed for each response of a step: int64 [count], from 0 to 2**31 - 1, a function of its arguments alone."""
+    """Return a seed for each response of a step, int64 [count] in [0, 2**31), a function of the arguments alone."""
     state = np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)
     return torch.from_numpy((state >> 1).astype(np.int64))
