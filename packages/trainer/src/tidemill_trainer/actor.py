@@ -129,8 +129,8 @@ class ActorWorker(Worker):
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(
-                f"expected all engines to have weight version {stats.weight_version}, but {len(stats.quarantined)} failed: "
-                f"{reasons}; see the rollout logs in the folder of the run"
+                f"expected all engines to have weight version {stats.weight_version}, but {len(stats.quarantined)} "
+                f"failed: {reasons}; see the rollout logs in the folder of the run"
             )
         metrics = {
             "weight_update/seconds": stats.seconds,
