@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, and each
 
 _LOADERS = Path(__file__).parent / "testing" / "loaders"
 # Files that use one of these session fixtures run in one process, so that it starts once.
-_GROUP_OF_FIXTURE = {"engine": "sglang", "ray_cluster": "ray", "clusters": "ray"}
+_GROUP_OF_FIXTURE = {"engine": "sglang", "ray_cluster": "ray"}
 _LONGEST_FIRST = ["cluster", "sglang", "ray"]
 _GROUPS = "tidemill/groups"
 

@@ -12,7 +12,7 @@ def _sum(x):
     return value.item()
 
 
-def test_every_rank_takes_part():
+def test_all_ranks_share_a_process_group():
     assert run_ranks(_sum, 3, 10) == [33.0] * 3
 
 
@@ -22,7 +22,7 @@ def _raise():
     dist.barrier()
 
 
-def test_an_error_names_its_rank():
+def test_error_of_a_rank_names_the_rank_and_its_exception():
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*KeyError: 'lost'"):
         run_ranks(_raise, 2)
 
@@ -33,7 +33,7 @@ def _die():
     dist.barrier()
 
 
-def test_a_dead_rank_is_an_error():
+def test_rank_that_exits_without_a_result_is_an_error():
     with pytest.raises(RuntimeError, match=r"rank"):
         run_ranks(_die, 2)
 
@@ -44,6 +44,6 @@ def _sleep():
     time.sleep(60)
 
 
-def test_a_deadline_is_an_error():
+def test_timeout_names_the_ranks_that_did_not_finish():
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not finish within 2"):
         run_ranks(_sleep, 2, timeout_s=2)

@@ -1,4 +1,4 @@
-"""What the tests of tidemill share: a process-group runner and tiny checkpoints."""
+"""Process-group runner and tiny checkpoints for the tests of tidemill."""
 
 from tidemill_testing.ranks import run_ranks
 from tidemill_testing.tiny import tiny_model

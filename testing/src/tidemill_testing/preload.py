@@ -1,4 +1,4 @@
-"""Imports what takes long, torch, transformers and the engines, once for all ranks that `run_ranks` forks."""
+"""Slow imports (torch, transformers, the engines), done once in the server from which `run_ranks` forks ranks."""
 
 import gc
 import warnings
@@ -11,7 +11,7 @@ if find_spec("tidemill_engines") is not None:
     if find_spec("megatron") is not None:
         _MODULES.append("tidemill_engines.megatron.language_model")
 
-with warnings.catch_warnings(action="ignore"):  # of Megatron, that Transformer Engine and Apex are not there
+with warnings.catch_warnings(action="ignore"):  # Megatron warns that Transformer Engine and Apex are not installed
     for _name in _MODULES:
         import_module(_name)
-gc.freeze()  # ranks need not look through all of it when they collect garbage
+gc.freeze()  # keeps these objects out of the garbage collection of the ranks

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks of this machine."""
+"""Functions on several gloo ranks of this machine."""
 
 import multiprocessing
 import os
@@ -23,28 +23,33 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
     torch.set_num_threads(1)
     try:
         environment, fn, args = cloudpickle.loads(payload)
-        os.environ.clear()  # the server's is of the time when it started
+        os.environ.clear()  # the fork server has the environment of its own start
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         results.put((rank, None, cloudpickle.dumps(fn(*args))))
-    except BaseException:  # noqa: BLE001 - it is sent to the parent, which raises it
+    except BaseException:  # noqa: BLE001 - sent to the parent, which raises it
         results.put((rank, time.monotonic(), traceback.format_exc()))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Calls `fn(*args)` on `world_size` processes that share a gloo process group.
+    """Call `fn(*args)` in `world_size` processes that share a gloo process group.
 
     On a machine without a GPU the processes are forked from a server that has imported most of what they need
-    (`tidemill_testing.preload`), so that starting them takes a fraction of a second after the first call. They have the
-    caller's environment; RANK, LOCAL_RANK and WORLD_SIZE are set.
+    (`tidemill_testing.preload`), so after the first call they start in a fraction of a second. They have the caller's
+    environment, with RANK, LOCAL_RANK and WORLD_SIZE set.
+
+    Args:
+        fn: function of a test module or of a package.
+        world_size: number of processes.
+        timeout_s: seconds until all ranks must have returned.
 
     Returns:
-        What `fn` returned on each rank, in rank order (plain data or CPU tensors).
+        Return value of each rank, in rank order (plain data or CPU tensors).
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message), died, or did not finish within `timeout_s`.
+        RuntimeError: a rank raised (the message has its traceback), died, or did not return within `timeout_s`.
     """
     module = sys.modules.get(fn.__module__)
     by_value = module is not None and not fn.__module__.startswith("tidemill")
@@ -75,10 +80,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def context() -> Any:
-    """How processes are started: forked from a server that has imported much already; where there are GPUs, afresh."""
+    """Return the multiprocessing context: a fork server with preloaded imports, or "spawn" where there are GPUs."""
     import torch
 
-    # Some of what the server imports looks at the GPUs, after which no process forked from it can use them.
+    # Some of the preloaded modules initialize CUDA, and a process forked after that cannot use it.
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -94,7 +99,7 @@ def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: flo
         try:
             rank, failed_at, value = results.get(timeout=0.2)
         except queue.Empty:
-            if failures:  # the ranks that waited for the one that failed have had time to say so
+            if failures:  # ranks that waited for the failed one have had time to report
                 _, rank, text = min(failures)
                 raise RuntimeError(f"rank {rank} of {world_size} failed:\n{text}") from None
             missing = sorted(set(range(world_size)) - set(values))

@@ -28,10 +28,12 @@ _EXPERTS: dict[str, Any] = {
 def tiny_model(
     path: Path, family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """Writes a random model of `family` ("qwen2", "qwen3", "qwen3_moe" or "llama") to `path` and returns `path`.
+    """Write a random model to the folder `path` and return `path`.
 
-    `overrides` are fields of the family's Hugging Face config. Weights are drawn with a standard deviation of 0.1, so
-    that logits differ visibly between tokens.
+    Args:
+        family: "qwen2", "qwen3", "qwen3_moe" or "llama".
+        overrides: fields of the family's Hugging Face config. Weights have a standard deviation of 0.1, so that logits
+            differ clearly between tokens.
     """
     import transformers
 
