@@ -1,4 +1,4 @@
-"""Random batches, and batches as plain lists of rows to compare them with."""
+"""Random batches, and their rows as lists for comparison."""
 
 from itertools import pairwise
 from typing import Any
@@ -24,7 +24,7 @@ row_lengths = st.integers(0, 4)
 
 @st.composite
 def batches(draw: st.DrawFn, min_rows: int = 0) -> DataProto:
-    """Dense, ragged and numpy columns, of 0 to 6 rows; in half of the cases somebody has looked at its TensorDict."""
+    """Dense, ragged and numpy columns, of 0 to 6 rows; in half of the cases its TensorDict has been requested."""
     n = draw(st.integers(min_rows, 6))
     tensors: dict[str, torch.Tensor] = {}
     for i in range(draw(st.integers(0, 2))):
@@ -62,7 +62,7 @@ def names_of(batch: DataProto) -> list[str]:
 
 
 def rows_of(batch: DataProto) -> list[Row]:
-    """The batch as one dict per row, by plain slicing of values at offsets; looks at no TensorDict."""
+    """The batch as one dict per row, by slicing values at offsets, without its TensorDict."""
     columns: dict[str, list[Any]] = {}
     for name in names_of(batch):
         column = batch.select([name])[name]
@@ -88,7 +88,7 @@ def kinds_of(batch: DataProto) -> dict[str, Any]:
 
 
 def layouts_of(batch: DataProto) -> set[tuple[str, str]]:
-    """Pairs of columns that share their offsets, so that torch lets them meet."""
+    """Pairs of columns that share their offsets, as torch requires for operations on both."""
     columns = {name: batch[name] for name in names_of(batch) if batch[name].is_nested}
     return {(a, b) for a in columns for b in columns if ragged.offsets(columns[a]) is ragged.offsets(columns[b])}
 

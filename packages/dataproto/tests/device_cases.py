@@ -1,4 +1,4 @@
-"""A batch and operations on it that must not read what lies on a device."""
+"""A batch, and operations on it that must not read from its device."""
 
 from collections.abc import Callable
 
@@ -44,14 +44,14 @@ def host_batch() -> DataProto:
 
 
 def on_device(device: str) -> DataProto:
-    """The same on a device, after somebody has looked at the TensorDict."""
+    """The same on a device, after its TensorDict has been requested."""
     batch = host_batch().to(device)
     _ = batch.batch
     return batch
 
 
 def index_arithmetic(batch: DataProto) -> list[torch.Tensor]:
-    """All functions of ragged columns that only move elements."""
+    """Results of all functions of ragged columns that only move elements."""
     ids, mask = batch["input_ids"], batch["response_mask"]
     first, second = ragged.split_rows(ids, [length // 2 for length in LENGTHS])
     outputs = ragged.concat_rows(batch["position_ids"], batch["position_ids"])

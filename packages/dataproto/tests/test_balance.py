@@ -37,7 +37,7 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 @given(lengths_lists, st.integers(1, 4), partitions)
-def test_against_all_partitions(lengths: list[int], k: int, partition) -> None:
+def test_partitions_against_brute_force(lengths: list[int], k: int, partition) -> None:
     parts = partition(lengths, k)
     assert len(parts) == k
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
@@ -51,7 +51,7 @@ def test_against_all_partitions(lengths: list[int], k: int, partition) -> None:
 
 
 @given(st.integers(1, 3), st.integers(0, 3), partitions, st.data())
-def test_equal_size_against_all_partitions(k: int, size: int, partition, data: st.DataObject) -> None:
+def test_equal_size_partitions_against_brute_force(k: int, size: int, partition, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=k * size, max_size=k * size))
     parts = partition(lengths, k, equal_size=True)
     assert [len(part) for part in parts] == [size] * k
@@ -67,7 +67,7 @@ def test_known_partitions() -> None:
     assert balance.karmarkar_karp([], 2) == [[], []]
 
 
-def test_large_inputs_are_nearly_level() -> None:
+def test_partitions_of_many_rows_are_balanced() -> None:
     lengths = torch.randint(1, 8193, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
     for equal_size in (False, True):
         parts = balance.karmarkar_karp(lengths, 64, equal_size)
@@ -76,7 +76,7 @@ def test_large_inputs_are_nearly_level() -> None:
 
 
 @given(lengths_lists, st.integers(1, 9))
-def test_balance_rows_levels_the_chunks(lengths: list[int], n: int) -> None:
+def test_balance_rows_balances_the_chunks(lengths: list[int], n: int) -> None:
     order = balance.balance_rows(lengths, n)
     batch = batch_of(lengths)
     parts = batch.reorder(order).chunk(n, allow_unequal=True)
@@ -122,7 +122,7 @@ def test_quadratic_workload_counts_matrices_and_attention() -> None:
     assert balance.quadratic_workload(torch.tensor([8192]), 8192).dtype == torch.int64
 
 
-def test_rows_without_a_name_are_of_no_group() -> None:
+def test_rows_with_group_none_are_independent() -> None:
     lengths, names = [9, 9, 8, 8, 5, 4, 1, 1, 1, 1, 1, 1], [*"aabbcc", None, None, None, None, None, None]
     order = balance.balance_rows(lengths, 3, groups=names)  # padding of the size of three groups, not of one
     parts = [{names[row] for row in part} for part in order.reshape(3, 4).tolist()]
@@ -154,6 +154,6 @@ def test_rows_without_a_name_are_of_no_group() -> None:
         (lambda: balance.balance_rows([1, 2, 3], 2, ["a", "b", "c"]), ValueError, "3 groups of .* into 2 parts"),
     ],
 )
-def test_errors_say_what_came(call, error: type[Exception], message: str) -> None:
+def test_error_message(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tidemill_dataproto import DataProto, compat, karmarkar_karp, ragged
-from tidemill_testing import run_ranks
+from tidemill_dataproto import DataProto, compat, karmarkar_karp
 
 
 def part(metrics: object, **meta: object) -> DataProto:
@@ -56,17 +55,3 @@ def test_get_seqlen_balanced_partitions_is_karmarkar_karp() -> None:
     lengths = [8, 7, 6, 5, 4, 1]
     for equal_size in (False, True):
         assert compat.get_seqlen_balanced_partitions(lengths, 2, equal_size) == karmarkar_karp(lengths, 2, equal_size)
-
-
-def gather_in_place() -> tuple[list[list[int]], list[int], dict[str, int]]:
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    ids = ragged.ragged(torch.arange(rank + 1), [rank + 1])
-    batch = DataProto.from_dict({"ids": ids}, {"rank": [rank]}, {"rank": rank})
-    compat.all_gather_data_proto(batch)
-    return [row.tolist() for row in batch["ids"].unbind()], batch["rank"].tolist(), batch.meta_info
-
-
-def test_all_gather_data_proto_replaces_the_rows_in_place() -> None:
-    assert run_ranks(gather_in_place, 2) == [([[0], [0, 1]], [0, 1], {"rank": rank}) for rank in range(2)]

@@ -27,7 +27,7 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 @given(lengths_lists, st.integers(30, 70), st.integers(0, 3), st.none() | st.integers(1, 9))
-def test_micro_batches_keep_to_the_cap_and_come_back(
+def test_micro_batches_stay_under_the_cap_and_restore_the_rows(
     lengths: list[int], cap: int, more: int, at_least: int | None
 ) -> None:
     batch = batch_of(lengths)
@@ -56,7 +56,7 @@ def test_micro_batches_keep_to_the_cap_and_come_back(
 
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 40), st.integers(0, 5))
-def test_a_larger_count_always_fits(lengths: list[int], cap: int, more: int) -> None:
+def test_larger_num_micro_batches_always_fits(lengths: list[int], cap: int, more: int) -> None:
     count = count_micro_batches(lengths, cap)
     assert count <= 2 * max(1, -(-sum(lengths) // cap))  # neighbours that cannot be joined are over half full
     _, indices = rearrange_micro_batches(batch_of(lengths), cap, num_micro_batches=count + more)
@@ -64,7 +64,7 @@ def test_a_larger_count_always_fits(lengths: list[int], cap: int, more: int) -> 
     assert largest(lengths, indices) <= cap
 
 
-def test_best_fit_where_differencing_exceeds_the_cap() -> None:
+def test_best_fit_is_used_if_differencing_exceeds_the_cap() -> None:
     lengths = [5, 5, 4, 4, 3, 3, 3, 3]  # two parts of 15 exist; differencing may miss them, never the cap
     for cap in range(5, 31):
         _, indices = rearrange_micro_batches(batch_of(lengths), cap)
@@ -73,7 +73,7 @@ def test_best_fit_where_differencing_exceeds_the_cap() -> None:
     assert count_micro_batches(pairs, 10) == 8
 
 
-def test_lengths_may_be_a_column_of_numbers() -> None:
+def test_length_key_may_be_an_integer_column() -> None:
     batch = batch_of([3, 1, 2])
     batch.batch["cost"] = torch.tensor([9, 1, 4])
     _, indices = rearrange_micro_batches(batch, 10, length_key="cost")
@@ -81,7 +81,9 @@ def test_lengths_may_be_a_column_of_numbers() -> None:
 
 
 @given(lengths_lists, st.integers(30, 70), st.integers(1, 4), st.none() | st.integers(1, 5))
-def test_multiples_of_micro_batches(lengths: list[int], cap: int, of: int, at_least: int | None) -> None:
+def test_number_of_micro_batches_is_a_multiple_of_the_divisor(
+    lengths: list[int], cap: int, of: int, at_least: int | None
+) -> None:
     batch = batch_of(lengths)
     needed = count_micro_batches(lengths, cap, at_least)
     for make in (rearrange_micro_batches, prepare_dynamic_batch):
@@ -93,7 +95,7 @@ def test_multiples_of_micro_batches(lengths: list[int], cap: int, of: int, at_le
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abcd")), max_size=9), st.integers(0, 3))
-def test_groups_come_into_one_micro_batch(rows: list[tuple[int, str]], more: int) -> None:
+def test_groups_stay_in_one_micro_batch(rows: list[tuple[int, str]], more: int) -> None:
     lengths, groups = [length for length, _ in rows], [name for _, name in rows]
     totals = [sum(length for length, group in rows if group == name) for name in set(groups)]
     cap = max([*totals, 1])
@@ -109,7 +111,7 @@ def test_groups_come_into_one_micro_batch(rows: list[tuple[int, str]], more: int
         assert restore_dynamic_batch(parts, indices) == batch
 
 
-def test_work_is_levelled_under_a_cap_of_tokens() -> None:
+def test_workload_is_balanced_under_the_token_cap() -> None:
     lengths = [1000, *[100] * 10, *[50] * 20]
     _, by_tokens = rearrange_micro_batches(batch_of(lengths), 1600, num_micro_batches=2)
     _, by_work = rearrange_micro_batches(
@@ -123,7 +125,7 @@ def test_work_is_levelled_under_a_cap_of_tokens() -> None:
     assert largest(lengths, capped) <= 1600  # the cap comes first
 
 
-def test_work_comes_first_in_the_order_of_micro_batches() -> None:
+def test_micro_batches_are_in_descending_order_of_work() -> None:
     lengths = [9, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     _, indices = rearrange_micro_batches(batch_of(lengths), 10, workload=lambda rows: 10 - rows)
     work = [sum(10 - lengths[row] for row in part) for part in indices]
@@ -144,8 +146,8 @@ GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a"
         (lambda: rearrange_micro_batches(BATCH, 9, num_micro_batches=1), ValueError, "need 2 micro-batches"),
         (lambda: rearrange_micro_batches(BATCH, 9, length_key="none"), KeyError, "no column 'none'"),
         (lambda: rearrange_micro_batches(BATCH, 9, length_key="uid"), ValueError, "length_key='uid'"),
-        (lambda: restore_dynamic_batch(torch.arange(3), [[0, 1]]), ValueError, "indices of 3 rows"),
-        (lambda: restore_dynamic_batch(torch.arange(3), [[0, 1, 1]]), ValueError, "each once"),
+        (lambda: restore_dynamic_batch(torch.arange(3), [[0, 1]]), ValueError, "each of 3 rows once, got 2"),
+        (lambda: restore_dynamic_batch(torch.arange(3), [[0, 1, 1]]), ValueError, "each of 3 rows once, got 3"),
         (lambda: rearrange_micro_batches(BATCH, 8, group_key="uid"), TypeError, "got list for row 0"),
         (lambda: rearrange_micro_batches(BATCH, 11, group_key="row2"), KeyError, "no column 'row2'"),
         (
@@ -164,6 +166,15 @@ GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a"
         (lambda: prepare_dynamic_batch(BATCH, 8, length_key="none"), KeyError, "no column 'none'"),
     ],
 )
-def test_errors_say_what_came(call, error: type[Exception], message: str) -> None:
+def test_error_message(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_micro_batches_do_not_share_meta_info() -> None:
+    batch = batch_of([1, 2, 2])
+    batch.meta_info |= {"step": 1, "list": [1]}
+    parts, _ = rearrange_micro_batches(batch, 2)
+    assert len(parts) > 1
+    parts[0].meta_info["list"].append(2)
+    assert parts[1].meta_info == batch.meta_info == {"step": 1, "list": [1]}

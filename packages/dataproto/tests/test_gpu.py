@@ -34,7 +34,7 @@ def batch() -> DataProto:
     return on_device("cuda")
 
 
-def test_the_check_itself_sees_waiting() -> None:
+def test_sync_check_detects_waiting() -> None:
     flag = torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError, match="synchron"), no_waiting():
         flag.item()
@@ -70,7 +70,7 @@ def test_gradients_flow_without_waiting(batch: DataProto) -> None:
     torch.testing.assert_close(weights.grad.cpu(), torch.tensor(expected))
 
 
-def test_to_the_device_and_back() -> None:
+def test_to_device_and_back_is_the_identity() -> None:
     host = host_batch()
     pinned = DataProto.from_dict({"x": torch.randn(8, 4).pin_memory()})
     with no_waiting():
@@ -82,7 +82,7 @@ def test_to_the_device_and_back() -> None:
     assert ragged.offsets(moved["input_ids"]) is ragged.offsets(moved["response_mask"])
 
 
-def test_what_torch_has_made_is_read_once() -> None:
+def test_offsets_made_by_torch_are_read_once() -> None:
     column = torch.nested.nested_tensor_from_jagged(
         torch.arange(5, device="cuda"), torch.tensor([0, 2, 2, 5], device="cuda")
     )
@@ -94,13 +94,13 @@ def test_what_torch_has_made_is_read_once() -> None:
     assert batch["c"] is column
 
 
-def test_pickled_and_saved_from_the_device(tmp_path: Path, batch: DataProto) -> None:
+def test_pickle_and_save_from_device(tmp_path: Path, batch: DataProto) -> None:
     assert pickle.loads(pickle.dumps(batch)) == host_batch()
     batch.save_to_disk(tmp_path / "batch")
     assert DataProto.load_from_disk(tmp_path / "batch") == host_batch()
 
 
-def test_ranks_of_nccl_agree_and_gather_on_the_device(batch: DataProto) -> None:
+def test_nccl_ranks_agree_and_gather_on_device(batch: DataProto) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         both = batch.union(host_batch().select(["x"], []).rename("x", "on_host"))

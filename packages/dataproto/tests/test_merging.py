@@ -1,4 +1,4 @@
-"""Concatenation: columns that fit, are filled or are named; facts that merge by rule."""
+"""Concatenation: matching, missing and different columns, and merging of meta_info."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from batch_cases import make
 from tidemill_dataproto import DataProto, ragged
 
 
-def test_concat_names_columns_that_only_some_parts_have() -> None:
+def test_concat_names_columns_that_some_parts_lack() -> None:
     first, second = make(), make().rename("x", "y")
     for parts in ([first, second], [second, first]):
         with pytest.raises(ValueError, match=r"all 2 parts, but '[xy]' is missing from part \d; '[xy]' is missing"):
@@ -20,7 +20,7 @@ def test_concat_names_columns_that_only_some_parts_have() -> None:
         DataProto.concat([first, *[first.select(None, [])] * 10])
 
 
-def test_concat_fills_columns_as_asked() -> None:
+def test_concat_fills_missing_columns() -> None:
     first, second = make(3), make(2).select(["x"], [])
     fill = {"ids": None, "mask": None, "uid": "none"}
     joined = DataProto.concat([second, first, second], fill=fill)
@@ -34,7 +34,10 @@ def test_concat_fills_columns_as_asked() -> None:
     assert joined["s"].tolist() == ["longer", "ab"]
     lists = DataProto.concat([make(2).select(["x"], []), make(1)], fill={"ids": None, "mask": None, "uid": []})
     assert lists["uid"][0] is not lists["uid"][1]
-    for wrong, message in (({"none": 1}, "no part has"), ({**fill, "ids": 0}, "'ids' is ragged .* empty rows")):
+    for wrong, message in (
+        ({"none": 1}, "columns of at least one part"),
+        ({**fill, "ids": 0}, "'ids' is ragged .* empty rows"),
+    ):
         with pytest.raises(ValueError, match=message):
             DataProto.concat([second, first], fill=wrong)
     with pytest.raises(ValueError, match="'uid' is missing"):
@@ -63,7 +66,7 @@ def test_concat_fills_columns_as_asked() -> None:
         (np.zeros(2, dtype="datetime64[s]"), 5),
     ],
 )
-def test_a_fill_that_the_column_cannot_hold_is_an_error(column: Any, value: Any) -> None:
+def test_fill_that_the_dtype_cannot_represent_is_refused(column: Any, value: Any) -> None:
     full = DataProto.from_single_dict({"x": torch.zeros(2), "c": column})
     for parts in ([full, full.select(["x"], [])], [full.select(["x"], [])[:0], full]):  # also without rows to fill
         with pytest.raises(ValueError, match=r"column 'c' is .*, which cannot hold"):
@@ -87,14 +90,14 @@ def test_a_fill_that_the_column_cannot_hold_is_an_error(column: Any, value: Any)
         (np.zeros(2, dtype="datetime64[s]"), np.datetime64("2026-01-01")),
     ],
 )
-def test_a_fill_that_the_column_can_hold_is_kept(column: Any, value: Any) -> None:
+def test_fill_that_the_dtype_can_represent_is_kept(column: Any, value: Any) -> None:
     full = DataProto.from_single_dict({"x": torch.zeros(2), "c": column})
     joined = DataProto.concat([full, full.select(["x"], [])], fill={"c": value})["c"]
     assert joined.dtype == column.dtype
     assert joined[2:].tolist() == pytest.approx([value] * 2, rel=0.01, nan_ok=True) or joined[2] == value
 
 
-def test_rows_are_filled_with_a_row_of_numbers() -> None:
+def test_fill_may_be_one_row_of_a_numpy_column() -> None:
     full = DataProto.from_dict({"x": torch.zeros(1)}, {"c": np.zeros((1, 2), dtype=np.int64)})
     joined = DataProto.concat([full, full.select(["x"], [])], fill={"c": np.array([1, 2])})
     assert joined["c"].tolist() == [[0, 0], [1, 2]]
@@ -102,7 +105,7 @@ def test_rows_are_filled_with_a_row_of_numbers() -> None:
         DataProto.concat([full, full.select(["x"], [])], fill={"c": [1, 2.5]})
 
 
-def test_concat_names_a_column_that_is_in_different_halves() -> None:
+def test_concat_names_column_that_is_tensor_and_numpy() -> None:
     x = torch.zeros(2)
     tensor, array = (DataProto.from_single_dict({"x": x, "y": y}) for y in (torch.zeros(2), np.zeros(2)))
     without = DataProto.from_dict({"x": x})
@@ -112,7 +115,7 @@ def test_concat_names_a_column_that_is_in_different_halves() -> None:
         DataProto.concat([without, array, tensor], fill={"y": 0})
 
 
-def test_a_batch_without_columns_and_rows_goes_with_any() -> None:
+def test_batch_without_columns_and_rows_concatenates_with_any() -> None:
     batch = make()
     assert DataProto.concat([DataProto(), batch, DataProto(meta_info={"other": 1})])["x"].tolist() == [0, 1, 2, 3]
     assert DataProto.concat([DataProto(), batch]) == batch == DataProto.concat([batch, DataProto()])
@@ -132,7 +135,7 @@ def test_a_batch_without_columns_and_rows_goes_with_any() -> None:
         (["a", "b"], np.array(["a", "b"])),
     ],
 )
-def test_concat_names_the_column_that_does_not_fit(a: Any, b: Any) -> None:
+def test_concat_names_column_of_different_kinds(a: Any, b: Any) -> None:
     with pytest.raises(ValueError, match=r"column 'c' is .* in part 1, but .* in part 0"):
         DataProto.concat([DataProto.from_single_dict({"c": a}), DataProto.from_single_dict({"c": b})])
 
@@ -168,7 +171,7 @@ def test_concat_merges_meta_info_by_rule() -> None:
         (len, 2),
     ],
 )
-def test_facts_merge_by_the_rule_that_was_asked_for(rule: Any, expected: Any) -> None:
+def test_merge_rules_of_meta_info(rule: Any, expected: Any) -> None:
     one = DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"fact": {"a": 1, "b": 4}, "number": 2})
     three = DataProto.from_dict({"x": torch.zeros(3)}, meta_info={"fact": {"a": 5}, "number": 2})
     joined = DataProto.concat([one, three], merge={"fact": rule})
@@ -178,7 +181,7 @@ def test_facts_merge_by_the_rule_that_was_asked_for(rule: Any, expected: Any) ->
     assert both.meta_info["fact"] == {"a": 1, "b": 4}
 
 
-def test_numbers_merge_by_rule_and_nothing_else_does() -> None:
+def test_rules_for_numbers_refuse_other_values() -> None:
     parts = [DataProto.from_dict({"x": torch.zeros(n)}, meta_info={"n": n, "s": str(n)}) for n in (1, 3)]
     assert DataProto.concat(parts, merge={"n": "mean", "s": "first"}).meta_info["n"] == 2.5
     empty = [DataProto.from_dict({"x": torch.zeros(0)}, meta_info={"n": 1})] * 2
@@ -190,6 +193,16 @@ def test_numbers_merge_by_rule_and_nothing_else_does() -> None:
         DataProto.concat(parts, merge={"n": wrong})
 
 
-def test_concat_of_nothing() -> None:
+def test_concat_of_no_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one part"):
         DataProto.concat([])
+
+
+def test_timings_and_metrics_may_differ_between_parts() -> None:
+    parts = make().chunk(2)
+    for part, seconds in zip(parts, (0.1, 0.1 + 1e-16), strict=True):
+        part.meta_info["timing"] = {"generate": seconds}
+        part.meta_info["metrics"] = {"loss": seconds}
+    meta = DataProto.concat(parts).meta_info
+    assert len(meta["timing"]) == len(meta["metrics"]) == 2
+    assert DataProto.concat(parts, merge={"timing": "max"}).meta_info["timing"] == {"generate": 0.1 + 1e-16}

@@ -1,4 +1,4 @@
-"""Operations on tensors whose numbers cannot be read at all: none of them needs to."""
+"""Operations on tensors of the meta device, which have no data: none of them reads a tensor."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_index_arithmetic_reads_no_tensor() -> None:
         assert (ours.shape, ours.dtype, ours.device.type) == (expected.shape, expected.dtype, "meta")
 
 
-def test_lengths_stay_known_where_offsets_cannot_be_read() -> None:
+def test_lengths_are_known_without_reading_offsets() -> None:
     batch = on_device("meta")
     column = batch["input_ids"]
     for other in (column, column + 1, ragged.like(torch.zeros(sum(LENGTHS), device="meta"), column)):

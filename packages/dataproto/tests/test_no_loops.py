@@ -1,4 +1,4 @@
-"""No operation on tensor columns runs Python for each row: a hundred rows need as many lines as thousands."""
+"""No operation on tensor columns loops over rows in Python: the number of executed lines does not depend on it."""
 
 import pickle
 import sys
@@ -39,7 +39,7 @@ COLUMNS: dict[str, Callable[[DataProto], Any]] = {
 
 
 def lines_run(call: Callable[[DataProto], Any], num_rows: int, mean_length: int) -> int:
-    """The lines of Python that the second call runs; the first may fill caches."""
+    """Count the lines of Python that the second call executes; the first may fill caches."""
     lengths = torch.arange(num_rows) % 3 + mean_length
     size = int(lengths.sum())
     places = ragged.ragged(torch.zeros(size, dtype=torch.int64), lengths)
@@ -64,12 +64,12 @@ def lines_run(call: Callable[[DataProto], Any], num_rows: int, mean_length: int)
 
 @pytest.mark.parametrize("mean_length", [1, 300])  # long rows are copied in blocks
 @pytest.mark.parametrize("name", [*BATCHES, *COLUMNS])
-def test_as_many_lines_for_any_number_of_rows(name: str, mean_length: int) -> None:
+def test_number_of_executed_lines_does_not_depend_on_rows(name: str, mean_length: int) -> None:
     call = (BATCHES | COLUMNS)[name]
     more = lines_run(call, 2000, mean_length) - lines_run(call, 100, mean_length)
-    assert abs(more) < 1900 // 10  # a few lines are for each MiB
+    assert abs(more) < 1900 // 10  # pickling needs a few lines per MiB
 
 
-def test_the_check_itself_sees_a_loop() -> None:
+def test_line_count_detects_a_loop() -> None:
     loop = lambda b: [row for row in ragged.lengths(b["ids"]).tolist()]  # noqa: C416, E731
     assert lines_run(loop, 2000, 1) > lines_run(loop, 100, 1) + 1000

@@ -1,4 +1,4 @@
-"""The public names, and the examples that the README shows."""
+"""Public names, and the examples of the README."""
 
 import re
 from pathlib import Path
@@ -31,5 +31,5 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
-def test_the_readme_examples_run(example: str) -> None:
+def test_readme_examples_run(example: str) -> None:
     exec(compile(example, "README.md", "exec"), {})

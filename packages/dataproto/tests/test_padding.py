@@ -1,4 +1,4 @@
-"""Padding rows are marked, not trained, and go by themselves."""
+"""Padding rows are marked, do not affect training, and are removed by concat."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def make(n: int = 5) -> DataProto:
     )
 
 
-def test_padding_rows_are_cheap_copies_that_are_not_trained_and_of_no_group() -> None:
+def test_padding_rows_copy_the_shortest_row_without_mask_and_group() -> None:
     batch = make()
     padded, size = pad_dataproto_to_divisor(batch, 4)
     assert size == 3
@@ -40,12 +40,12 @@ def test_padding_rows_are_cheap_copies_that_are_not_trained_and_of_no_group() ->
     assert padded["uid"].tolist() == ["u0", "u1", "u2", "u3", "u4", None, None, None]
     assert padded["ground_truth"].tolist()[5:] == ["g4"] * 3
     assert padded.is_padding.tolist() == [False] * 5 + [True] * 3
-    assert "8 rows, 3 of them padding" in repr(padded)
+    assert "8 rows, 3 padding" in repr(padded)
     assert batch == make()
     assert ragged.offsets(padded["responses"]) is ragged.offsets(padded["response_mask"])
 
 
-def test_other_columns_are_blanked_as_asked() -> None:
+def test_blank_keys() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 2, blank_keys=["score", "ground_truth", "none"])
     assert padded["score"].tolist()[4:] == [14.0, 0.0]
     assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
@@ -66,7 +66,7 @@ def test_other_columns_are_blanked_as_asked() -> None:
         ["a", "a", "b", "b", "c"],
     ],
 )
-def test_padding_rows_join_no_group_whatever_names_the_groups(uid) -> None:
+def test_padding_rows_are_in_no_group_for_any_dtype_of_uid(uid) -> None:
     batch = make().select(None, []).union(DataProto.from_single_dict({"uid": uid}))
     padded, size = pad_dataproto_to_divisor(batch, 8)
     names = padded["uid"]
@@ -78,7 +78,7 @@ def test_padding_rows_join_no_group_whatever_names_the_groups(uid) -> None:
     assert unpad_dataproto(padded, size) == batch
 
 
-def test_columns_that_name_groups_are_those_asked_for() -> None:
+def test_group_keys() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 2, group_keys=["ground_truth", "score", "none"])
     assert padded["uid"].tolist()[4:] == ["u4", "u4"]
     assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
@@ -86,7 +86,7 @@ def test_columns_that_name_groups_are_those_asked_for() -> None:
 
 
 @pytest.mark.parametrize("uid", [torch.tensor([255, 0, 0], dtype=torch.uint8), np.array([True, False, False])])
-def test_a_dtype_without_another_number_cannot_name_groups(uid) -> None:
+def test_group_column_at_the_maximum_of_its_dtype_is_refused(uid) -> None:
     with pytest.raises(ValueError, match=r"column 'uid' is (torch.uint8|bool), which cannot hold (256|2)"):
         pad_dataproto_to_divisor(DataProto.from_single_dict({"uid": uid}), 2)
 
@@ -105,7 +105,7 @@ def test_a_dtype_without_another_number_cannot_name_groups(uid) -> None:
         lambda b: DataProto._join(b.chunk(4), {}, None),
     ],
 )
-def test_marks_stay_through_operations(operation) -> None:
+def test_padding_marks_survive_operations(operation) -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 4)
     result = operation(padded)
     assert result.is_padding.tolist() == [False] * 5 + [True] * 3
@@ -113,7 +113,7 @@ def test_marks_stay_through_operations(operation) -> None:
     assert padded.is_padding.tolist() == [False] * 5 + [True] * 3
 
 
-def test_marks_move_with_their_rows() -> None:
+def test_padding_marks_move_with_their_rows() -> None:
     padded, size = pad_dataproto_to_divisor(make(), 4)
     moved = padded.reorder(list(range(8))[::-1])
     assert moved.is_padding.tolist() == [True] * 3 + [False] * 5
@@ -128,7 +128,7 @@ def test_without_padding() -> None:
     padded, size = pad_dataproto_to_divisor(make(), 4)
     real = padded[::-1].without_padding()
     assert real == make()[::-1]
-    assert unpad_dataproto(real, size) == real  # it knows that the padding is gone
+    assert unpad_dataproto(real, size) == real  # the padding is known to be removed
     batch = make()
     same = batch.without_padding()
     assert same == batch
@@ -138,7 +138,7 @@ def test_without_padding() -> None:
     assert batch == make()
 
 
-def test_micro_batches_keep_padding_until_they_are_collected() -> None:
+def test_micro_batches_keep_padding_and_concat_drops_it() -> None:
     padded, size = pad_dataproto_to_divisor(make(), 4)
     parts, indices = rearrange_micro_batches(padded, 6, length_key="responses")
     assert sum(part.is_padding.sum() for part in parts) == 3
@@ -149,7 +149,7 @@ def test_micro_batches_keep_padding_until_they_are_collected() -> None:
 
 
 @pytest.mark.parametrize("uid", [["a", "b", "c"], np.array(["a", "b", "c"]), torch.tensor([0, 0, 1])])
-def test_padding_rows_are_no_group_of_micro_batches(uid) -> None:
+def test_padding_rows_are_independent_in_grouped_micro_batches(uid) -> None:
     ids = ragged.ragged(torch.arange(15), [5] * 3)
     padded, size = pad_dataproto_to_divisor(DataProto.from_single_dict({"input_ids": ids, "uid": uid}), 8)
     assert size == 5
@@ -162,7 +162,7 @@ def test_padding_rows_are_no_group_of_micro_batches(uid) -> None:
         rearrange_micro_batches(padded[padded.is_padding], 4, group_key="uid")
 
 
-def test_metrics_do_not_see_padding() -> None:
+def test_mean_of_meta_info_ignores_padding() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 4)
     parts = padded.chunk(2)
     for part in parts:
@@ -172,14 +172,14 @@ def test_metrics_do_not_see_padding() -> None:
     assert joined["score"].tolist() == make()["score"].tolist()
 
 
-def test_unpad_takes_the_last_rows_of_what_a_worker_built_anew() -> None:
+def test_unpad_removes_the_last_rows_of_an_unmarked_batch() -> None:
     padded, size = pad_dataproto_to_divisor(make(), 4)
     result = DataProto.from_dict({"value": padded["score"]})
     assert unpad_dataproto(result, size)["value"].tolist() == make()["score"].tolist()
     assert unpad_dataproto(result, 0) == result
 
 
-def test_padding_of_padding() -> None:
+def test_padding_a_padded_batch() -> None:
     once, first = pad_dataproto_to_divisor(make(), 4)
     twice, second = pad_dataproto_to_divisor(once, 9)
     assert (first, second) == (3, 1)
@@ -190,20 +190,33 @@ def test_padding_of_padding() -> None:
     assert (len(empty), none) == (0, 0)
 
 
-def test_errors_say_what_came() -> None:
+def test_error_messages() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 4)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="size_divisor >= 1, got 0"):
         pad_dataproto_to_divisor(make(), 0)
-    with pytest.raises(ValueError, match="expected 2 padding rows, the batch has 3"):
+    with pytest.raises(ValueError, match="expected 2 padding rows, got a batch with 3"):
         unpad_dataproto(padded[::-1], 2)
-    with pytest.raises(ValueError, match="0 to 5"):
+    with pytest.raises(ValueError, match="from 0 to 5"):
         unpad_dataproto(make(), 6)
-    with pytest.raises(ValueError, match="0 to 5"):
+    with pytest.raises(ValueError, match="from 0 to 5"):
         unpad_dataproto(make(), -1)
-    with pytest.raises(ValueError, match="3 rows are padding; fold after unpad"):
+    with pytest.raises(ValueError, match="got 3 padding rows; call unpad_dataproto"):
         padded.fold(2)
-    with pytest.raises(ValueError, match="different rows are padding"):
+    with pytest.raises(ValueError, match="the same padding rows in both batches"):
         padded.union(padded.reorder(list(range(8))[::-1]).select(["score"], []).rename("score", "other"))
     padded.batch = make().batch
-    with pytest.raises(ValueError, match="'marks of padding rows': 8"):
+    with pytest.raises(ValueError, match="'padding marks': 8"):
         padded.check_consistency()
+
+
+def test_padding_affects_neither_loss_nor_groups_nor_metrics() -> None:
+    responses = ragged.ragged(torch.arange(5), [2, 1, 2])
+    batch = DataProto.from_dict(
+        {"responses": responses, "response_mask": ragged.like(torch.ones(5), responses), "score": torch.arange(3.0)},
+        {"uid": ["a", "b", "b"]},
+    )
+    padded, size = pad_dataproto_to_divisor(batch, 4)
+    assert ragged.values(padded["response_mask"]).sum() == 5
+    assert (padded["uid"] == "b").sum() == 2
+    assert sum(item.batch["score"] for item in padded) == 3.0
+    assert DataProto.concat(padded.chunk(2)) == unpad_dataproto(padded, size) == batch

@@ -1,4 +1,4 @@
-"""Every operation on random batches, against the same operation on a plain list of rows."""
+"""Operations on random batches compared with the same operation on a list of rows."""
 
 import copy
 import pickle
@@ -211,7 +211,7 @@ def test_pad_then_unpad_is_the_identity(batch: DataProto, divisor: int) -> None:
     ],
 )
 @pytest.mark.parametrize("added", ["union", "put in", "both"])
-def test_columns_made_like_each_other_in_different_batches_stay_together(operation: Any, added: str) -> None:
+def test_layouts_shared_between_batches_stay_shared(operation: Any, added: str) -> None:
     ids = ragged.ragged(torch.arange(7), [2, 0, 4, 1])
     batch = DataProto.from_dict({"ids": ids})
     if added != "put in":
@@ -254,14 +254,14 @@ def test_save_then_load_is_the_identity(batch: DataProto) -> None:
 
 
 @given(batches())
-def test_tensordict_there_and_back(batch: DataProto) -> None:
+def test_from_tensordict_of_batch_keeps_columns(batch: DataProto) -> None:
     tensors = batch.select(non_tensor_batch_keys=[])
     again = DataProto.from_tensordict(tensors.batch.clone(), batch.meta_info)
     assert again == tensors
 
 
 @given(batches())
-def test_copies_are_equal_and_apart(batch: DataProto) -> None:
+def test_copies_are_equal_and_independent(batch: DataProto) -> None:
     for new in (batch.clone(), copy.deepcopy(batch)):
         assert new == batch
         check(new, rows_of(batch), batch)
@@ -273,7 +273,7 @@ def test_copies_are_equal_and_apart(batch: DataProto) -> None:
 
 
 @given(batches(), st.data())
-def test_columns_go_apart_and_together(batch: DataProto, data: st.DataObject) -> None:
+def test_select_then_union_is_the_identity(batch: DataProto, data: st.DataObject) -> None:
     before = rows_of(batch)
     tensor_names = data.draw(st.sets(st.sampled_from(sorted(names_of(batch)) or ["none"]))) - {"none"}
     other_names = data.draw(st.sets(st.sampled_from(sorted(batch.non_tensor_batch) or ["none"]))) - {"none"}
@@ -293,7 +293,7 @@ def test_columns_go_apart_and_together(batch: DataProto, data: st.DataObject) ->
 
 
 @given(batches(min_rows=1), st.data())
-def test_a_change_of_anything_is_seen_by_equality(batch: DataProto, data: st.DataObject) -> None:
+def test_equality_detects_every_change(batch: DataProto, data: st.DataObject) -> None:
     changed = batch.clone()
     names = [*names_of(batch), *batch.non_tensor_batch]
     name = data.draw(st.sampled_from(["meta", *names]))

@@ -1,4 +1,4 @@
-"""What DataProto promises beyond rows: isolation and atomicity."""
+"""DataProto: construction, isolation of inputs, and columns."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def test_from_single_dict_sorts_columns_by_kind() -> None:
     assert batch.meta_info == {"k": 1}
 
 
-def test_construction_leaves_its_inputs_alone() -> None:
+def test_construction_does_not_change_its_inputs() -> None:
     tensors, others, meta = {"x": torch.zeros(2)}, {"uid": [[1], [2]]}, {"list": [1]}
     batch = DataProto.from_dict(tensors, others, meta)
     batch.meta_info["list"].append(2)
@@ -49,7 +49,7 @@ def test_construction_leaves_its_inputs_alone() -> None:
         [{"a": 1}, None],
     ],
 )
-def test_object_columns_have_one_dimension_whatever_is_in_them(rows: list[Any]) -> None:
+def test_object_columns_have_one_dim(rows: list[Any]) -> None:
     batch = DataProto.from_dict(non_tensors={"c": rows})
     copied, doubled = pickle.loads(pickle.dumps(batch)), DataProto.concat([batch, batch])
     for b in (batch, batch[[1, 0]], batch.repeat(2), doubled, copied):
@@ -67,7 +67,7 @@ def test_two_dimensional_object_arrays_become_lists() -> None:
         assert type(DataProto.from_dict(non_tensors={"c": array})["c"][0]) is list
 
 
-def test_no_columns_no_rows() -> None:
+def test_batch_without_columns_and_rows() -> None:
     batch = DataProto()
     assert len(batch) == 0
     assert [len(part) for part in batch.chunk(3)] == [0, 0, 0]
@@ -76,7 +76,7 @@ def test_no_columns_no_rows() -> None:
     assert len(make().union(batch)) == 4
 
 
-def test_rows_are_remembered_without_columns() -> None:
+def test_number_of_rows_is_kept_without_columns() -> None:
     batch = make().select([], [])
     assert len(batch) == 4
     assert len(DataProto.concat(batch.chunk(2))) == 4
@@ -109,7 +109,7 @@ def test_rows_are_remembered_without_columns() -> None:
         lambda b: next(b.make_iterator(2)),
     ],
 )
-def test_nothing_shares_meta_info_or_columns_dicts(operation) -> None:
+def test_results_share_neither_meta_info_nor_dicts_of_columns(operation) -> None:
     batch = make()
     new = operation(batch)
     new.meta_info["list"].append(2)
@@ -149,7 +149,7 @@ def test_copies_keep_devices_and_gradients(copied) -> None:
     assert {column.device.type for column in copied(make().to("meta")).batch.values()} == {"meta"}
 
 
-def test_deep_copies_share_nothing_but_what_was_shared_within() -> None:
+def test_deep_copy_shares_nothing_with_its_source() -> None:
     fact = {"list": [1]}
     batch = DataProto.from_dict({"x": torch.zeros(1)}, {"o": [[fact]], "n": np.zeros(1)})
     batch.meta_info["fact"] = fact
@@ -181,7 +181,7 @@ def test_slices_are_views_and_indexing_copies() -> None:
 
 def test_pop_is_atomic() -> None:
     batch = make()
-    with pytest.raises(KeyError, match=r"no non-tensor column 'none'; there are \['uid'\]"):
+    with pytest.raises(KeyError, match=r"no non-tensor column 'none'; known: \['uid'\]"):
         batch.pop(["x"], ["none"])
     with pytest.raises(KeyError, match="no meta_info key 'none'"):
         batch.pop(["x"], meta_info_keys=["none"])
@@ -191,7 +191,7 @@ def test_pop_is_atomic() -> None:
     assert list(batch.batch.keys()) == ["x", "ids", "mask"]
 
 
-def test_rename_in_either_half() -> None:
+def test_rename_tensor_and_numpy_columns() -> None:
     batch = make().rename(["x", "uid"], ["y", "name"])
     assert list(batch.batch.keys()) == ["y", "ids", "mask"]
     assert list(batch.non_tensor_batch) == ["name"]
@@ -200,15 +200,15 @@ def test_rename_in_either_half() -> None:
     for old, new in ((["x"], ["ids"]), (["x", "ids"], ["a", "a"]), (["x"], ["uid"])):
         with pytest.raises(ValueError, match="one name"):
             make().rename(old, new)
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="the same number of old and new names"):
         make().rename(["x"], ["a", "b"])
     with pytest.raises(KeyError, match="no column 'none'"):
         make().rename("none", "a")
 
 
-def test_union_checks_before_it_makes_anything() -> None:
+def test_failed_union_changes_nothing() -> None:
     batch, other = make(), DataProto.from_dict({"new": torch.ones(4), "x": torch.zeros(4, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="column 'x' is in both"):
+    with pytest.raises(ValueError, match="column 'x' has different values in the two batches"):
         batch.union(other)
     with pytest.raises(ValueError, match="4 and 2"):
         batch.union(make(2))
@@ -231,7 +231,7 @@ def test_union_of_equal_columns_with_nan() -> None:
         DataProto.from_dict(nan).union(DataProto.from_dict({"a": torch.tensor([1.0, 2.0])}))
 
 
-def test_to_moves_every_half_of_a_ragged_column() -> None:
+def test_to_moves_values_and_offsets() -> None:
     moved = make().to("meta")
     assert {name: str(c.device) for name, c in moved.batch.items()} == dict.fromkeys(["x", "ids", "mask"], "meta")
     assert moved["ids"].offsets().device.type == "meta"
@@ -299,3 +299,46 @@ def test_unfold_column_chunks_keeps_padding_marks_and_names_what_does_not_divide
     ]:
         with pytest.raises(error, match=text):
             batch.unfold_column_chunks(n, names)
+
+
+def test_from_dict_and_fold_do_not_change_their_inputs() -> None:
+    tensors, others, meta = {"x": torch.arange(4)}, {"o": [[1], [2], [3], [4]]}, {"list": []}
+    batch = DataProto.from_dict(tensors, others, meta)
+    before = batch.clone()
+    folded = batch.fold(2)
+    folded.meta_info["list"].append(1)
+    folded.non_tensor_batch["o"][0].append(5)
+    assert batch == before
+    assert (list(tensors), others, meta) == (["x"], {"o": [[1], [2], [3], [4]]}, {"list": []})
+    assert tensors["x"].shape == (4,)
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [3], [0], [0, 0], []])
+def test_rows_of_equal_length_and_single_rows_stay_ragged(lengths: list[int]) -> None:
+    column = ragged.ragged(torch.arange(sum(lengths)), lengths)
+    batch = DataProto.from_dict({"ids": column})
+    for new in (
+        DataProto.concat(batch.chunk(max(len(lengths), 1))),
+        batch[list(range(len(lengths)))],
+        batch[:],
+        pickle.loads(pickle.dumps(batch)),
+        batch.to("cpu"),
+        DataProto.concat([batch[:0], batch]),
+    ):
+        assert ragged.lengths(new["ids"]).tolist() == lengths
+        assert ragged.values(new["ids"]).tolist() == list(range(sum(lengths)))
+        assert ragged.values(new["ids"] + 1).tolist() == list(range(1, sum(lengths) + 1))
+
+
+def test_3d_position_ids_stay_ragged_in_dim_1() -> None:
+    rows = [torch.arange(12).reshape(4, 3), torch.arange(12).reshape(4, 3) + 100]  # equally long
+    batch = DataProto.from_dict({"position_ids": ragged.ragged_from_list(rows)})
+    for new in (DataProto.concat(batch.chunk(2)), batch[[0, 1]], pickle.loads(pickle.dumps(batch))):
+        for row, expected in zip(new, rows, strict=True):
+            assert torch.equal(row.batch["position_ids"], expected)
+
+
+def test_getitem_finds_tensor_and_numpy_columns() -> None:
+    batch = DataProto.from_dict({"ids": torch.arange(2)}, {"multi_modal_inputs": [{"pixels": torch.ones(2)}, {}]})
+    assert batch["multi_modal_inputs"][0]["pixels"].tolist() == [1, 1]
+    assert "multi_modal_inputs" in batch

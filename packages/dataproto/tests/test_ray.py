@@ -1,4 +1,4 @@
-"""Through Ray's object store: exact, without copies, and safe to train on."""
+"""Batches in Ray's object store: exact, read without a copy, usable for training."""
 
 import os
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_tensors_are_views_of_the_store() -> None:
     assert second == batch  # the views keep the object alive
 
 
-def test_what_comes_out_can_be_trained_on() -> None:
+def test_training_on_tensors_of_the_store() -> None:
     batch = large()
     reference = ray.put(batch)
     got = ray.get(reference)
@@ -74,7 +74,7 @@ def test_what_comes_out_can_be_trained_on() -> None:
     own = got.clone()
     own["x"].zero_()
     ragged.values(own["ids"]).zero_()
-    assert ray.get(reference) == batch  # nothing has written to the store
+    assert ray.get(reference) == batch  # the store is unchanged
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -89,7 +89,7 @@ def test_no_operation_writes_to_the_store(operation: str) -> None:
     assert ray.get(reference) == host_batch()
 
 
-def test_a_remote_task_gets_its_own_rows_and_padding() -> None:
+def test_remote_task_receives_its_rows_and_padding() -> None:
     @ray.remote
     def double(part: DataProto) -> DataProto:
         doubled = DataProto.from_dict({"y": part["x"] * 2}, meta_info={"metrics": {"rows": len(part)}})

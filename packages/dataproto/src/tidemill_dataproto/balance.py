@@ -1,4 +1,4 @@
-"""Partitions: rows into parts of nearly equal total length."""
+"""Partition rows into parts of nearly equal total length."""
 
 import heapq
 from collections.abc import Hashable, Sequence
@@ -22,8 +22,9 @@ _Part = tuple[int, list[int]]  # total length, rows
 
 
 def quadratic_workload(lengths: Sequence[int] | Tensor, hidden_size: int) -> Tensor:
-    """How much work a dense transformer has with rows of these lengths, int64 `[B]`, in units of 4 * hidden_size FLOPs
-    per layer: `length * (6 * hidden_size + length)`.
+    """Estimate the work of a dense transformer per row, int64 `[B]`: `length * (6 * hidden_size + length)`.
+
+    The unit is 4 * hidden_size FLOPs per layer.
 
     Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters (2021), appendix: a
     layer takes 24 s h^2 + 4 s^2 h FLOPs forward for s tokens at hidden size h.
@@ -33,7 +34,7 @@ def quadratic_workload(lengths: Sequence[int] | Tensor, hidden_size: int) -> Ten
 
 
 def karmarkar_karp(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = False) -> list[list[int]]:
-    """Partitions the rows into `k` parts whose total lengths are nearly equal, by the largest differencing method.
+    """Partition the rows into `k` parts of nearly equal total length, by the largest differencing method.
 
     Source: N. Karmarkar, R. M. Karp, The differencing method of set partitioning (1982). Its largest part is at most
     4/3 - 1/(3k) times that of the best partition (W. Michiels et al., 2007).
@@ -41,13 +42,13 @@ def karmarkar_karp(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = F
     Args:
         lengths: one integer >= 0 per row (tokens, or any other measure of work).
         k: number of parts.
-        equal_size: gives all parts the same number of rows.
+        equal_size: whether all parts must have the same number of rows.
 
     Returns:
-        k lists of ascending row numbers, longest part first. No part is empty where there are k rows or more.
+        k lists of ascending row numbers, longest part first. No part is empty if there are at least k rows.
 
     Raises:
-        TypeError: lengths that are not integers, one per row.
+        TypeError: lengths are not integers, one per row.
         ValueError: k < 1, a negative length, or equal_size with a number of rows that k does not divide.
     """
     rows = checked_lengths(lengths)
@@ -56,16 +57,16 @@ def karmarkar_karp(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = F
 
 
 def greedy_partition(lengths: Sequence[int] | Tensor, k: int, equal_size: bool = False) -> list[list[int]]:
-    """As `karmarkar_karp`, by giving the longest row that is left to the part with the smallest total.
+    """Partition as `karmarkar_karp`, by assigning the longest remaining row to the part with the smallest total.
 
-    Source: R. L. Graham, Bounds on multiprocessing timing anomalies (1969): the same bound, usually less level.
+    Source: R. L. Graham, Bounds on multiprocessing timing anomalies (1969): the same bound, usually less balanced.
     """
     rows = checked_lengths(lengths)
     _check_parts(len(rows), k, equal_size)
     room = len(rows) // k if equal_size else len(rows)
     parts: list[list[int]] = [[] for _ in range(k)]
-    totals = [(0, part) for part in range(k)]  # a heap of the parts that have room
-    for row in _falling(rows):
+    totals = [(0, part) for part in range(k)]  # heap of the parts that are not full
+    for row in _descending(rows):
         total, part = totals[0]
         parts[part].append(row)
         if len(parts[part]) < room:
@@ -78,7 +79,13 @@ def greedy_partition(lengths: Sequence[int] | Tensor, k: int, equal_size: bool =
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int] | Tensor, uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
-    """As `karmarkar_karp`, with rows of one uid in one part; rows of the uid None, such as padding, in any."""
+    """Partition as `karmarkar_karp`, with all rows of one uid in one part.
+
+    Args:
+        seqlen_list: one integer >= 0 per row.
+        uid_list: one group name per row; rows with the name None, such as padding, are independent.
+        k_partitions: number of parts.
+    """
     rows = checked_lengths(seqlen_list)
     groups = rows_of_groups(uid_list, len(rows))
     parts = karmarkar_karp([sum(rows[row] for row in group) for group in groups], k_partitions)
@@ -86,24 +93,24 @@ def get_group_balanced_partitions(
 
 
 def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hashable] | None = None) -> Tensor:
-    """A permutation, int64 `[B]`, after which `chunk(n)` gives parts of nearly equal total length.
+    """Return a permutation, int64 `[B]`, after which `chunk(n)` gives parts of nearly equal total length.
 
-    Where n does not divide B it is meant for `chunk(n, allow_unequal=True)`: the parts differ by one row at most, the
-    larger ones come first. Apply it with `batch.reorder(order)`; `order.argsort()` is its inverse.
+    Apply it with `batch.reorder(order)`; `order.argsort()` is its inverse. If n does not divide B, it is for
+    `chunk(n, allow_unequal=True)`: the parts differ by at most one row, larger ones first.
 
     Args:
         lengths: one integer >= 0 per row.
         n: number of parts.
-        groups: one name per row: rows of one name come into one part, next to each other. Rows of the name None, such
-            as padding, are of no group, and as many of them as a group has rows take the place of one.
+        groups: one group name per row: rows of one group are in one part, next to each other. Rows with the name None,
+            such as padding, are independent; as many of them as a group has rows can take the place of a group.
 
     Raises:
-        ValueError: n < 1, or groups of different sizes, or of a number that n does not divide: no equal chunks would
+        ValueError: n < 1, groups of different sizes, or a number of groups that n does not divide: equal chunks cannot
             keep them together.
     """
     rows = checked_lengths(lengths)
     if n < 1:
-        raise ValueError(f"expected at least one part, got {n}")
+        raise ValueError(f"expected at least one part, got n={n}")
     if groups is None:
         parts = difference(rows, n, equal_size=True)
         parts.sort(key=len, reverse=True)
@@ -115,56 +122,60 @@ def balance_rows(lengths: Sequence[int] | Tensor, n: int, groups: Sequence[Hasha
     sizes = sorted({len(unit) for unit in units})
     if len(sizes) > 1 or len(units) % n != 0:
         raise ValueError(
-            f"{len(units)} groups of {sizes} rows do not divide into {n} parts of equally many rows; take "
-            f"get_group_balanced_partitions() and one select_idxs() for each part"
+            f"{len(units)} groups of {sizes} rows do not divide into {n} parts with the same number of rows; use "
+            f"get_group_balanced_partitions() and select_idxs() for each part"
         )
     parts = difference([sum(rows[row] for row in unit) for unit in units], n, equal_size=True)
     return torch.tensor([row for part in parts for unit in part for row in units[unit]], dtype=torch.int64)
 
 
 def rows_of_groups(groups: Sequence[Hashable], num_rows: int) -> list[list[int]]:
-    """The rows of each group, in the order in which the groups appear; a row of the name None is alone."""
+    """Return the rows of each group, in order of first appearance; a row with the name None is alone."""
     if len(groups) != num_rows:
-        raise ValueError(f"expected one group name per row, {num_rows}, got {len(groups)}")
+        raise ValueError(f"expected one group name per row, {num_rows}, got {len(groups)} names")
     rows: dict[tuple[Hashable, int], list[int]] = {}
     for row, name in enumerate(groups):
         if not isinstance(name, Hashable):
-            raise TypeError(f"expected group names such as strings or numbers, got {type(name).__name__} for row {row}")
+            raise TypeError(
+                f"expected group names such as strings or numbers, got {type(name).__name__} for row {row}; convert it"
+            )
         rows.setdefault((name, row if name is None else -1), []).append(row)
     return list(rows.values())
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    """Lengths as a list. TypeError unless integers, one per row; ValueError for a negative one."""
+    """Return lengths as a list. TypeError unless integers, one per row; ValueError for a negative one."""
     given = torch.as_tensor(lengths)
     rows = given.tolist()
     if not all(isinstance(length, int) and not isinstance(length, bool) for length in rows):
         kind = str(given.dtype).removeprefix("torch.")
         raise TypeError(f"expected integer lengths, one per row, got {kind} {list(given.shape)}; round or sum them")
     if rows and min(rows) < 0:
-        raise ValueError(f"expected lengths >= 0, got {min(rows)} for row {rows.index(min(rows))}")
+        raise ValueError(
+            f"expected lengths >= 0, got {min(rows)} for row {rows.index(min(rows))}; check the length column"
+        )
     return rows
 
 
 def _check_parts(num_rows: int, k: int, equal_size: bool) -> None:
     if k < 1:
-        raise ValueError(f"expected at least one part, got {k}")
+        raise ValueError(f"expected at least one part, got k={k}")
     if equal_size and num_rows % k != 0:
         raise ValueError(f"{num_rows} rows do not divide into {k} parts of equal size; pass equal_size=False")
 
 
-def _falling(lengths: list[int]) -> list[int]:
+def _descending(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
 
 def difference(lengths: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """The largest differencing method on k-tuples of parts, sorted by falling total.
+    """Run the largest differencing method on k-tuples of parts, sorted by descending total.
 
-    Tuples hold their non-empty parts only, so that merging single rows, most of the work, does not cost k. With
-    equal_size the first tuples hold k rows each, and all later ones equally many rows in each part; rows that are
-    missing in the last, shortest tuple leave parts one row smaller.
+    Tuples store their non-empty parts only, so that merging single rows, most of the work, does not cost O(k). With
+    equal_size the first tuples hold k rows each, and all later ones the same number of rows in each part; if the last
+    tuple has fewer rows, some parts are one row smaller.
     """
-    order = _falling(lengths)
+    order = _descending(lengths)
     size = k if equal_size else 1
     heap: list[tuple[int, int, list[_Part]]] = []
     for start in range(0, len(order), size):
@@ -185,11 +196,11 @@ def _spread_of(parts: list[_Part], k: int) -> int:
 
 
 def _merge(a: list[_Part], b: list[_Part], k: int) -> list[_Part]:
-    """Joins the largest part of `a` with the smallest of `b`, and so on; missing parts are empty and smallest."""
-    apart = k - len(b)  # the parts of `a` that meet an empty part of `b`
+    """Merge the largest part of `a` with the smallest of `b`, and so on; missing parts count as empty."""
+    apart = k - len(b)  # number of parts of `a` merged with an empty part of `b`
     if apart >= len(a):
         merged = a + b
-        if a[-1][0] >= b[0][0]:  # most merges: a tuple takes in one more row
+        if a[-1][0] >= b[0][0]:  # the common case: a tuple and a single row
             return merged
     else:
         merged = a[:apart]

@@ -1,4 +1,4 @@
-"""Errors about the names and rows of columns."""
+"""Checks of names, types and row counts, with errors that name the column."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,15 +10,15 @@ __all__ = ["check_counts", "check_batch_dims", "check_disjoint", "check_fits", "
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raises KeyError for a name that is not among the known ones."""
+    """Raise KeyError for a name that is not among the known ones."""
     known = list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise KeyError(f"no {what} {', '.join(map(repr, unknown))}; there are {known}")
+        raise KeyError(f"no {what} {', '.join(map(repr, unknown))}; known: {known}")
 
 
 def pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
-    """The items of `keys`, all where None. Raises KeyError for an unknown name, TypeError for a string."""
+    """Return the items of `keys`, all if None. KeyError for an unknown name, TypeError for a string."""
     if keys is None:
         return dict(source)
     if isinstance(keys, str):
@@ -29,37 +29,41 @@ def pick(source: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> di
 
 
 def check_type(value: Any, kind: type, what: str) -> None:
-    """Raises TypeError unless `value` is of that kind."""
+    """Raise TypeError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"expected {what}, got {type(value).__name__}; see DataProto.from_dict and from_items")
+        raise TypeError(
+            f"expected {what}, got {type(value).__name__}; make a batch with DataProto.from_dict or from_items"
+        )
 
 
 def check_fits(name: str, value: Any, dtype: Any, low: float, high: float, is_float: bool = False) -> None:
-    """Raises ValueError unless a column of numbers from `low` to `high` holds `value`; floats may round it."""
+    """Raise ValueError unless a dtype with values from `low` to `high` can represent `value`; floats may round it."""
     if isinstance(value, int | float):
         if low <= value <= high and (is_float or value == int(value)):
             return
         if is_float and (value != value or abs(value) == math.inf):
             return
     raise ValueError(
-        f"column {name!r} is {dtype}, which cannot hold {value!r}; pass another value, or convert it first"
+        f"column {name!r} is {dtype}, which cannot hold {value!r}; pass another value or convert the column"
     )
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
-    """Raises ValueError unless all columns have the same number of rows."""
+    """Raise ValueError unless all columns have the same number of rows."""
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"expected the same number of rows in all columns, got {dict(counts)}; cut those that have more, and put "
-            f"what is not per row into meta_info"
+            f"expected the same number of rows in all columns, got {dict(counts)}; cut the longer ones, and put values "
+            f"that are not per row into meta_info"
         )
 
 
 def check_disjoint(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raises ValueError for a column in both halves."""
+    """Raise ValueError for a name of both a tensor and a numpy column."""
     both = tensors.keys() & arrays.keys()
     if both:
-        raise ValueError(f"columns {sorted(both)} are in both halves of the batch; rename or pop one of each")
+        raise ValueError(
+            f"expected one column per name, but {sorted(both)} are tensor and numpy columns; rename or pop one of each"
+        )
 
 
 def check_batch_dims(columns: Mapping[str, Any], others: Mapping[str, Any], num_batch_dims: int) -> None:

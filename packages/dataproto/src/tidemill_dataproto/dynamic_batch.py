@@ -1,4 +1,4 @@
-"""Micro-batches under a token cap, equally many on every rank, and the way back."""
+"""Micro-batches under a token cap, the same number on every rank, and restoring the order of rows."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Sequence
@@ -18,17 +18,17 @@ from tidemill_dataproto.proto import DataProto
 __all__ = ["count_micro_batches", "prepare_dynamic_batch", "rearrange_micro_batches", "restore_dynamic_batch"]
 
 Workload = Callable[[Tensor], Tensor]
-"""Row lengths, int64 `[B]`, to how much work each row is, integers >= 0 `[B]`; see `balance.quadratic_workload`."""
+"""Function from row lengths, int64 `[B]`, to the work of each row, integers >= 0 `[B]`; see `quadratic_workload`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Units:
-    """What is put into micro-batches whole: rows, or groups of rows.
+    """Units that are never split between micro-batches: rows, or groups of rows.
 
     Attributes:
-        rows: of each unit.
-        tokens: of each unit; those of a micro-batch stay under the cap.
-        work: of each unit; that of the micro-batches is levelled.
+        rows: rows of each unit.
+        tokens: number of tokens of each unit; the total of a micro-batch stays under the cap.
+        work: work of each unit; the totals of the micro-batches are balanced.
     """
 
     rows: list[list[int]]
@@ -42,10 +42,10 @@ def count_micro_batches(
     min_num_micro_batch: int | None = None,
     groups: Sequence[Hashable] | None = None,
 ) -> int:
-    """How many micro-batches `rearrange_micro_batches` makes of rows of these lengths; at least one.
+    """Return the number of micro-batches that `rearrange_micro_batches` makes for these lengths; at least one.
 
-    Ranks agree on the largest of their counts before they call it, with that as num_micro_batches; or they call
-    `prepare_dynamic_batch`, which does.
+    For the same number on every rank, all-reduce the maximum and pass it as num_micro_batches, or call
+    `prepare_dynamic_batch`, which does both.
 
     Raises:
         ValueError: as `rearrange_micro_batches`.
@@ -65,28 +65,27 @@ def rearrange_micro_batches(
     group_key: str | None = None,
     workload: Workload | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Cuts the batch into balanced micro-batches of at most `max_token_len` tokens each.
+    """Split the batch into balanced micro-batches of at most `max_token_len` tokens each.
 
     Args:
-        batch: any number of rows, also zero.
+        batch: any number of rows, including zero.
         max_token_len: the cap, never exceeded.
-        num_micro_batches: at least what is needed: so many, also if some have no rows. As few as the cap allows where
-            None.
-        min_num_micro_batch: at least as many.
-        num_batches_divided_by: a multiple of it, with more micro-batches where needed (interleaved pipelines).
-        length_key: a ragged column, whose row lengths count, or an integer column `[B]` of lengths.
-        group_key: a column of names; rows of one name come into one micro-batch. Rows that are padding, or of the name
-            None, are of no group.
-        workload: what is levelled, of the row lengths; the lengths themselves where None.
+        num_micro_batches: exact number of micro-batches, some may be empty; as few as the cap allows if None.
+        min_num_micro_batch: minimum number.
+        num_batches_divided_by: divisor of the number, which is rounded up (for interleaved pipelines).
+        length_key: a ragged column, for its row lengths, or an integer column `[B]` of lengths.
+        group_key: a column of group names; rows of one group are in one micro-batch. Padding rows and rows with the
+            name None are independent.
+        workload: function from row lengths to the work to balance; the lengths themselves if None.
 
     Returns:
         The micro-batches, views of one copy of the rows, those with the most work first, and the rows of `batch` in
         each, for `restore_dynamic_batch`.
 
     Raises:
-        ValueError: a row or group is longer than the cap (named), num_micro_batches are too few, or length_key is of
-            another kind.
-        KeyError: no column of that name.
+        ValueError: a row or group exceeds the cap (the error names it), num_micro_batches is too low, or the column
+            length_key is of another kind.
+        KeyError: an unknown column.
     """
     units = _units_of(batch, max_token_len, length_key, group_key, workload)
     parts = _pack(units, max_token_len, min_num_micro_batch)
@@ -94,7 +93,7 @@ def rearrange_micro_batches(
     if len(parts) > count:
         raise ValueError(
             f"{len(batch)} rows of {sum(units.tokens)} tokens need {len(parts)} micro-batches of at most "
-            f"{max_token_len} tokens, got num_micro_batches={count}; take the largest count of all ranks"
+            f"{max_token_len} tokens, got num_micro_batches={count}; pass the largest count of all ranks"
         )
     return _arranged(batch, units, parts, max_token_len, _multiple(count, num_batches_divided_by))
 
@@ -110,14 +109,14 @@ def prepare_dynamic_batch(
     group_key: str | None = None,
     workload: Workload | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """`rearrange_micro_batches` with as many micro-batches on every rank of `dp_group`; some may have no rows.
+    """`rearrange_micro_batches` with the same number of micro-batches on every rank of `dp_group`; some may be empty.
 
-    Collective over `dp_group`, if there is one: the ranks exchange their counts once. Arguments and results are those
-    of `rearrange_micro_batches`.
+    Collective over `dp_group`, if given: the ranks exchange their counts once. Arguments and results are those of
+    `rearrange_micro_batches`.
 
     Raises:
-        ValueError: the rows of one rank do not fit. It is raised on all ranks alike and names that rank.
-        KeyError: no column of that name (without a group).
+        ValueError: the rows of one rank do not fit; raised on all ranks, and names that rank.
+        KeyError: an unknown column (without a group).
     """
     error = None
     units, parts, count = _Units(rows=[], tokens=[], work=[]), [], 0
@@ -125,7 +124,7 @@ def prepare_dynamic_batch(
         units = _units_of(data, max_token_len, length_key, group_key, workload)
         parts = _pack(units, max_token_len, min_num_micro_batch)
         count = _multiple(len(parts), num_batches_divided_by)
-    except Exception as caught:  # any, because `workload` is the caller's, and the other ranks would wait for this one
+    except Exception as caught:  # any, because `workload` is user code, and the other ranks would wait for this rank
         if dp_group is None:
             raise
         error = caught
@@ -141,22 +140,25 @@ def restore_dynamic_batch(data: DataProto | Sequence[DataProto], indices: Sequen
 def restore_dynamic_batch(
     data: DataProto | Tensor | Sequence[DataProto], indices: Sequence[Sequence[int]]
 ) -> DataProto | Tensor:
-    """Brings results of micro-batches back to the order of the batch that `rearrange_micro_batches` cut.
+    """Restore the row order of the batch that `rearrange_micro_batches` split.
 
     Args:
         data: one DataProto per micro-batch, or all of their rows, in the order of the micro-batches, as a DataProto or
-            as a tensor, dense `[B, ...]` or ragged. Rows that are padding are kept.
+            as a tensor, dense `[B, ...]` or ragged. Padding rows are kept.
         indices: the second result of `rearrange_micro_batches`.
 
     Raises:
-        ValueError: the indices are not those of the rows of data.
+        ValueError: the indices do not match the rows of data.
     """
     order = torch.tensor([row for part in indices for row in part], dtype=torch.int64)
     if not isinstance(data, DataProto | Tensor):
         data = DataProto._join(data, {}, None)
     num_rows = len(data) if isinstance(data, DataProto) else data.shape[0]
     if not torch.equal(order.sort().values, torch.arange(num_rows)):
-        raise ValueError(f"expected the indices of {num_rows} rows, each once, got {order.shape[0]} indices")
+        raise ValueError(
+            f"expected indices with each of {num_rows} rows once, got {order.shape[0]} indices; pass those of the "
+            f"same call"
+        )
     inverse = order.argsort()
     if isinstance(data, DataProto):
         return data.select_idxs(inverse)
@@ -166,7 +168,7 @@ def restore_dynamic_batch(
 def _arranged(
     batch: DataProto, units: _Units, parts: list[list[int]], max_token_len: int, count: int
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """The rows of `count` parts, made of fewer or as many, as batches, and which rows they are."""
+    """Return the rows of `count` parts as batches, and their row numbers; splits parts if there are fewer."""
     if len(parts) < count:
         parts = _spread(units, parts, max_token_len, count)
     indices = [sorted(row for unit in part for row in units.rows[unit]) for part in parts]
@@ -185,7 +187,7 @@ def _units_of(
         if lengths is None or lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise ValueError(
                 f"expected length_key={length_key!r} to name a ragged column or an integer column [B] of lengths, got "
-                f"{column.dtype} {list(column.shape)}; ragged.from_padded makes a padded column ragged"
+                f"{column.dtype} {list(column.shape)}; convert a padded column with ragged.from_padded()"
             )
     groups = None
     if group_key is not None:
@@ -198,7 +200,7 @@ def _units(
     lengths: list[int], max_token_len: int, groups: Sequence[Hashable] | None, workload: Workload | None
 ) -> _Units:
     if not isinstance(max_token_len, int) or max_token_len < 1:
-        raise ValueError(f"expected max_token_len as an integer >= 1, got {max_token_len}")
+        raise ValueError(f"expected max_token_len as an integer >= 1, got {max_token_len!r}")
     rows = [[row] for row in range(len(lengths))] if groups is None else rows_of_groups(groups, len(lengths))
     tokens = [sum(lengths[row] for row in unit) for unit in rows]
     longest = max(range(len(tokens)), key=tokens.__getitem__, default=None)
@@ -207,7 +209,8 @@ def _units(
         name = None if groups is None else groups[first]
         what = f"row {first}" if name is None else f"the group {name!r}"
         raise ValueError(
-            f"{what} has {tokens[longest]} tokens, more than max_token_len={max_token_len}; raise the cap or drop it"
+            f"{what} has {tokens[longest]} tokens, more than max_token_len={max_token_len}; raise the cap, or drop or "
+            f"truncate it"
         )
     if workload is None:
         return _Units(rows=rows, tokens=tokens, work=tokens)
@@ -226,10 +229,12 @@ def _multiple(count: int, of: int | None) -> int:
 
 
 def _pack(units: _Units, max_token_len: int, at_least: int | None) -> list[list[int]]:
-    """As few parts under the cap as found, balanced: the differencing method at the lower bound of the number of parts,
-    else at the number that best fit needs."""
+    """Return as few balanced parts under the cap as found.
+
+    The number is the lower bound if the differencing method stays under the cap there, else that of best fit.
+    """
     lower_bound = max(1, -(-sum(units.tokens) // max_token_len), 1 if at_least is None else at_least)
-    parts = _levelled(units, max_token_len, lower_bound)
+    parts = _balanced(units, max_token_len, lower_bound)
     if parts is not None:
         return parts
     packed = _best_fit(units.tokens, max_token_len)
@@ -237,8 +242,8 @@ def _pack(units: _Units, max_token_len: int, at_least: int | None) -> list[list[
 
 
 def _spread(units: _Units, parts: list[list[int]], max_token_len: int, count: int) -> list[list[int]]:
-    """Exactly `count` parts under the cap: balanced where the differencing method keeps to it, else `parts`, split."""
-    balanced = _levelled(units, max_token_len, count)
+    """Return `count` parts under the cap: balanced by the differencing method if possible, else `parts`, split."""
+    balanced = _balanced(units, max_token_len, count)
     if balanced is not None:
         return balanced
     parts = sorted(parts, key=len)
@@ -250,8 +255,8 @@ def _spread(units: _Units, parts: list[list[int]], max_token_len: int, count: in
     return parts + [[] for _ in range(count - len(parts))]
 
 
-def _levelled(units: _Units, max_token_len: int, count: int) -> list[list[int]] | None:
-    """`count` parts of level work, or at least of level tokens, where they are under the cap."""
+def _balanced(units: _Units, max_token_len: int, count: int) -> list[list[int]] | None:
+    """Return `count` parts of balanced work, or at least balanced tokens, if they are under the cap, else None."""
     for measure in [units.work] if units.work is units.tokens else [units.work, units.tokens]:
         parts = difference(measure, count, equal_size=False)
         if all(sum(units.tokens[unit] for unit in part) <= max_token_len for part in parts):
@@ -260,7 +265,7 @@ def _levelled(units: _Units, max_token_len: int, count: int) -> list[list[int]] 
 
 
 def _best_fit(tokens: list[int], max_token_len: int) -> list[list[int]]:
-    """Best fit in order of falling length: each unit goes where it leaves the least room."""
+    """Run best fit in descending order of length: each unit goes where it leaves the least room."""
     rooms: list[tuple[int, int]] = []  # room left, part; ascending
     parts: list[list[int]] = []
     for unit in sorted(range(len(tokens)), key=lambda unit: -tokens[unit]):

@@ -1,4 +1,4 @@
-"""Whether two values are equal, whatever they are."""
+"""Equality of arbitrary values, including tensors and arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,9 @@ __all__ = ["same"]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, NaN equal to NaN, within dicts, lists, arrays and tensors too.
+    """Return whether two values are equal, NaN equal to NaN, also inside dicts, lists, arrays and tensors.
 
-    Tensors on different devices are not. Reading tensors on CUDA waits for the device.
+    Tensors on different devices are not equal. Comparing tensors on CUDA waits for the device.
     """
     if a is b:
         return True

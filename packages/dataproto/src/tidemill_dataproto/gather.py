@@ -1,4 +1,4 @@
-"""The batches of all ranks, on every rank."""
+"""Gather the batches of all ranks on every rank."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ _ALIGNMENT = 16  # bytes; no element is larger
 
 
 def all_gather(batch: DataProto, group: dist.ProcessGroup | None = None) -> DataProto:
-    """The rows of all ranks of `group`, in rank order, on every rank; without those that are padding. Collective.
+    """Return the rows of all ranks of `group`, in rank order, without padding rows. Collective.
 
-    Ranks may have different numbers of rows, also none. Tensors come back on the devices on which this rank has the
-    columns; they travel on its CUDA device where the group is one of NCCL.
+    Ranks may have different numbers of rows, including none. Tensors are returned on the devices of this rank's
+    columns; with NCCL they are sent from its CUDA device.
 
     Raises:
-        ValueError: the batches cannot be concatenated, or that of one rank is inconsistent; on all ranks alike. The
-            parts that the error names are the ranks.
+        ValueError: the batches cannot be concatenated, or that of one rank is inconsistent; raised on all ranks. Part
+            numbers in the error are ranks.
     """
     error, columns = None, {}
     try:
@@ -46,8 +46,13 @@ def all_gather(batch: DataProto, group: dist.ProcessGroup | None = None) -> Data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """What ranks know of a batch before its tensors arrive: for each column its dtype, the shape of its values, and the
-    number of its layout."""
+    """Metadata of a batch, exchanged before its tensors.
+
+    Attributes:
+        columns: dtype, shape of the values, and number of the layout of each column.
+        layouts: bounds of each layout.
+        num_bytes: size of all values, aligned.
+    """
 
     num_rows: int
     columns: dict[str, tuple[str, tuple[int, ...], int | None]]
@@ -82,7 +87,7 @@ def _head_of(batch: DataProto, columns: Mapping[str, Column]) -> _Head:
 def _gathered(
     columns: Mapping[str, Column], num_bytes: int, num_ranks: int, device: torch.device, group: Any
 ) -> Tensor:
-    """The bytes of all columns of each rank, uint8 `[ranks, num_bytes]`; those of a rank with less end earlier."""
+    """Return the bytes of all columns of each rank, uint8 `[ranks, num_bytes]`, padded to the largest rank."""
     mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     at = 0
     for column in columns.values():
@@ -126,18 +131,19 @@ def _aligned(num_bytes: int) -> int:
 
 
 def agree(value: Any, error: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
-    """Gathers one value of each rank, in rank order, or raises on all ranks what went wrong on one. Collective.
+    """Gather one value of each rank, in rank order, or raise the error of one rank on all. Collective.
 
     Raises:
-        ValueError: one rank came with an error, or with a value that cannot be pickled; it names the first such rank of
-            the group and what it found.
+        ValueError: one rank passed an error, or a value that cannot be pickled; names the first such rank of the group.
     """
     data = b""
     if error is None:
-        try:  # here, because torch would raise on this rank only, and the others would wait for it
+        try:  # torch would raise on this rank only, and the others would wait for it
             data = pickle.dumps(value, protocol=5)
-        except Exception as caught:  # noqa: BLE001 - raised below, on all ranks; any, because a user's __reduce__ raises any
-            error = TypeError(f"an object or fact of the batch cannot be pickled ({caught}); drop or convert it")
+        except Exception as caught:  # noqa: BLE001 - raised below, on all ranks; __reduce__ of users may raise anything
+            error = TypeError(
+                f"expected objects that can be pickled ({caught}); drop or convert the object or the item of meta_info"
+            )
     reports: list[Any] = [None] * dist.get_world_size(group)
     text = None if error is None else f"{type(error).__name__}: {error}"
     dist.all_gather_object(reports, (data, text), group=group)

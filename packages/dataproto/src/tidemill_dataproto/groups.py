@@ -1,4 +1,4 @@
-"""Groups of neighbouring rows as rows, and back."""
+"""Groups of neighbouring rows as one row, and rows split into several."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,9 +15,11 @@ _SUFFIX = ".lengths"
 
 
 def fold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_rows: int, size: int) -> _Folded:
-    """Number of groups, columns and numpy columns; see `DataProto.fold`."""
+    """Return number of groups, tensor columns and numpy columns; see `DataProto.fold`."""
     if size < 1 or num_rows % size != 0:
-        raise ValueError(f"{num_rows} rows do not divide into groups of {size}")
+        raise ValueError(
+            f"{num_rows} rows do not divide into groups of {size}; choose another group_size or pad the batch"
+        )
     count = num_rows // size
     folded: dict[str, Column] = {}
     others = {name: _fold_array(array, count, size) for name, array in arrays.items()}
@@ -27,7 +29,9 @@ def fold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_ro
             folded[name] = column.unflatten(0, (count, size))
             continue
         if name + _SUFFIX in columns or name + _SUFFIX in arrays:
-            raise ValueError(f"column {name + _SUFFIX!r} is in the way of the row lengths of {name!r}; rename it")
+            raise ValueError(
+                f"the name {name + _SUFFIX!r} is reserved for the row lengths of {name!r}; rename that column"
+            )
         layout = column.layout
         if layout.key not in layouts:
             layouts[layout.key] = Layout(layout.bounds[::size].copy(), layout.device)
@@ -37,13 +41,15 @@ def fold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_ro
 
 
 def unfold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_groups: int) -> _Folded:
-    """Number of rows, columns and numpy columns; see `DataProto.unfold`."""
+    """Return number of rows, tensor columns and numpy columns; see `DataProto.unfold`."""
     sizes = {name: _column_size(name, column, arrays) for name, column in columns.items()}
     sizes |= {name: size for name, array in arrays.items() if (size := _array_size(name, array)) is not None}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"expected columns folded into groups of one size, got {sizes}; pop those that are not")
+        raise ValueError(
+            f"expected columns folded into groups of one size, got {sizes}; pop columns that are not folded"
+        )
     if not sizes and num_groups > 0:
-        raise ValueError("expected a folded column, which would tell the size of the groups; the batch has none")
+        raise ValueError("expected at least one folded column, which determines the group size; the batch has none")
     size = next(iter(sizes.values()), 0)
     unfolded: dict[str, Column] = {}
     layouts: list[tuple[Layout, Layout]] = []
@@ -59,7 +65,7 @@ def unfold(columns: Mapping[str, Column], arrays: Mapping[str, np.ndarray], num_
 
 
 def _layout_of_rows(folded: Layout, lengths: np.ndarray, known: list[tuple[Layout, Layout]]) -> Layout:
-    """The layout of the rows within the groups; the same one for columns that shared it before they were folded."""
+    """Return the layout of the rows within the groups; the same object for columns that shared it before `fold`."""
     bounds = Layout.of_lengths(lengths.reshape(-1), folded.device)
     for other_folded, other in known:
         if other_folded.key == folded.key and np.array_equal(other.bounds, bounds.bounds):
@@ -83,7 +89,7 @@ def _column_size(name: str, column: Column, arrays: Mapping[str, np.ndarray]) ->
 
 
 def _array_size(name: str, array: np.ndarray) -> int | None:
-    """None if an object column has no rows that could tell."""
+    """Return the group size; None if an object column has no rows to determine it."""
     if array.dtype != object:
         if array.ndim < 2:
             raise ValueError(f"column {name!r} {list(array.shape)} is not folded; repeat it for each row, or pop it")

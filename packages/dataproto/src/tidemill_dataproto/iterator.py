@@ -1,4 +1,4 @@
-"""Mini-batches in an order that depends on a seed alone, from any position on."""
+"""Mini-batches in an order determined by a seed, resumable at any position."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -15,10 +15,10 @@ class BatchIterator(Iterator[_T], Generic[_T]):
 
     Args:
         take: makes a batch of rows.
-        rows: int64 `[M]`, the rows to be yielded.
-        size: rows per batch; the last batch of an epoch has what is left.
-        epochs: how many.
-        seed: of the order; None keeps the rows in order.
+        rows: int64 `[M]`, the rows to iterate over.
+        size: rows per batch; the last batch of an epoch has the remaining rows.
+        epochs: number of epochs.
+        seed: seed of the order; None keeps the order of `rows`.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class BatchIterator(Iterator[_T], Generic[_T]):
         self._epochs = epochs
         self._seed = seed
         self._position = 0
-        self._order = (-1, rows)  # of which epoch, and the rows in its order
+        self._order = (-1, rows)  # epoch, and its rows in order
 
     def __len__(self) -> int:
-        """The number of batches of all epochs, whatever the position."""
+        """Return the number of batches of all epochs, independent of the position."""
         return self._epochs * self._batches_per_epoch()
 
     def __next__(self) -> _T:
@@ -46,7 +46,7 @@ class BatchIterator(Iterator[_T], Generic[_T]):
         return self._take(self._order[1][number * self._size : (number + 1) * self._size])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands: plain data for `load_state_dict`."""
+        """Return the position as plain data for `load_state_dict`."""
         return {
             "position": self._position,
             "seed": self._seed,
@@ -55,17 +55,20 @@ class BatchIterator(Iterator[_T], Generic[_T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was called, with its seed, also in another process.
+        """Continue from the position and with the seed of `state`, which may come from another process.
 
         Raises:
-            ValueError: the state is of an iteration over another number of rows, or in batches of another size.
+            ValueError: `state` belongs to another number of rows or another batch size.
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
-            raise ValueError(f"expected a state_dict() with {sorted(mine)}, got {sorted(state)}")
+            raise ValueError(f"expected the result of state_dict() with keys {sorted(mine)}, got {sorted(state)}")
         for key in ("num_rows", "mini_batch_size"):
             if state[key] != mine[key]:
-                raise ValueError(f"expected the state of an iteration with {key}={mine[key]}, got {state[key]}")
+                raise ValueError(
+                    f"expected a state with {key}={mine[key]}, got {state[key]}; make the iterator as before the "
+                    f"restart"
+                )
         self._position, self._seed = state["position"], state["seed"]
         self._order = (-1, self._rows)
 

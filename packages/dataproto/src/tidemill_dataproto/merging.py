@@ -1,4 +1,4 @@
-"""Joining the rows of several batches: which columns they must have, and what becomes of those that some lack."""
+"""Concatenation of the columns of several batches, and merging of their meta_info."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,10 @@ from tidemill_dataproto.tensors import Column
 
 __all__ = ["MergeRule", "join_columns", "merge_meta"]
 
+MergeRule = Literal["same", "first", "list", "sum", "mean", "max", "min"] | Callable[[list[Any]], Any]
+"""How to merge the values of one key of meta_info; see `DataProto.concat`."""
+
+_DEFAULT_RULES: Mapping[str, MergeRule] = {"metrics": "list", "timing": "list"}
 _T = TypeVar("_T")
 
 
@@ -24,12 +28,12 @@ def join_columns(
     num_rows: Sequence[int],
     fill: Mapping[str, Any],
 ) -> tuple[dict[str, Column], dict[str, np.ndarray]]:
-    """Concatenates the rows of the parts, column by column; part i has num_rows[i] rows.
+    """Concatenate the rows of the parts, column by column; part i has num_rows[i] rows.
 
     Raises:
-        ValueError: a column that only some parts have and that is not filled, a fill of a column that no part has, or
-            that the column cannot hold, or a column of different kinds; the error names it. A fill that no part needs
-            is none, as who joins results need not know which of them are complete.
+        ValueError: a column that some parts lack and `fill` does not name, a fill for a column that no part has or
+            that the column cannot hold, or a column of different kinds; the error names it. A fill for a column that
+            all parts have is ignored.
     """
     both: list[dict[str, Any]] = [{**a, **b} for a, b in zip(tensors, arrays, strict=True)]
     _check_names(both, fill)
@@ -45,13 +49,13 @@ def _check_names(parts: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) ->
     everywhere = {name: [number for number, part in enumerate(parts) if name not in part] for name in _names(parts)}
     unknown = [name for name in fill if name not in everywhere]
     if unknown:
-        raise ValueError(f"fill names {unknown}, which no part has; their columns are {list(everywhere)}")
+        raise ValueError(f"expected fill for columns of at least one part, got {unknown}; known: {list(everywhere)}")
     lacking = {name: numbers for name, numbers in everywhere.items() if numbers and name not in fill}
     if lacking:
         text = "; ".join(f"{name!r} is missing from part {_brief(numbers)}" for name, numbers in lacking.items())
         raise ValueError(
-            f"expected the same columns in all {len(parts)} parts, but {text}; say what to fill in with "
-            f"fill={{name: value}}, or select() the columns that all have"
+            f"expected the same columns in all {len(parts)} parts, but {text}; pass "
+            f"fill={{name: value}}, or select() the columns that all parts have"
         )
 
 
@@ -76,7 +80,7 @@ def _filled(
     fill: Mapping[str, Any],
     make: Callable[[str, _T, int, Any], _T],
 ) -> list[dict[str, _T]]:
-    """All parts with all columns, in the order of the first part that has them."""
+    """Add the missing columns to all parts, in the order of the first part that has them."""
     examples = {name: part[name] for part in reversed(parts) for name in part}
     return [
         {name: part[name] if name in part else make(name, examples[name], count, fill[name]) for name in _names(parts)}
@@ -86,7 +90,9 @@ def _filled(
 
 def _fill_column(name: str, like: Column, num_rows: int, value: Any) -> Column:
     if isinstance(like, JaggedColumn) and value is not None:
-        raise ValueError(f"column {name!r} is ragged and is filled with empty rows; pass fill={{{name!r}: None}}")
+        raise ValueError(
+            f"column {name!r} is ragged and can only be filled with empty rows; pass fill={{{name!r}: None}}"
+        )
     return tensor_half.fill(name, like, num_rows, value)
 
 
@@ -106,25 +112,19 @@ def _brief(numbers: Sequence[int]) -> str:
     return listed if len(numbers) <= 8 else f"{listed} and {len(numbers) - 8} more"
 
 
-MergeRule = Literal["same", "first", "list", "sum", "mean", "max", "min"] | Callable[[list[Any]], Any]
-"""What becomes of the values that several batches have of one fact: see `DataProto.concat`."""
-
-_DEFAULT_RULES: Mapping[str, MergeRule] = {"metrics": "list", "timing": "list"}
-
-
 def merge_meta(
     metas: Sequence[Mapping[str, Any]], rules: Mapping[str, MergeRule] | None = None, weights: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Merges the meta_info of several batches into a new one, which shares their values.
+    """Merge the meta_info of several batches into a new dict, which shares their values.
 
     Args:
-        metas: of each batch.
-        rules: how to merge which key; besides these, "metrics" and "timing" are lists and all else must be the same.
-        weights: the number of rows of each batch, for "mean".
+        metas: meta_info of each batch.
+        rules: rule by key; without a rule, "metrics" and "timing" become lists and all other values must be equal.
+        weights: number of rows of each batch, for "mean".
 
     Raises:
-        ValueError: values that must be the same differ, or an unknown rule; the error names the key and the parts.
-        TypeError: a rule for numbers on something else.
+        ValueError: values that must be equal differ, or an unknown rule; the error names the key and the parts.
+        TypeError: a rule for numbers on another value.
     """
     found: dict[str, list[tuple[int, Any]]] = {}
     for number, meta in enumerate(metas):
@@ -146,14 +146,16 @@ def _merge(key: str, parts: list[tuple[int, Any]], rule: MergeRule, weights: Seq
         for number, value in parts:
             if not same(values[0], value):
                 raise ValueError(
-                    f"meta_info[{key!r}] is {values[0]!r} in part {parts[0][0]}, but {value!r} in part {number}; say "
-                    f"how to merge it with merge={{{key!r}: ...}}, drop it with select(meta_info_keys=...), or keep "
-                    f'what differs by part under meta_info["metrics"]'
+                    f"meta_info[{key!r}] is {values[0]!r} in part {parts[0][0]}, but {value!r} in part {number}; pass "
+                    f"merge={{{key!r}: rule}}, drop the key with select(meta_info_keys=...), or store values "
+                    f'that differ by part under meta_info["metrics"]'
                 )
         return values[0]
     if rule not in ("sum", "mean", "max", "min"):
         known = "same, first, list, sum, mean, max, min"
-        raise ValueError(f"meta_info[{key!r}]: unknown rule {rule!r}; known: {known}, or a function of the values")
+        raise ValueError(
+            f"meta_info[{key!r}]: unknown rule {rule!r}; known: {known}, or a function of the list of values"
+        )
     rows = [weights[number] if weights else 1 for number, _ in parts]
     if not all(isinstance(value, Mapping) for value in values):
         return _reduce(key, values, rule, rows)
@@ -170,7 +172,10 @@ def _merge(key: str, parts: list[tuple[int, Any]], rule: MergeRule, weights: Seq
 def _reduce(key: str, values: list[Any], rule: str, rows: list[int]) -> Any:
     for value in values:
         if not isinstance(value, Real):
-            raise TypeError(f"meta_info[{key!r}]: expected numbers for the rule {rule!r}, got {type(value).__name__}")
+            raise TypeError(
+                f"meta_info[{key!r}]: expected numbers for the rule {rule!r}, got {type(value).__name__}; use the "
+                f"rule 'list'"
+            )
     if rule == "mean":
         if sum(rows) == 0:
             return math.nan

@@ -1,4 +1,4 @@
-"""Rows that are added so that a number of rows divides, and taken out again."""
+"""Padding of a batch to a divisible number of rows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,22 +22,29 @@ def pad_dataproto_to_divisor(
     blank_keys: Sequence[str] = ("response_mask", "loss_mask"),
     group_keys: Sequence[str] = ("uid",),
 ) -> tuple[DataProto, int]:
-    """Adds as few rows at the end as make the number of rows a multiple of `size_divisor`.
+    """Append padding rows until the number of rows is a multiple of `size_divisor`.
 
-    A padding row is a copy of the row with the fewest ragged elements, so that every worker can compute it, and
-    cheaply. But it is not trained: in the columns of `blank_keys`, as far as the batch has them, it is zero, or None
-    for objects. And it belongs to no group of other rows: in those of `group_keys` it is None for objects, "" for
-    strings, NaN for floats, and one more than all others for integers, which are read if they are on a device. It stays
-    marked (`DataProto.is_padding`): iterating skips it, and `concat` drops it.
+    A padding row is a copy of the row with the fewest ragged elements, so that workers can process it at low cost. It
+    does
+    not affect training: in the columns of `blank_keys` that the batch has, it is zero, or None for objects. It is in no
+    group of other rows: in the columns of `group_keys` it is None for objects, "" for strings, NaN for floats, and for
+        integers one more than the maximum (integers on a device are read). It is marked in `DataProto.is_padding`:
+        iteration skips it, and `concat` drops it.
+
+    Args:
+        data: the batch.
+        size_divisor: divisor of the number of rows.
+        blank_keys: names of columns that are zero in padding rows.
+        group_keys: names of columns that identify groups of rows.
 
     Returns:
-        The padded batch and the number of rows added.
+        The padded batch and the number of appended rows.
 
     Raises:
-        ValueError: size_divisor < 1, or integers of group_keys that leave no larger one to their dtype.
+        ValueError: size_divisor < 1, or a column of group_keys at the maximum of its integer dtype.
     """
     if size_divisor < 1:
-        raise ValueError(f"expected a size_divisor of at least 1, got {size_divisor}")
+        raise ValueError(f"expected size_divisor >= 1, got {size_divisor}")
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data.select(), 0
@@ -54,30 +61,33 @@ def pad_dataproto_to_divisor(
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Takes out the `pad_size` rows that `pad_dataproto_to_divisor` added, also from what a worker made of them.
+    """Remove the `pad_size` rows that `pad_dataproto_to_divisor` appended, also from the result of a worker.
 
-    A batch that knows its padding rows loses these, if it still has them. One that does not, because a worker built it
-    anew, loses its last `pad_size` rows.
+    If padding rows are marked, these are removed, if they are still present. If none are marked, because a worker made
+    a new batch, the last `pad_size` rows are removed.
 
     Raises:
         ValueError: another number of rows is marked as padding, or the batch has fewer rows.
     """
     marked, end = data._num_padding(), len(data) - pad_size
     if pad_size < 0 or (end < 0 and (marked > 0 or data._padding is None)):
-        raise ValueError(f"expected a pad_size of 0 to {len(data)}, the number of rows, got {pad_size}")
+        raise ValueError(f"expected pad_size from 0 to {len(data)}, the number of rows, got {pad_size}")
     if data._padding is None:
         return data[:end]
-    if marked > pad_size and data._padding[end:].all():  # it was padded before, too
+    if marked > pad_size and data._padding[end:].all():  # padding of a batch that was padded before
         return data[:end]
     if marked not in (0, pad_size):
-        raise ValueError(f"expected {pad_size} padding rows, the batch has {marked}; pass what the padding returned")
+        raise ValueError(
+            f"expected {pad_size} padding rows, got a batch with {marked}; pass the number that "
+            f"pad_dataproto_to_divisor returned"
+        )
     real = data.select() if marked == 0 else data._take(np.flatnonzero(~data._padding))
     real._padding = None
     return real
 
 
 def _cheapest_row(columns: dict[str, Column], is_real: np.ndarray) -> int:
-    """The first row that is not padding and has the fewest ragged elements."""
+    """Return the first row that is not padding and has the fewest ragged elements."""
     cost = np.zeros(is_real.shape[0], dtype=np.int64)
     for column in columns.values():
         if isinstance(column, JaggedColumn):
@@ -88,10 +98,10 @@ def _cheapest_row(columns: dict[str, Column], is_real: np.ndarray) -> int:
 
 
 def _blank(padded: DataProto, key: str, pad_size: int, number: Callable[[Tensor | np.ndarray], float]) -> None:
-    """Blanks the last `pad_size` rows of a column that this batch has for itself, if it has it.
+    """Overwrite the last `pad_size` rows of a column that no other batch shares, if the column exists.
 
     Args:
-        number: gives what stands there in a column of numbers.
+        number: returns the new value for a column of numbers.
     """
     columns, arrays = padded._read(), padded.non_tensor_batch
     start = len(padded) - pad_size
@@ -117,6 +127,6 @@ def _zero(_: Tensor | np.ndarray) -> float:
 
 
 def _unused(column: Tensor | np.ndarray) -> float:
-    """A number that is none of the column's: NaN, which equals none, or one more than all integers."""
+    """Return a number that is not in the column: NaN for floats, else one more than the maximum."""
     numbers = column.flatten().tolist()
     return math.nan if any(isinstance(number, float) for number in numbers) else max(numbers, default=0) + 1

@@ -24,25 +24,27 @@ __all__ = ["DataProto"]
 
 
 class DataProto(BatchState):
-    """Rows of one batch: tensor columns, numpy columns, and facts about the whole batch.
+    """Rows of a batch: tensor columns, numpy columns, and values about the whole batch.
 
     Attributes:
         batch: a TensorDict of the tensor columns, dense `[B, ...]` or ragged `[B, j, ...]` (see
             `tidemill_dataproto.ragged`).
-        non_tensor_batch: numpy columns, of numbers or strings `[B, ...]`, or of objects `[B]`. An object column has one
-            dimension, whatever its objects are; `from_dict` makes it of any list.
-        meta_info: anything that is not per row. Every batch has its own deep copy.
+        non_tensor_batch: numpy columns, numbers or strings `[B, ...]`, or objects `[B]`. An object column has one dim,
+            whatever its objects are; `from_dict` makes one of any list.
+        meta_info: values that are not per row. Every batch has its own deep copy.
 
-    Operations return a new batch and leave their inputs alone, except `pop`. `chunk`, `split`, slices, `select` and
-    `rename` share memory with the batch they come from; index, mask, `concat`, `reorder` and `repeat` copy. Objects in
-    object columns are shared always.
+    Operations return a new batch and do not change their inputs, except `pop`. `chunk`, `split`, slices, `select` and
+    `rename` share memory with their input; index, mask, `concat`, `reorder` and `repeat` copy. Objects in object
+    columns are always shared.
 
-    Rows added by `pad_dataproto_to_divisor` stay marked through all operations. Iterating skips them, `concat` drops
-    them, everything else treats them as rows.
+    Rows added by `pad_dataproto_to_divisor` stay marked in all operations. Iteration skips them, `concat` drops them,
+    all other operations treat them as rows.
 
-    A batch pickles with its tensors as buffers, on the CPU. What is unpickled from buffers that the reader shares with
-    others, as in Ray, is a view of them: write to a `clone()`, not in place. `copy.deepcopy` copies objects too, but
-    tensors as `clone` does: on their device, and with gradients that flow back to the original.
+    A batch pickles its tensors as buffers, on the CPU. After unpickling from shared memory, as in Ray, tensors are
+    views of
+    that memory: call `clone()` before writing in place. `copy.deepcopy` copies objects too, and tensors as `clone`
+        does:
+    on their device, with gradients that flow back to the original.
     """
 
     __slots__ = ()
@@ -82,22 +84,21 @@ class DataProto(BatchState):
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """As `from_dict`, with tensors and other columns in one dict."""
+        """Make a batch as `from_dict`, with tensors and other columns in one dict."""
         tensors = {name: column for name, column in data.items() if isinstance(column, Tensor)}
         others = {name: column for name, column in data.items() if name not in tensors}
         return cls.from_dict(tensors, others, meta_info)
 
     @classmethod
     def from_items(cls, items: Sequence[DataProtoItem | Mapping[str, Any]], dense: Sequence[str] = ()) -> "DataProto":
-        """Makes a batch of its rows: what `batch[i]` returns, or dicts with a value for each column.
+        """Make a batch of rows: items as returned by `batch[i]`, or dicts with a value for each column.
 
-        A tensor of no dims is a number of a dense column `[B]`. A tensor of one dim or more is a row of a ragged
-        column, unless `dense` names the column, whose rows are then stacked. Anything else is an object. Of the items'
-        meta_info, all must be the same.
+        Tensors without dims become a dense column `[B]`. Tensors with dims become rows of a ragged column, or, if
+        `dense` names the column, are stacked. Anything else is an object. All items must have the same meta_info.
 
         Raises:
-            ValueError: no items, items with different columns, or rows that do not go together; named.
-            KeyError: `dense` names a column that there is not.
+            ValueError: no items, items with different columns, or rows that do not match; the error names the column.
+            KeyError: `dense` names an unknown column.
         """
         return cls.from_dict(*columns_of_items(items, dense))
 
@@ -199,22 +200,30 @@ class DataProto(BatchState):
 
     @classmethod
     def load_from_disk(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
-        """Reads what `save_to_disk` wrote; tensors are on the CPU and read as they are needed.
+        """Read a file of `save_to_disk`; tensors are on the CPU and read lazily.
+
+        Args:
+            path: the file.
+            allow_pickle: whether to load pickled objects. Unpickling runs code: allow it only for files you trust.
 
         Raises:
-            ValueError: the file is truncated, not one of ours, of a newer version, or holds pickled objects and
-                allow_pickle is False. Unpickling runs code: allow it for files you trust only.
-            FileNotFoundError, IsADirectoryError: there is no such file.
+            ValueError: the file is truncated, of another format or a newer version, or contains pickled objects and
+                allow_pickle is False.
+            FileNotFoundError, IsADirectoryError: the file does not exist.
         """
         return cls._of(*disk.read(Path(path), allow_pickle))
 
     def save_to_disk(self, path: str | Path, allow_pickle: bool = False) -> None:
-        """Writes the batch as one safetensors file, with what is not a tensor as JSON in it.
+        """Write the batch as one safetensors file, with everything that is not a tensor as JSON in it.
 
         The file appears, or replaces an older one, when it is complete.
 
+        Args:
+            path: the file; its folder must exist.
+            allow_pickle: whether to pickle objects that have no JSON form.
+
         Raises:
-            TypeError: an object that is neither JSON, tuple, bytes, array nor tensor, nor made of these, unless
+            TypeError: an object that is neither JSON, tuple, bytes, array nor tensor, nor made of these, without
                 allow_pickle; the error names the column and the row.
         """
         disk.write(
@@ -222,12 +231,13 @@ class DataProto(BatchState):
         )
 
     def __getitem__(self, item: Any) -> Any:
-        """A column by name (str), one row as a DataProtoItem (int), or rows as a batch: slice, list of rows, bool mask,
-        int tensor or array. Negative rows count from the end.
+        """Return a column by name (str), one row as a DataProtoItem (int), or rows as a batch.
+
+        Rows are a slice, list of rows, bool mask, int tensor or array; negative rows count from the end.
 
         Raises:
-            KeyError: no such column; the known ones are listed.
-            TypeError, ValueError: not rows.
+            KeyError: an unknown column; the error lists the known ones.
+            TypeError, ValueError: not a valid row index.
             IndexError: a row out of range.
         """
         columns = self._read()
@@ -247,19 +257,22 @@ class DataProto(BatchState):
         return self.select_idxs(item)
 
     def __iter__(self) -> Iterator[DataProtoItem]:
-        """Yields the rows that are not padding."""
+        """Yield the rows that are not padding."""
         for row in np.flatnonzero(~self.is_padding):
             yield self[int(row)]
 
     def select_idxs(self, idxs: Any) -> "DataProto":
-        """Copies the rows `idxs`: integers (negative ones count from the end) or a bool mask; list, tensor or array."""
+        """Copy the rows `idxs`: integers (negative ones count from the end) or a bool mask; list, tensor or array."""
         return self._take(as_row_index(idxs, len(self)))
 
     def reorder(self, indices: Any) -> "DataProto":
-        """The rows in the order `indices`, a permutation of 0..B-1 (ValueError if it is not one)."""
+        """Return the rows in the order `indices`, a permutation of 0..B-1 (ValueError otherwise)."""
         rows = as_row_index(indices, len(self))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
-            raise ValueError(f"expected a permutation of {len(self)} rows; use select_idxs() to drop or repeat rows")
+            raise ValueError(
+                f"expected a permutation of {len(self)} rows, got repeated or missing rows; use select_idxs() to drop "
+                f"or repeat them"
+            )
         return self._take(rows)
 
     def repeat(self, repeat_times: int, interleave: bool = True) -> "DataProto":
@@ -290,38 +303,43 @@ class DataProto(BatchState):
         return self._take(np.arange(len(self)).repeat(counts))
 
     def chunk(self, chunks: int, allow_unequal: bool = False) -> list[Self]:
-        """Cuts into `chunks` batches of neighbouring rows.
+        """Cut into `chunks` batches of neighbouring rows.
 
         With allow_unequal, the first B % chunks parts have one row more than the others; with fewer rows than chunks,
-        the last parts have none.
+        the last parts are empty.
 
         Raises:
-            ValueError: chunks < 1, or the rows do not divide and allow_unequal is False.
+            ValueError: chunks < 1, or it does not divide the number of rows and allow_unequal is False.
         """
         if chunks < 1:
-            raise ValueError(f"expected at least one chunk, got {chunks}")
+            raise ValueError(f"expected at least one chunk, got chunks={chunks}")
         size, more = divmod(len(self), chunks)
         if more and not allow_unequal:
             raise ValueError(
-                f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True, or use "
-                f"pad_dataproto_to_divisor() before"
+                f"{len(self)} rows do not divide into {chunks} equal chunks; pass allow_unequal=True, or call "
+                f"pad_dataproto_to_divisor() first"
             )
         return self._cut([part * size + min(part, more) for part in range(chunks + 1)])
 
     def split(self, split_size: int) -> list[Self]:
-        """Cuts into batches of `split_size` rows, the last with what is left; zero rows into one batch of zero rows."""
+        """Cut into batches of `split_size` rows, the last one shorter; zero rows into one batch of zero rows."""
         if split_size < 1:
-            raise ValueError(f"expected a split_size of at least one row, got {split_size}")
+            raise ValueError(f"expected split_size >= 1, got {split_size}")
         return self._cut([*range(0, max(len(self), 1), split_size), len(self)])
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool = True
     ) -> BatchIterator["DataProto"]:
-        """Yields every row that is not padding once per epoch, in batches of `mini_batch_size`, the last of an epoch
-        with what is left.
+        """Yield every row that is not padding once per epoch, in batches of `mini_batch_size`, the last one shorter.
 
-        The order of an epoch depends on seed and epoch only; without a seed, one is drawn from torch's CPU generator.
-        The iterator's `state_dict()` and `load_state_dict()` resume at any position. Zero rows yield nothing.
+        The order of an epoch depends only on seed and epoch; without a seed, one is drawn from torch's CPU generator.
+        The iterator resumes at any position with its `state_dict()` and `load_state_dict()`. Zero rows yield nothing.
+
+        Args:
+            mini_batch_size: rows per batch.
+            epochs: number of epochs.
+            seed: seed of the order.
+            shuffle: whether to shuffle; if not, rows keep their order.
         """
         if mini_batch_size < 1 or epochs < 0:
             raise ValueError(f"expected mini_batch_size >= 1 and epochs >= 0, got {mini_batch_size} and {epochs}")
@@ -332,23 +350,26 @@ class DataProto(BatchState):
         return BatchIterator(self._take, rows, mini_batch_size, epochs, seed if shuffle else None)
 
     def fold(self, group_size: int) -> "DataProto":
-        """Makes one row of every `group_size` neighbouring rows; `unfold` is the inverse.
+        """Make one row of every `group_size` neighbouring rows; `unfold` is the inverse.
 
-        Dense columns become `[B / group_size, group_size, ...]`, object columns lists of objects, ragged columns the
-        rows of the group one after another, with a numpy column `<name>.lengths` that says where each ends.
+        Dense columns become `[B / group_size, group_size, ...]`, object columns lists of objects. A ragged column has
+        the rows of a group one after another, and a numpy column `<name>.lengths` has their lengths.
 
         Raises:
-            ValueError: the rows do not divide, or some are padding.
+            ValueError: group_size does not divide the number of rows, or some are padding.
         """
         if self._num_padding() > 0:
-            raise ValueError(f"{self._num_padding()} rows are padding; fold after unpad_dataproto()")
+            raise ValueError(
+                f"expected a batch without padding, got {self._num_padding()} padding rows; call unpad_dataproto() "
+                f"first"
+            )
         return self._of(*groups.fold(self._read(), self.non_tensor_batch, len(self), group_size), self.meta_info)
 
     def unfold(self) -> "DataProto":
-        """Makes the rows of a folded batch rows again.
+        """Split folded rows into the original rows.
 
         Raises:
-            ValueError: a column that is not folded, or not as the others are; the error names it.
+            ValueError: a column that is not folded, or into another group size; the error names it.
         """
         return self._of(*groups.unfold(self._read(), self.non_tensor_batch, len(self)), self.meta_info)
 
@@ -380,7 +401,7 @@ class DataProto(BatchState):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """The named columns and facts; None means all. KeyError for an unknown name."""
+        """Return a batch of the named columns and items of meta_info; None means all. KeyError for an unknown name."""
         columns, arrays, meta = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
         return self._of(len(self), columns, arrays, meta, self._padding)
 
@@ -390,8 +411,10 @@ class DataProto(BatchState):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Moves the named columns and facts out of this batch into a new one; None means none of them. KeyError, before
-        anything moves, for an unknown name. `batch.batch` is a new TensorDict afterwards."""
+        """Move the named columns and items of meta_info from this batch to a new one; None means none of them.
+
+        `batch.batch` is a new TensorDict afterwards. Raises KeyError for an unknown name before anything is moved.
+        """
         keys = [() if keys is None else keys for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         columns, arrays, meta = self._pick(*keys)
         rest = {name: column for name, column in self._read().items() if name not in columns}
@@ -406,18 +429,18 @@ class DataProto(BatchState):
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
-        """A batch with other names for some columns of either half.
+        """Return a batch with new names for some tensor or numpy columns.
 
         Raises:
             KeyError: an unknown old name.
-            ValueError: not as many new names as old ones, or a new name is in use.
+            ValueError: different numbers of old and new names, or a new name is in use.
         """
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         columns = self._read()
         names = [*columns, *self.non_tensor_batch]
         checks.check_known("column", old, names)
         if len(old) != len(new):
-            raise ValueError(f"expected as many new names as old ones, got {old} and {new}")
+            raise ValueError(f"expected the same number of old and new names, got {old} and {new}")
         to = dict(zip(old, new, strict=True))
         renamed = [to.get(name, name) for name in names]
         if len(set(renamed)) != len(names) or len(to) != len(old):
@@ -427,23 +450,25 @@ class DataProto(BatchState):
         return self._of(len(self), columns, arrays, self.meta_info, self._padding)
 
     def union(self, other: "DataProto", merge: Mapping[str, MergeRule] | None = None) -> "DataProto":
-        """A batch with the columns and facts of both; rows that are padding in one are padding.
+        """Return a batch with the columns and meta_info of both; rows that are padding in one are padding.
+
+        `merge` and its defaults are those of `concat`.
 
         Raises:
-            ValueError: another number of rows, or a column or fact that both have with different values; the error
-                names it. `merge` and its defaults are those of `concat`.
+            ValueError: different numbers of rows, or a column or item of meta_info with different values in both; the
+                error names it.
         """
-        checks.check_type(other, DataProto, "a DataProto to unite with")
+        checks.check_type(other, DataProto, "a DataProto")
         columns, others = self._read(), other._read()
         if not self._is_bare() and not other._is_bare() and len(self) != len(other):
-            raise ValueError(f"expected batches of equally many rows, got {len(self)} and {len(other)}")
+            raise ValueError(f"expected batches with the same number of rows, got {len(self)} and {len(other)}")
         mine, theirs = {**columns, **self.non_tensor_batch}, {**others, **other.non_tensor_batch}
         for name in mine.keys() & theirs.keys():
             if not same(mine[name], theirs[name]):
-                raise ValueError(f"column {name!r} is in both batches with different values; pop or rename one of them")
+                raise ValueError(f"column {name!r} has different values in the two batches; pop or rename one of them")
         padding = self._padding if other._padding is None else other._padding
         if padding is not None and self._padding is not None and not np.array_equal(self._padding, padding):
-            raise ValueError("different rows are padding in the two batches; unpad_dataproto() them first")
+            raise ValueError("expected the same padding rows in both batches; call unpad_dataproto() on them first")
         weights = [len(batch) - batch._num_padding() for batch in (self, other)]
         meta = merge_meta([self.meta_info, other.meta_info], merge, weights)
         num_rows = len(other) if self._is_bare() else len(self)
@@ -456,36 +481,36 @@ class DataProto(BatchState):
         fill: Mapping[str, Any] | None = None,
         merge: Mapping[str, MergeRule] | None = None,
     ) -> "DataProto":
-        """The rows of all parts, in order, without those that are padding.
+        """Concatenate the rows of all parts, in order, without padding rows.
 
         Args:
-            data: the parts; one without columns and rows goes with any other.
-            fill: for columns that only some parts have, the value of their rows in the others; None for a ragged
-                column, whose rows are then empty. Columns that all parts have stay as they are.
-            merge: for facts that differ between parts, what becomes of them: "first", "list" (of all parts', in order),
-                "sum", "mean" (each part counts with its rows without padding), "max" or "min" of numbers or of each
-                number in a dict, or a function of the list of values. Without a rule, "metrics" and "timing" become a
-                list, and all else must be the same in all parts that have it.
+            data: the parts; one without columns and rows matches any other.
+            fill: value of the missing rows for columns that only some parts have; None for a ragged column, whose rows
+                are then empty. A fill for a column that all parts have is ignored.
+            merge: rule by key of meta_info: "first", "list" (of the values of all parts, in order), "sum", "mean"
+                (weighted by rows without padding), "max" or "min" of numbers or of each number in a dict, or a function
+                of the list of values. Without a rule, "metrics" and "timing" become a list, and all other values must
+                be equal in all parts that have the key.
 
         Raises:
-            ValueError: no parts, a column that not all parts have and that is not filled, or that differs in kind,
-                dtype, device or row shape, a fill that its column cannot hold, or whose column no part has, or a fact
-                that differs; the error names it.
+            ValueError: no parts; a column that some parts lack and `fill` does not name, or that differs in kind,
+                dtype, device or row shape; a fill that its column cannot represent, or for an unknown column; or a
+                value of meta_info that differs. The error names the column or key.
         """
         if len(data) == 0:
-            raise ValueError("expected at least one part to concatenate")
+            raise ValueError("expected at least one part to concatenate, got an empty list")
         for number, part in enumerate(data):
             checks.check_type(part, DataProto, f"a list of DataProto, part {number} of it")
         parts = [part if part._num_padding() == 0 else part.without_padding() for part in data]
         return data[0]._join(parts, {} if fill is None else fill, merge)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DataProto":
-        """A batch with its tensors on `device`; those that are there already are shared. See `Tensor.to`."""
+        """Return a batch with its tensors on `device`; tensors already there are shared. See `Tensor.to`."""
         columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.to(device, non_blocking=non_blocking))
         return self._of(len(self), columns, dict(self.non_tensor_batch), self.meta_info, self._padding)
 
     def clone(self) -> "DataProto":
-        """A batch with its own memory for tensors and numpy columns; the objects in object columns are shared."""
+        """Return a batch with its own memory for tensors and numpy columns; objects are shared."""
         columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.clone())
         arrays = {name: array.copy() for name, array in self.non_tensor_batch.items()}
         return self._of(len(self), columns, arrays, self.meta_info, self._padding)

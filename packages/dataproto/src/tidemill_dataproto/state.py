@@ -1,4 +1,4 @@
-"""What a batch is made of, whatever is done with it."""
+"""Storage of a batch, and the Python protocols that depend on it: length, equality, text, copy and pickle."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ __all__ = ["BatchState"]
 
 
 class BatchState:
-    """The two halves of a batch, its facts, and which of its rows are padding."""
+    """Tensor columns, numpy columns, meta_info and padding marks; `DataProto` adds the operations."""
 
     __slots__ = ("_padding", "_tensors", "meta_info", "non_tensor_batch")
 
@@ -33,7 +33,7 @@ class BatchState:
         non_tensor_batch: Mapping[str, np.ndarray] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wraps `batch` without a copy; the dicts are copied. Raises as `check_consistency`."""
+        """Wrap `batch` without a copy; the dicts are copied. Raises as `check_consistency`."""
         self.batch = batch
         self.non_tensor_batch = dict({} if non_tensor_batch is None else non_tensor_batch)
         self.meta_info = copy.deepcopy(dict({} if meta_info is None else meta_info))
@@ -49,9 +49,9 @@ class BatchState:
         meta_info: Mapping[str, Any],
         padding: np.ndarray | None = None,
     ) -> Self:
-        """A batch of columns known to be good, with a deep copy of meta_info."""
+        """Make a batch of checked columns, with a deep copy of meta_info."""
         new = cls.__new__(cls)
-        # Without tensors, arrays tell the number of rows, also those that somebody puts in later.
+        # Without tensors, numpy columns determine the number of rows, also those added later.
         remembered = None if not columns and (arrays or num_rows == 0) else num_rows
         new._tensors = TensorColumns(columns, remembered)
         new.non_tensor_batch = arrays
@@ -61,7 +61,7 @@ class BatchState:
 
     @property
     def batch(self) -> TensorDictBase:
-        """The tensor columns as a TensorDict. Putting one in or taking one out of it changes this batch."""
+        """The tensor columns as a TensorDict; adding or removing an entry changes this batch."""
         return self._tensors.show(len(self))
 
     @batch.setter
@@ -70,27 +70,27 @@ class BatchState:
 
     @property
     def is_padding(self) -> np.ndarray:
-        """bool `[B]`, a copy: the rows that `pad_dataproto_to_divisor` has added."""
+        """bool `[B]`, a copy: whether `pad_dataproto_to_divisor` added the row."""
         return np.zeros(len(self), dtype=bool) if self._padding is None else self._padding.copy()
 
     def without_padding(self) -> Self:
-        """The rows that `pad_dataproto_to_divisor` has not added; where all rows are such, views of them."""
+        """Return the rows that are not padding; views of this batch if there is no padding."""
         if self._num_padding() > 0:
             return self._take(np.flatnonzero(~self.is_padding))
         return self._of(len(self), *self._pick(None, None, None), self._padding)
 
     def check_consistency(self) -> None:
-        """Checks that all columns are columns, and of the same number of rows; runs before each operation.
+        """Check that all columns are valid and have the same number of rows; runs before each operation.
 
         Raises:
-            ValueError: another number of rows, a name in both halves, or a tensor that is neither dense with at least
-                one dim nor jagged with dim 1 ragged; the error names the column.
+            ValueError: different numbers of rows, a name of both a tensor and a numpy column, or a tensor that is
+                neither dense with at least one dim nor jagged with dim 1 ragged; the error names the column.
             TypeError: a column of another type.
         """
         self._read()
 
     def __len__(self) -> int:
-        """The number of rows, with padding."""
+        """Return the number of rows, including padding."""
         num_rows = self._tensors.num_rows
         if num_rows is not None:
             return num_rows
@@ -100,7 +100,7 @@ class BatchState:
         return name in self.non_tensor_batch or name in self._tensors.read()
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same columns, in any order, the same facts and the same padding; NaN equals NaN."""
+        """Return whether both have equal columns, in any order, meta_info and padding; NaN equals NaN."""
         if not isinstance(other, BatchState):
             return NotImplemented
         mine, theirs = self._read(), other._read()
@@ -118,7 +118,7 @@ class BatchState:
         columns = self._tensors.read()
         size = sum(tensor_half.num_bytes(column) for column in columns.values())
         size += sum(array.nbytes for array in self.non_tensor_batch.values())
-        padding = f", {self._num_padding()} of them padding" if self._num_padding() > 0 else ""
+        padding = f", {self._num_padding()} padding" if self._num_padding() > 0 else ""
         lines = [f"{type(self).__name__}({len(self)} rows{padding}, {_size_text(size)}"]
         lines += [f"  {name}: {tensor_half.describe_column(column)}" for name, column in columns.items()]
         lines += [f"  {name}: {numpy_half.kind_of(array)}, numpy" for name, array in self.non_tensor_batch.items()]
@@ -129,7 +129,7 @@ class BatchState:
         return self._of(len(self), *self._pick(None, None, None), self._padding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # By way of __reduce_ex__, which takes tensors to the CPU and out of the graph, they would not be the same.
+        # The default uses __reduce_ex__, which moves tensors to the CPU and detaches them.
         columns = tensor_half.map_tensors(self._read(), torch.clone)
         new = self._of(len(self), columns, copy.deepcopy(self.non_tensor_batch, memo), {}, self._padding)
         new.meta_info = copy.deepcopy(self.meta_info, memo)
@@ -140,7 +140,7 @@ class BatchState:
         return _unpickle, (type(self), len(self), packed, self.non_tensor_batch, self.meta_info, self._padding)
 
     def _read(self) -> dict[str, Column]:
-        """The tensor columns, after `check_consistency`. The dict belongs to this batch."""
+        """Return the tensor columns, after `check_consistency`. The dict belongs to this batch."""
         columns = self._tensors.read()
         counts: dict[str, int] = {}
         if self._tensors.num_rows is not None:
@@ -149,20 +149,20 @@ class BatchState:
             numpy_half.check_array(name, array)
             counts[name] = array.shape[0]
         if self._padding is not None:
-            counts["marks of padding rows"] = self._padding.shape[0]
+            counts["padding marks"] = self._padding.shape[0]
         checks.check_counts(counts)
         checks.check_disjoint(columns, self.non_tensor_batch)
         return columns
 
     def _take(self, rows: np.ndarray) -> Self:
-        """Copies the rows, int64 `[M]`, each in 0..B-1."""
+        """Copy the rows, int64 `[M]`, each in 0..B-1."""
         columns = tensor_half.take(self._read(), rows)
         arrays = numpy_half.take(self.non_tensor_batch, rows)
         padding = None if self._padding is None else self._padding[rows]
         return self._of(rows.shape[0], columns, arrays, self.meta_info, padding)
 
     def _cut(self, bounds: Sequence[int]) -> list[Self]:
-        """Cuts into the runs of rows between neighbouring `bounds`, which rise."""
+        """Cut into the runs of rows between neighbouring, ascending `bounds`."""
         runs = list(pairwise(bounds))
         columns = tensor_half.cut(self._read(), bounds)
         arrays = numpy_half.cut(self.non_tensor_batch, bounds)
@@ -178,7 +178,7 @@ class BatchState:
         non_tensor_batch_keys: Sequence[str] | None,
         meta_info_keys: Sequence[str] | None,
     ) -> tuple[dict[str, Column], dict[str, np.ndarray], dict[str, Any]]:
-        """The named columns and facts, all where None; KeyError for an unknown name."""
+        """Return the named columns and items of meta_info, all if None; KeyError for an unknown name."""
         return (
             checks.pick(self._read(), batch_keys, "tensor column"),
             checks.pick(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
@@ -189,7 +189,7 @@ class BatchState:
         return 0 if self._padding is None else int(self._padding.sum())
 
     def _is_bare(self) -> bool:
-        """Without columns and rows, so that it goes with any batch."""
+        """Return whether the batch has neither columns nor rows and can be combined with any batch."""
         return self._tensors.num_rows is None and not self.non_tensor_batch
 
 

@@ -1,8 +1,8 @@
-"""The tensor half of a batch: its columns, and their row operations.
+"""Tensor columns of a batch and their row operations.
 
 A column is a dense tensor `[B, ...]` or a `JaggedColumn`. Columns that share a Layout share the index arithmetic of an
-operation, and the results share a Layout again. Nothing here makes a nested tensor or a TensorDict, which takes longer
-than cutting a column; `TensorColumns` makes them when somebody looks.
+operation, and the results share a Layout again. The functions here create neither nested tensors nor TensorDicts, which
+takes longer than cutting a column; `TensorColumns` creates them on request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,19 +40,23 @@ Column = Tensor | JaggedColumn
 
 
 class TensorColumns:
-    """The tensor columns of one batch. Once somebody has looked at them as a TensorDict, that holds the truth."""
+    """The tensor columns of one batch, and a TensorDict of them once it has been requested.
+
+    Callers may add and remove entries of that TensorDict, so from then on it is the source of truth: `read` returns its
+    columns.
+    """
 
     __slots__ = ("_columns", "_num_rows", "_shown")
 
     def __init__(self, columns: dict[str, Column], num_rows: int | None) -> None:
-        """`columns` are known to be good; num_rows is None if nothing tells, which only goes without columns."""
+        """Store checked columns. `num_rows` is None only without columns, if nothing else determines it."""
         self._columns = columns
         self._num_rows = num_rows
         self._shown: TensorDictBase | None = None
 
     @classmethod
     def of(cls, shown: TensorDictBase) -> "TensorColumns":
-        """The columns of a TensorDict, which stays the one that is shown. Raises as `read`."""
+        """Make the columns of a TensorDict, and keep it as the one that `show` returns. Raises as `read`."""
         checks.check_type(shown, TensorDictBase, "a TensorDict with batch_size [B]")
         columns = cls({}, None)
         columns._shown = shown
@@ -61,31 +65,33 @@ class TensorColumns:
 
     @property
     def num_rows(self) -> int | None:
-        """None for no columns and no rows, which go with any number of rows."""
+        """Number of rows; None for no columns and no rows, which can be combined with any number of rows."""
         if self._shown is None:
             return self._num_rows
         size = self._shown.batch_size[0]
         return None if size == 0 and self._shown.is_empty() else size
 
     def show(self, num_rows: int) -> TensorDictBase:
-        """The columns as a TensorDict of `num_rows` rows; always the same object."""
+        """Return the columns as a TensorDict of `num_rows` rows; always the same object."""
         if self._shown is None:
             tensors: Any = {name: as_tensor(column) for name, column in self._columns.items()}
-            # The checking constructor takes longer than many an operation on the rows.
+            # The public constructor checks, which takes longer than most row operations.
             self._shown = TensorDict._new_unsafe(tensors, batch_size=torch.Size([num_rows]))
         return self._shown
 
     def read(self) -> dict[str, Column]:
-        """The columns as they are now, checked where they are new. The dict belongs to this object.
+        """Return the current columns; checks those that are new. The dict belongs to this object.
 
         Raises:
-            ValueError, TypeError: what somebody has put into the TensorDict is no column; the error names it.
+            ValueError, TypeError: an entry of the TensorDict is not a valid column; the error names it.
         """
         shown, known = self._shown, self._columns
         if shown is None:
             return known
         if shown.batch_dims != 1:
-            raise ValueError(f"expected a TensorDict with batch_size [B], got {list(shown.batch_size)}")
+            raise ValueError(
+                f"expected a TensorDict with batch_size [B], got {list(shown.batch_size)}; set batch.batch_size = [B]"
+            )
         if any(not _is_shown_as(known.get(name), tensor) for name, tensor in shown.items()) or len(known) != len(
             shown.keys()
         ):
@@ -98,18 +104,18 @@ class TensorColumns:
 
 
 def as_tensor(column: Column) -> Tensor:
-    """A column as users see it: a ragged one as a nested tensor."""
+    """Return a column as users see it: a ragged one as a nested tensor."""
     return column.tensor if isinstance(column, JaggedColumn) else column
 
 
 def as_columns(tensors: Mapping[str, Any]) -> dict[str, Column]:
-    """Users' tensors as columns. Raises as `as_column`."""
+    """Convert tensors of users to columns. Raises as `as_column`."""
     layouts: dict[int, Layout] = {}
     return {name: as_column(name, tensor, layouts) for name, tensor in tensors.items()}
 
 
 def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
-    """A user's tensor as a column, checked. `layouts` holds those of this batch, by their keys.
+    """Check a tensor and convert it to a column. `layouts` holds the layouts of the batch by key.
 
     Raises:
         TypeError: not a tensor, or its name is not a string.
@@ -119,34 +125,39 @@ def as_column(name: str, tensor: Any, layouts: dict[int, Layout]) -> Column:
         raise TypeError(f"expected a column name as a string, got {name!r}")
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"column {name!r}: expected a tensor, got {type(tensor).__name__}; other columns go into non_tensor_batch, "
-            f"a TensorDict with non-tensors into DataProto.from_tensordict"
+            f"column {name!r}: expected a tensor, got {type(tensor).__name__}; put other columns into "
+            f"non_tensor_batch, or convert a TensorDict with DataProto.from_tensordict()"
         )
     if is_ragged(tensor):
         column = open_column(tensor)
         column.layout = layouts.setdefault(column.layout.key, column.layout)
         if not column.layout.fits(column.values.shape[0]):
-            raise ValueError(f"column {name!r}: expected offsets from 0 to the number of values; see ragged.ragged()")
+            raise ValueError(
+                f"column {name!r}: expected offsets from 0 to the number of values; make the column with "
+                f"ragged.ragged()"
+            )
         return column
     if tensor.layout != torch.strided or tensor.is_nested or tensor.dim() == 0:
         kind = "nested tensor" if tensor.is_nested else f"tensor of {tensor.dim()} dims"
         raise ValueError(
             f"column {name!r}: expected a dense tensor [B, ...] or a jagged one [B, j, ...], got a {kind} of layout "
-            f"{tensor.layout}; see ragged.ragged_from_list()"
+            f"{tensor.layout}; convert it with ragged.ragged_from_list() or tensor.to_dense()"
         )
     return tensor
 
 
 def num_rows_of(column: Column) -> int:
+    """Return the number of rows."""
     return column.layout.num_rows if isinstance(column, JaggedColumn) else column.shape[0]
 
 
 def num_bytes(column: Column) -> int:
+    """Return the bytes of the values."""
     return (column.values if isinstance(column, JaggedColumn) else column).nbytes
 
 
 def kind_of(column: Column) -> str:
-    """What must agree for columns to be joined: dtype, row shape and device."""
+    """Describe dtype, row shape and device, which must agree for columns to be concatenated."""
     if isinstance(column, JaggedColumn):
         flat, shape = column.values, ["B", "j", *column.values.shape[1:]]
     else:
@@ -155,7 +166,7 @@ def kind_of(column: Column) -> str:
 
 
 def describe_column(column: Column) -> str:
-    """`kind_of` and how long the rows are, for a reader."""
+    """Describe a column for `repr`: `kind_of` and the range of row lengths."""
     if not isinstance(column, JaggedColumn) or column.layout.num_rows == 0:
         return kind_of(column)
     lengths = column.layout.lengths
@@ -163,7 +174,7 @@ def describe_column(column: Column) -> str:
 
 
 def cut(columns: Mapping[str, Column], bounds: Sequence[int]) -> list[dict[str, Column]]:
-    """Cuts into the runs of rows between neighbouring `bounds`, as views of the columns."""
+    """Cut into the runs of rows between neighbouring `bounds`, as views of the columns."""
     rows = np.array(bounds)
     parts: list[dict[str, Column]] = [{} for _ in bounds[1:]]
     layouts: dict[int, tuple[list[int], list[Layout]]] = {}
@@ -182,7 +193,7 @@ def cut(columns: Mapping[str, Column], bounds: Sequence[int]) -> list[dict[str, 
 
 
 def take(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
-    """Copies the rows (int64 `[M]`, each in 0..B-1)."""
+    """Copy the rows (int64 `[M]`, each in 0..B-1)."""
     copies: dict[int, RowCopy] = {}
     indices: dict[torch.device, Tensor] = {}
     taken: dict[str, Column] = {}
@@ -200,7 +211,7 @@ def take(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Concatenates the rows of parts that have the same columns, of the same kinds."""
+    """Concatenate the rows of parts that have the same columns, of the same kinds."""
     layouts: dict[tuple[int, ...], Layout] = {}
     joined: dict[str, Column] = {}
     for name, first in parts[0].items():
@@ -217,10 +228,10 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
 
 def fill(name: str, like: Column, num_rows: int, value: Any) -> Column:
-    """A column of the kind of `like`, all of whose elements are the number `value`; a ragged one has empty rows.
+    """Make a column of the kind of `like` filled with the number `value`; a ragged one has empty rows.
 
     Raises:
-        ValueError: `value` is no number, or one that the column cannot hold.
+        ValueError: `value` is not a number, or one that the dtype cannot represent.
     """
     if isinstance(like, JaggedColumn):
         return JaggedColumn(like.values[:0], Layout(np.zeros(num_rows + 1, dtype=np.int64), like.layout.device))
@@ -229,7 +240,7 @@ def fill(name: str, like: Column, num_rows: int, value: Any) -> Column:
 
 
 def check_fill(name: str, like: Tensor, value: Any) -> None:
-    """Raises ValueError unless `value` is a number that a tensor like this can hold."""
+    """Raise ValueError unless `value` is a number that the dtype of `like` can represent."""
     dtype, number = like.dtype, np.asarray(value).tolist()
     if dtype == torch.bool:
         checks.check_fits(name, number, dtype, 0, 1)
@@ -240,7 +251,7 @@ def check_fill(name: str, like: Tensor, value: Any) -> None:
 
 
 def map_tensors(columns: Mapping[str, Column], move: Callable[[Tensor], Tensor]) -> dict[str, Column]:
-    """Applies `move`, which keeps shapes, to dense columns and to the values of ragged ones."""
+    """Apply `move`, which keeps shapes, to dense columns and to the values of ragged ones."""
     layouts: dict[tuple[int, torch.device], Layout] = {}
     moved: dict[str, Column] = {}
     for name, column in columns.items():

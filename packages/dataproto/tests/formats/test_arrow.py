@@ -160,7 +160,7 @@ def test_iter_parquet_refuses_column_with_nulls_in_some_batches(tmp_path: Path) 
 @pytest.mark.parametrize("read", [DataProto.from_parquet, DataProto.iter_parquet])
 def test_parquet_errors_name_the_file(tmp_path: Path, read: Any) -> None:
     path = write(chat_table(100), tmp_path / "rows.parquet")
-    with pytest.raises(KeyError, match=r"no column 'none'; there are \['prompt', "):
+    with pytest.raises(KeyError, match=r"no column 'none'; known: \['prompt', "):
         read(path, ["none"])
     with pytest.raises(FileNotFoundError, match=r"no.parquet does not exist or is a folder"):
         read(tmp_path / "no.parquet")

@@ -1,4 +1,4 @@
-"""Pickling without copies."""
+"""Pickle with out-of-band buffers."""
 
 import multiprocessing
 import pickle
@@ -23,12 +23,12 @@ def test_out_of_band_pickle_copies_nothing() -> None:
     assert len(buffers) == 4  # x, ids, mask, and once the offsets of both
 
 
-def test_a_chunk_pickles_its_own_bytes_only() -> None:
+def test_chunk_pickles_only_its_own_bytes() -> None:
     whole = DataProto.from_dict({"x": torch.zeros(1000, 100), "ids": ragged.ragged(torch.zeros(100_000), [100] * 1000)})
     assert len(pickle.dumps(whole.chunk(100)[5], 5)) < 2 * 4000 + 1000
 
 
-def test_tensors_that_are_not_contiguous_or_need_gradients_pickle() -> None:
+def test_strided_tensors_and_tensors_with_gradients_pickle() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     batch = DataProto.from_dict({"t": base.t(), "e": torch.ones(1).expand(4), "g": torch.ones(4, requires_grad=True)})
     for protocol in (4, 5):
@@ -40,7 +40,7 @@ def test_tensors_that_are_not_contiguous_or_need_gradients_pickle() -> None:
     assert base.sum() == 66
 
 
-def test_unpickled_in_band_is_writable_and_can_be_trained_on() -> None:
+def test_tensors_unpickled_in_band_are_writable() -> None:
     new = pickle.loads(pickle.dumps(make(), 5))
     new["x"].add_(1)
     weight = torch.ones((), requires_grad=True)
@@ -52,7 +52,7 @@ def _child(queue: Any) -> None:
     queue.put(make())
 
 
-def test_through_a_process_queue() -> None:
+def test_multiprocessing_queue() -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     process = context.Process(target=_child, args=(queue,))
@@ -89,7 +89,7 @@ def test_pieces_keep_their_memory_alive_and_read_only_ones_stay_so() -> None:
     assert joined.numpy().tobytes() == expected
 
 
-def test_large_batches_through_every_protocol() -> None:
+def test_large_batches_with_every_pickle_protocol() -> None:
     flat = torch.arange(1_500_000, dtype=torch.int32)
     column = ragged.ragged(flat, [0, 700_000, 800_000])
     batch = DataProto.from_dict({"c": column, "d": flat.reshape(3, -1).bfloat16()})

@@ -1,9 +1,9 @@
-"""A batch as one safetensors file: its tensors, and what is not a tensor as JSON in one of them.
+"""Save a batch as one safetensors file: tensors, and everything else as JSON in one of them.
 
 Format version 1. The metadata of the file are {"format": "tidemill-dataproto", "version": "1"}. Its tensors are
 "batch/<name>" (a dense column, or the values of a ragged one), "bounds/<number>" (int64 [B + 1], of ragged columns that
-share a layout), "object/<number>" (out of numpy columns, objects and facts) and "json" (uint8, the text that says what
-is what).
+share a layout), "object/<number>" (from numpy columns, objects and meta_info) and "json" (uint8, the text that
+describes the structure).
 """
 
 import json
@@ -38,7 +38,7 @@ def write(
     padding: np.ndarray | None,
     allow_pickle: bool,
 ) -> None:
-    """Writes a batch; see `DataProto.save_to_disk`."""
+    """Write a batch; see `DataProto.save_to_disk`."""
     encoder = Encoder(allow_pickle)
     tensors: dict[str, Tensor] = {}
     layouts: dict[int, int] = {}
@@ -67,15 +67,17 @@ def write(
 
 
 def read(path: Path, allow_pickle: bool) -> _Contents:
-    """Number of rows, columns, numpy columns, facts and padding of a batch; see `DataProto.load_from_disk`."""
-    if path.is_dir():  # safetensors would say "No such device"
-        raise IsADirectoryError(f"expected a file that DataProto.save_to_disk wrote, {path} is a folder")
+    """Return number of rows, tensor and numpy columns, meta_info and padding; see `DataProto.load_from_disk`."""
+    if path.is_dir():  # the error of safetensors is "No such device"
+        raise IsADirectoryError(f"expected a file of DataProto.save_to_disk, but {path} is a folder")
     try:
         with safe_open(path, framework="pt") as file:
             _check_version(path, file.metadata())
             return _decode(file.get_tensor, allow_pickle)
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated, damaged or no safetensors file ({error}); save it again") from error
+        raise ValueError(
+            f"{path} is truncated, damaged or not a safetensors file ({error}); save the batch again"
+        ) from error
     except (ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
 
@@ -92,7 +94,10 @@ def _decode(get_tensor: Callable[[str], Tensor], allow_pickle: bool) -> _Content
             layouts[number] = Layout(get_tensor(f"bounds/{number}").numpy(), values.device)
         columns[name] = values if number is None else JaggedColumn(values, layouts[number])
         if num_rows_of(columns[name]) != num_rows or (number is not None and not layouts[number].fits(len(values))):
-            raise ValueError(f"column {name!r} does not have the {num_rows} rows of the batch; save it again")
+            raise ValueError(
+                f"column {name!r} does not have the {num_rows} rows of the batch; the file is damaged, save the batch "
+                f"again"
+            )
     arrays = {name: decoder.decode_array(array) for name, array in manifest["arrays"].items()}
     meta_info = {decoder.decode(key): decoder.decode(value) for key, value in manifest["meta_info"]}
     padding = None if manifest["padding"] is None else decoder.decode_array(manifest["padding"])
@@ -102,10 +107,10 @@ def _decode(get_tensor: Callable[[str], Tensor], allow_pickle: bool) -> _Content
 def _check_version(path: Path, metadata: Mapping[str, str] | None) -> None:
     found = {} if metadata is None else metadata
     if found.get("format") != _FORMAT:
-        raise ValueError(f"expected a file that DataProto.save_to_disk wrote, got metadata {found}")
+        raise ValueError(f"expected a file of DataProto.save_to_disk, got a safetensors file with metadata {found}")
     if not found["version"].isdecimal() or int(found["version"]) > _VERSION:
         raise ValueError(
-            f"it has format version {found['version']}, this release reads up to {_VERSION}; update tidemill-dataproto"
+            f"expected format version {_VERSION} or lower, got {found['version']}; update tidemill-dataproto"
         )
 
 
@@ -116,14 +121,16 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
             try:
                 save({"x": tensor.new_empty(0)})
             except KeyError as error:
-                raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it") from error
+                raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot store; convert it") from error
             checked.add(tensor.dtype)
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes beside `path`, and moves the complete file there."""
+    """Write a temporary file in the same folder and rename it to `path` when it is complete."""
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
+        raise FileNotFoundError(
+            f"expected an existing folder for {path.name}, but {path.parent} does not exist; create it"
+        )
     storages: set[int] = set()
     for name, tensor in tensors.items():  # safetensors refuses tensors that overlap
         pointer = tensor.untyped_storage().data_ptr()
@@ -140,7 +147,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Waits until the file, or the names in the folder, are on the disk."""
+    """Wait until the file, or the entries of the folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Python objects as JSON beside tensors, and back: nothing that could run code, unless pickling is allowed."""
+"""Encode Python objects as JSON and tensors, and decode them; runs no code from a file unless pickle is allowed."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -15,31 +15,31 @@ from tidemill_dataproto.arrays import object_column
 __all__ = ["Decoder", "Encoder", "storable"]
 
 _PLAIN = (type(None), bool, int, str)
-_RAW_KINDS = "USMm"  # strings, times: dtypes that torch lacks, stored as bytes
+_RAW_KINDS = "USMm"  # strings and times: stored as bytes, since torch has no such dtypes
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, contiguous, on the CPU, without gradient."""
+    """Return the elements of a tensor, contiguous, on the CPU, without gradient."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 @dataclass(slots=True)
 class Encoder:
-    """Collects the tensors of the objects that it encodes.
+    """Encodes objects and collects the tensors in them.
 
     Attributes:
-        allow_pickle: objects that JSON cannot hold are pickled.
-        tensors: by name, contiguous, on the CPU.
+        allow_pickle: whether objects without a JSON form are pickled.
+        tensors: collected tensors by name, contiguous, on the CPU.
     """
 
     allow_pickle: bool
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def encode(self, value: Any, where: str) -> Any:
-        """`value` as JSON: plain data as it is, everything else as {"$kind": ...}.
+        """Return `value` as JSON: plain data unchanged, everything else as {"$kind": ...}.
 
         Raises:
-            TypeError: an object of another type, without `allow_pickle`; the error says `where`.
+            TypeError: an object of another type, without `allow_pickle`; the error contains `where`.
         """
         kind: type = type(value)
         if kind in _PLAIN:
@@ -72,7 +72,7 @@ class Encoder:
         )
 
     def encode_array(self, array: np.ndarray, where: str) -> Any:
-        """A numpy array as JSON; TypeError for a dtype without a portable form."""
+        """Return a numpy array as JSON; TypeError for a dtype without a portable form."""
         shape = list(array.shape)
         if array.dtype == object:
             rows = [self.encode(item, f"{where}, row {row}") for row, item in enumerate(array.ravel())]
@@ -86,29 +86,30 @@ class Encoder:
         return {"dtype": native.dtype.str, "shape": shape, "tensor": self.add(tensor.reshape(array.shape))}
 
     def add(self, tensor: Tensor) -> str:
-        """Takes a tensor to be stored; returns its name."""
+        """Add a tensor; return its name."""
         name = f"object/{len(self.tensors)}"
         self.tensors[name] = storable(tensor)
         return name
 
     def add_bytes(self, data: bytes) -> str:
+        """Add bytes as a tensor; return its name."""
         return self.add(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte())
 
 
 @dataclass(slots=True)
 class Decoder:
-    """Makes objects of what an `Encoder` made of them.
+    """Decodes objects that an `Encoder` encoded.
 
     Attributes:
-        allow_pickle: pickled objects are loaded, which runs code of whoever wrote them.
-        tensors: gives the tensor of a name: one that reads it from a file, or `encoder.tensors.__getitem__`.
+        allow_pickle: whether pickled objects are loaded, which runs code chosen by the author of the file.
+        tensors: returns the tensor of a name, from a file or `encoder.tensors.__getitem__`.
     """
 
     allow_pickle: bool
     tensors: Callable[[str], Tensor]
 
     def decode(self, value: Any) -> Any:
-        """ValueError for pickled objects without `allow_pickle`, or what no encoder writes."""
+        """Decode JSON. ValueError for pickled objects without `allow_pickle`, or an unknown kind."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -119,6 +120,7 @@ class Decoder:
         return self._decode_tagged(tag, value[tag])
 
     def decode_array(self, value: dict[str, Any]) -> np.ndarray:
+        """Decode a numpy array."""
         shape: Sequence[int] = value["shape"]
         if value["dtype"] == "object":
             return object_column([self.decode(row) for row in value["rows"]]).reshape(shape)
@@ -144,9 +146,11 @@ class Decoder:
         if tag == "$scalar":
             return self.decode_array(data)[()]
         if tag != "$pickle":
-            raise ValueError(f"an object of the unknown kind {tag!r}")
+            raise ValueError(f"it contains an object of the unknown kind {tag!r}; update tidemill-dataproto")
         if not self.allow_pickle:
-            raise ValueError("pickled objects, whose loading runs code; pass allow_pickle=True if you trust the file")
+            raise ValueError(
+                "it contains pickled objects, and loading them runs code; pass allow_pickle=True if you trust the file"
+            )
         return pickle.loads(self._bytes(data))
 
     def _bytes(self, name: str) -> bytes:

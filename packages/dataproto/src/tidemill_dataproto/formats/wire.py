@@ -1,4 +1,4 @@
-"""Pickling of tensor columns: every tensor as buffers, which protocol 5 can pass on without a copy."""
+"""Pickle tensor columns as buffers, which pickle protocol 5 can pass on without a copy."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor as its dtype, its shape and its bytes: in one buffer, or in pieces that follow one another."""
+    """A tensor as its dtype, its shape and its bytes: in one buffer, or in consecutive pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class Packed:
 
 
 def pack(columns: Mapping[str, Column], protocol: int) -> Packed:
-    """Packs columns for `unpack`.
+    """Pack columns for `unpack`.
 
-    CPU tensors are not copied, unless they are not contiguous or `protocol` is below 5; others are moved to the CPU,
-    which waits for their device. A slice of a larger tensor packs its own bytes only. Gradients are left behind.
+    CPU tensors are not copied, unless they are not contiguous or `protocol` is below 5; others are copied to the CPU,
+    which waits for their device. A slice of a larger tensor packs only its own bytes. Gradients are not packed.
     """
     layouts: list[np.ndarray] = []
     numbers: dict[int, int] = {}
@@ -57,11 +57,11 @@ def pack(columns: Mapping[str, Column], protocol: int) -> Packed:
 
 
 def unpack(packed: Packed) -> dict[str, Column]:
-    """Makes the columns of what `pack` packed, on the CPU, as views of the buffers."""
-    # Bounds are a few bytes; copied, they do not keep the buffers alive and can be written to, as torch wants it.
+    """Rebuild the columns on the CPU, as views of the buffers."""
+    # Copies of these few bytes do not keep the buffers alive, and are writable, as torch expects.
     layouts = [Layout(bounds.copy(), _CPU) for bounds in packed.layouts]
     columns: dict[str, Column] = {}
-    with warnings.catch_warnings():  # buffers out of an object store are read-only; DataProto documents it
+    with warnings.catch_warnings():  # buffers in an object store are read-only, as documented in DataProto
         warnings.filterwarnings("ignore", message="The given .* is not writable")
         for name, (tensor, number) in packed.columns.items():
             values = from_bytes(pieces.join(tensor.data), tensor.dtype, tensor.shape)
@@ -70,13 +70,13 @@ def unpack(packed: Packed) -> dict[str, Column]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, on its device, as uint8 `[num_bytes]`; copied where they are not contiguous."""
+    """Return the elements of a tensor, on its device, as uint8 `[num_bytes]`; a copy if they are not contiguous."""
     # As bytes, because numpy lacks bfloat16 and the float8 types.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that `as_bytes` took apart, as a view of `data`, which is aligned to its element size."""
+    """Rebuild a tensor from the result of `as_bytes`, as a view of `data`, which is aligned to its element size."""
     return data.view(getattr(torch, dtype)).reshape(shape)
 
 

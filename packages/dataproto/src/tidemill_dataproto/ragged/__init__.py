@@ -1,15 +1,15 @@
 """Ragged columns: rows of different lengths as one flat tensor of values and the offsets of its rows.
 
-A ragged column is a jagged nested tensor of torch whose ragged dim is dim 1, `[B, j]` or `[B, j, ...]`: `values` is
-`[N, ...]` with the rows one after another, `offsets` is int64 `[B + 1]` from 0 to N, and row i is
-`values[offsets[i]:offsets[i + 1]]`. Functions here are index arithmetic on these two; none loops over rows. Zero rows,
-one row, rows of equal length and empty rows are ordinary. Gradients flow through all functions of values.
+A ragged column is a jagged nested tensor of torch with dim 1 ragged, `[B, j]` or `[B, j, ...]`: `values` is `[N, ...]`
+with the rows one after another, `offsets` is int64 `[B + 1]` from 0 to N, and row i is `values[offsets[i]:offsets[i +
+1]]`. The functions here are index arithmetic on these two tensors; none loops over rows. Zero rows, one row, rows of
+equal length and empty rows are supported everywhere. Gradients flow through all functions of values.
 
-torch lets two ragged columns meet in one operation (`a + b`) only where both hold the same `offsets` object. `like`
-keeps it, and so do the row operations of DataProto for columns that shared it before.
+torch accepts two ragged columns in one operation (`a + b`) only if both have the same `offsets` object. `like` keeps
+it, and so do the row operations of DataProto for columns that shared it before.
 
-Row lengths are known on the host, so nothing here waits for a CUDA device, except where it is given lengths, offsets, a
-mask or an index that lie there: these are read once, as are the offsets of a nested tensor that torch itself has made.
+Row lengths are known on the host, so nothing here waits for a CUDA device, unless lengths, offsets, a mask or an index
+are on that device: these are read once, as are the offsets of a nested tensor that torch itself created.
 """
 
 from tidemill_dataproto.ragged.columns import (

@@ -1,4 +1,4 @@
-"""Between ragged columns and padded tensors."""
+"""Convert between ragged columns and padded tensors."""
 
 from collections.abc import Sequence
 
@@ -16,16 +16,16 @@ __all__ = ["from_padded", "from_prompt_response", "to_padded", "to_prompt_respon
 def to_padded(
     column: Tensor, pad_value: float | int | bool, *, side: str = "right", max_len: int | None = None
 ) -> Tensor:
-    """Pads a column `[B, j, ...]` to a dense tensor `[B, T, ...]`.
+    """Pad a column `[B, j, ...]` to a dense tensor `[B, T, ...]`.
 
     Args:
         column: the ragged column.
-        pad_value: fills the rest of each row.
-        side: "right" or "left", where the padding goes.
-        max_len: T; the longest row where None.
+        pad_value: value of the padding.
+        side: "right" or "left", the side of the padding.
+        max_len: T; the longest row if None.
 
     Raises:
-        ValueError: a row is longer than max_len (nothing is cut), or another side.
+        ValueError: a row is longer than max_len (rows are never cut), or an unknown side.
     """
     whole = open_column(column)
     layout, flat = whole.layout, whole.values
@@ -33,7 +33,9 @@ def to_padded(
     width = longest if max_len is None else max_len
     if longest > width:
         row = int(layout.lengths.argmax())
-        raise ValueError(f"row {row} has {longest} elements, more than max_len={width}; cut the rows or raise max_len")
+        raise ValueError(
+            f"row {row} has {longest} elements, more than max_len={width}; truncate the rows or raise max_len"
+        )
     index = layout.shifted(_starts_in_padded(layout, width, side) - layout.starts)
     out = flat.new_full((layout.num_rows * width, *flat.shape[1:]), pad_value)
     return out.index_copy(0, index, flat).reshape(layout.num_rows, width, *flat.shape[1:])
@@ -42,18 +44,18 @@ def to_padded(
 def from_padded(
     tensor: Tensor, mask: Tensor | None = None, *, lengths: Tensor | Sequence[int] | None = None, side: str = "right"
 ) -> Tensor:
-    """Makes a padded tensor ragged; the inverse of `to_padded`.
+    """Make a padded tensor ragged; the inverse of `to_padded`.
 
     Args:
         tensor: `[B, T, ...]`.
-        mask: `[B, T]`: the elements where it is true (or 1) are kept, in order, wherever the padding is. A mask on
-            CUDA is read, which waits for the device.
+        mask: `[B, T]`: elements where it is true (or 1) are kept, in order, wherever the padding is. A mask on CUDA is
+            read, which waits for the device.
         lengths: instead of a mask, the number of elements of each row, int `[B]`.
-        side: "right" or "left", where the padding is, if `lengths` are given.
+        side: "right" or "left", the side of the padding, if `lengths` are given.
 
     Raises:
         TypeError: neither or both of mask and lengths.
-        ValueError: they do not go with the tensor.
+        ValueError: mask or lengths do not match the tensor.
     """
     if (mask is None) == (lengths is None):
         raise TypeError("from_padded() needs exactly one of mask [B, T] and lengths [B]")
@@ -69,7 +71,9 @@ def from_padded(
     counts = as_counts(lengths, num_rows, "lengths")
     if counts.max(initial=0) > width:
         row = int(counts.argmax())
-        raise ValueError(f"expected lengths of at most {width}, as the tensor is wide, got {counts[row]} for row {row}")
+        raise ValueError(
+            f"expected lengths of at most {width}, the width of the tensor, got {counts[row]} for row {row}"
+        )
     layout = Layout.of_lengths(counts, tensor.device)
     index = layout.shifted(_starts_in_padded(layout, width, side) - layout.starts)
     return JaggedColumn(tensor.flatten(0, 1).index_select(0, index), layout).tensor
@@ -83,27 +87,28 @@ def to_prompt_response(
     max_prompt_len: int | None = None,
     max_response_len: int | None = None,
 ) -> Tensor:
-    """Pads prompts on the left and responses on the right, so that all responses start in one column: `[B, P + R]`.
+    """Pad prompts on the left and responses on the right: `[B, P + R]`, all responses start in column P.
 
-    P and R are the lengths of the longest prompt and response where None. Raises as `to_padded`.
+    P and R are the lengths of the longest prompt and response if None. Raises as `to_padded`.
     """
     left = to_padded(prompts, pad_value, side="left", max_len=max_prompt_len)
     return torch.cat([left, to_padded(responses, pad_value, max_len=max_response_len)], dim=1)
 
 
 def from_prompt_response(tensor: Tensor, mask: Tensor, prompt_width: int) -> tuple[Tensor, Tensor]:
-    """Splits `tensor` `[B, P + R, ...]` after column `prompt_width` (P) and makes both halves ragged.
+    """Split `tensor` `[B, P + R, ...]` after column `prompt_width` (P) and make both parts ragged.
 
-    The inverse of `to_prompt_response` for the mask `[B, P + R]` of real elements. Raises as `from_padded`.
+    The inverse of `to_prompt_response` for the mask `[B, P + R]` of tokens that are not padding. Raises as
+    `from_padded`.
     """
     if not 0 <= prompt_width <= mask.shape[-1]:
-        raise ValueError(f"expected a prompt_width of 0 to {mask.shape[-1]}, as the mask is wide, got {prompt_width}")
+        raise ValueError(f"expected a prompt_width of 0 to {mask.shape[-1]}, the width of the mask, got {prompt_width}")
     prompts = from_padded(tensor[:, :prompt_width], mask[:, :prompt_width])
     return prompts, from_padded(tensor[:, prompt_width:], mask[:, prompt_width:])
 
 
 def _starts_in_padded(layout: Layout, width: int, side: str) -> np.ndarray:
-    """Where each row starts in the flattened padded tensor, int64 `[B]`."""
+    """Return the start of each row in the flattened padded tensor, int64 `[B]`."""
     if side not in ("right", "left"):
         raise ValueError(f'expected side "right" or "left", got {side!r}')
     starts = np.arange(layout.num_rows) * width

@@ -1,4 +1,4 @@
-"""Between one value per row and one value per element."""
+"""Reduce elements to one value per row, and expand row values to elements."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,11 @@ __all__ = ["expand_rows", "segment_mean", "segment_sum"]
 
 
 def expand_rows(per_row: Tensor, column: Tensor) -> Tensor:
-    """Repeats the value of each row, `per_row` `[B, ...]`, for each element of the row: flat `[N, ...]`."""
+    """Repeat the value of each row, `per_row` `[B, ...]`, for each element of the row: flat `[N, ...]`.
+
+    Raises:
+        ValueError: not one value per row.
+    """
     layout = open_column(column).layout
     if per_row.is_nested or per_row.dim() == 0 or per_row.shape[0] != layout.num_rows:
         raise ValueError(f"expected one value per row, [{layout.num_rows}, ...], got {describe(per_row)}")
@@ -17,10 +21,13 @@ def expand_rows(per_row: Tensor, column: Tensor) -> Tensor:
 
 
 def segment_sum(flat: Tensor, column: Tensor) -> Tensor:
-    """Adds up `flat` `[N, ...]` within each row of `column`: `[B, ...]`; 0 for an empty row.
+    """Sum `flat` `[N, ...]` within each row of `column`: `[B, ...]`; 0 for an empty row.
 
-    float32 and float64 keep their dtype, smaller floats are added in and returned as float32, integers and bool as
-    int64. The result does not change from run to run, on CUDA either.
+    float32 and float64 keep their dtype, smaller floats are summed in and returned as float32, integers and bool as
+    int64. The result is deterministic, on CUDA too.
+
+    Raises:
+        ValueError: not one value per element.
     """
     layout = open_column(column).layout
     if flat.is_nested or flat.dim() == 0 or flat.shape[0] != layout.num_elements:
@@ -30,13 +37,15 @@ def segment_sum(flat: Tensor, column: Tensor) -> Tensor:
         return zeros.index_add(0, layout.rows(), flat.long())
     if flat.dtype.itemsize < 4:
         flat = flat.float()
-    # The check that `unsafe` leaves out fails on zero rows; layouts are checked where a column is made.
+    # torch's own check fails on zero rows; layouts are checked when a column is made, so `unsafe` is safe here.
     return torch.segment_reduce(flat, "sum", lengths=layout.offsets.diff(), unsafe=True)
 
 
 def segment_mean(flat: Tensor, column: Tensor) -> Tensor:
-    """The mean of `flat` `[N, ...]` over each row of `column`: `[B, ...]`, dtypes as in `segment_sum`, but float32 for
-    integers; 0 for an empty row."""
+    """Average `flat` `[N, ...]` within each row of `column`: `[B, ...]`; 0 for an empty row.
+
+    Dtypes as in `segment_sum`, but float32 for integers. Raises as `segment_sum`.
+    """
     total = segment_sum(flat if flat.is_floating_point() else flat.float(), column)
     counts = open_column(column).layout.offsets.diff().clamp(min=1).to(total.dtype)
     return total / counts.reshape(-1, *[1] * (total.dim() - 1))
