@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.weights.names import Block, Part, Placement, blocks_of
+from tidemill_engines.megatron.weights.names import blocks_of
+from tidemill_engines.megatron.weights.placement import Block, Part, Placement
 from tidemill_weight_update import LocalShard
 from torch import Tensor
 

@@ -158,7 +158,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path, backend):
 
 KINDS = [  # engines one after another, and what each is told of the checkpoint of the one before it
     ("fsdp2", {}, ""),
-    ("megatron", NOT_DISTRIBUTED, r"it is of another model or backend, without \w+"),
+    ("megatron", NOT_DISTRIBUTED, r"it is a checkpoint of another model or backend, without \w+"),
     ("megatron", {}, r"its optimizer has no state\.param\..* saved with another .*use_distributed_optimizer"),
     ("fsdp2", {}, "rank 0: "),
 ]

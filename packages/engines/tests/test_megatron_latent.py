@@ -161,9 +161,9 @@ def test_layers_for_further_predictions_are_left_out(tmp_path):
 
 
 def test_there_is_no_balance_loss_beside_the_bias(paths):
-    from tidemill_engines.megatron.moe.batch import check_mixture
+    from tidemill_engines.megatron.moe.batch import check_moe
 
     architecture = Architecture.read(paths["yarn"])
     model = ModelConfig(path=str(paths["yarn"]), router_aux_loss_coef=0.1)
     with pytest.raises(ValueError, match="a deepseek_v3 is balanced by the bias of its router"):
-        check_mixture(model, MegatronConfig(), architecture, torch.device("cpu"))
+        check_moe(model, MegatronConfig(), architecture, torch.device("cpu"))

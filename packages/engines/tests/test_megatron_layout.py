@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig, ParallelConfig
-from tidemill_engines.megatron.weights.names import Part, Placement, blocks_of
+from tidemill_engines.megatron.weights.names import blocks_of
+from tidemill_engines.megatron.weights.placement import Part, Placement
 from tidemill_testing import tiny_model
 from transformers import AutoConfig
 

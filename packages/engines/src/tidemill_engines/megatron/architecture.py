@@ -1,4 +1,4 @@
-"""What the Megatron parts need to know of a Hugging Face model."""
+"""Architecture of a Hugging Face model, read from its `config.json`, as far as Megatron needs it."""
 
 import copy
 import json
@@ -19,12 +19,12 @@ _YARN = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "origin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention, by the names of `config.json`.
+    """Multi-head latent attention (MLA), with the names of `config.json`.
 
     Attributes:
-        q_lora_rank: None where queries are projected at once.
-        rope_theta: of the rotary embedding.
-        yarn: of it, too, by the names of `rope_parameters`; empty where it is not scaled.
+        q_lora_rank: rank of the query projection; None if queries are projected by one matrix.
+        rope_theta: base of the rotary embedding.
+        yarn: YaRN parameters of the rotary embedding, with the names of `rope_parameters`; empty without YaRN.
     """
 
     q_lora_rank: int | None
@@ -38,7 +38,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouter:
-    """How DeepSeek-V3 chooses experts: by sigmoids and a bias, in some of the groups of experts."""
+    """DeepSeek-V3's router: sigmoid scores with a bias, and experts chosen within the best groups."""
 
     num_groups: int
     top_groups: int
@@ -47,22 +47,23 @@ class SigmoidRouter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """The sizes of a causal language model, by the names of its `config.json` where they have one there.
+    """Sizes of a causal language model, with the names of its `config.json` where they have one.
 
     Attributes:
-        head_dim: of queries and keys.
-        rotary: the rotary embedding; None of latent attention, which has its own.
+        head_dim: size of a head of queries and keys.
+        rotary: rotary embedding; None for latent attention, where Megatron applies it.
         num_experts: routed experts of each layer; 0 for a dense model.
-        num_dense_layers: the first layers, which have no experts, of a mixture.
-        num_nextn_predict_layers: for further predictions, behind the others in the checkpoint; they are left out.
-        shared_intermediate_size: of the experts that all tokens are sent to; 0 where there are none.
-        router: None for a softmax.
-        latent: None for attention to heads of their own.
+        num_dense_layers: number of first layers without experts, of a MoE model.
+        num_nextn_predict_layers: multi-token prediction (MTP) layers, which follow the others in the checkpoint and are
+            ignored.
+        shared_intermediate_size: intermediate size of the shared experts; 0 if there are none.
+        router: None for a softmax router.
+        latent: None for multi-head attention.
         qkv_bias: whether the q, k and v projections have biases.
         qk_norm: whether q and k are normalized per head.
 
     Raises:
-        ValueError: an architecture or a feature that no rule covers, named; or a value that transformers refuses.
+        ValueError: an unsupported architecture or feature, named; or a value that transformers rejects.
     """
 
     model_type: str
@@ -92,10 +93,10 @@ class Architecture:
 
     @classmethod
     def read(cls, folder: Path) -> "Architecture":
-        """From the `config.json` of a checkpoint.
+        """Read the `config.json` of a checkpoint.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the folder has no `config.json`.
             ValueError: see the class.
         """
         file = folder / "config.json"
@@ -112,14 +113,17 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Architecture":
-        """From the content of a `config.json`; what it leaves out is as by transformers' defaults."""
+        """Architecture from the content of a `config.json`; missing values have the defaults of transformers."""
         model_type = config.get("model_type", "")
         if model_type not in (*_DENSE, *_EXPERTS, *_LATENT):
             known = ", ".join((*_DENSE, *_EXPERTS, *_LATENT))
-            raise ValueError(f"no rules for models of type {model_type!r}; the Megatron engine knows {known}")
-        checked = _checked(config, model_type)
+            raise ValueError(
+                f"the Megatron engine does not support model_type {model_type!r}; it supports {known}; use one of "
+                "them or the fsdp2 engine"
+            )
+        checked = _check_config(config, model_type)
         fields = checked.to_dict()
-        _refuse(fields, model_type)
+        _refuse_unsupported(fields, model_type)
         experts = model_type in _EXPERTS
         architecture = cls(
             model_type=model_type,
@@ -143,20 +147,20 @@ class Architecture:
             initializer_range=fields["initializer_range"],
         )
         if model_type in _LATENT:
-            return replace(architecture, **_of_latent(fields))
-        return replace(architecture, rotary=Rotary.of(checked, architecture.head_dim))
+            return replace(architecture, **_latent_fields(fields))
+        return replace(architecture, rotary=Rotary.from_config(checked, architecture.head_dim))
 
 
-def _checked(config: dict[str, Any], model_type: str) -> PretrainedConfig:
-    """As transformers reads it: with its defaults, and the rotary embedding under one name in any version's format."""
+def _check_config(config: dict[str, Any], model_type: str) -> PretrainedConfig:
+    """Return the config as transformers reads it: with its defaults, and `rope_parameters` for every older format."""
     try:
         return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
     except (KeyError, StrictDataclassError) as error:
-        raise ValueError(f"config.json is not one of a {model_type} model: {error.args[0]}") from error
+        raise ValueError(f"config.json is not valid for model_type {model_type!r}: {error.args[0]}") from error
 
 
-def _of_latent(config: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSeek-V3 has instead."""
+def _latent_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Architecture` that differ for DeepSeek-V3."""
     rope = config["rope_parameters"]
     attention = LatentAttention(
         q_lora_rank=config["q_lora_rank"],
@@ -184,37 +188,40 @@ def _of_latent(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse(config: dict[str, Any], model_type: str) -> None:
-    """Features that change the numbers and that nothing here carries out."""
+def _refuse_unsupported(config: dict[str, Any], model_type: str) -> None:
+    """Raise ValueError for features that change results and are not implemented here."""
     rope, is_latent = config["rope_parameters"], model_type in _LATENT
     kind = rope.get("rope_type")
     unknown = {
         f"rope type {kind!r}": kind not in (("default", "yarn") if is_latent else FIXED_TYPES),
-        "a rotary embedding of a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        "yarn scaled by other rules than Megatron's": is_latent and kind == "yarn" and _is_scaled_otherwise(rope),
-        "dropout of attention": bool(config["attention_dropout"]),
+        "a partial rotary embedding (partial_rotary_factor)": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "YaRN scaling that differs from Megatron's": is_latent and kind == "yarn" and _is_other_yarn(rope),
+        "attention dropout": bool(config["attention_dropout"]),
         "sliding windows": bool(config.get("use_sliding_window", False))
         or any(kind != "full_attention" for kind in config.get("layer_types") or ()),
-        "a bias of o_proj": model_type != "qwen2" and bool(config.get("attention_bias", False)),
+        "a bias in o_proj": model_type != "qwen2" and bool(config.get("attention_bias", False)),
         "biases in the mlp": bool(config.get("mlp_bias", False)),
-        "layers without experts": bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1,
-        "weights of experts that do not add up to one": is_latent and not config["norm_topk_prob"],
-        "rotary pairs that lie apart": is_latent and not config["rope_interleave"],
-        "groups of experts of which other than two decide": is_latent and _decides_otherwise(config),
+        "single layers without experts (mlp_only_layers or decoder_sparse_step)": bool(config.get("mlp_only_layers"))
+        or config.get("decoder_sparse_step", 1) != 1,
+        "expert weights that are not normalized (norm_topk_prob=false)": is_latent and not config["norm_topk_prob"],
+        "rotary pairs that are not interleaved (rope_interleave=false)": is_latent and not config["rope_interleave"],
+        "expert groups that are not ranked by their best two experts": is_latent and _ranks_groups_otherwise(config),
         f"activation {config['hidden_act']!r}": config["hidden_act"] != "silu",
     }
     found = [name for name, is_there in unknown.items() if is_there]
     if found:
-        raise ValueError(f"the Megatron engine cannot train a {model_type} model with {', '.join(found)}")
+        raise ValueError(
+            f"the Megatron engine does not support a {model_type} model with {', '.join(found)}; use the fsdp2 engine"
+        )
 
 
-def _is_scaled_otherwise(rope: dict[str, Any]) -> bool:
-    """Megatron knows no attention factor beside these two, of which transformers takes both or neither."""
+def _is_other_yarn(rope: dict[str, Any]) -> bool:
+    """Megatron has no attention factor besides these two, of which transformers uses both or neither."""
     mscales = [rope.get("mscale"), rope.get("mscale_all_dim")]
-    is_taken = all(mscales) or mscales == [None, None]
-    return not is_taken or rope.get("attention_factor") is not None or not rope.get("truncate", True)
+    is_supported = all(mscales) or mscales == [None, None]
+    return not is_supported or rope.get("attention_factor") is not None or not rope.get("truncate", True)
 
 
-def _decides_otherwise(config: dict[str, Any]) -> bool:
-    """Megatron chooses groups by their best `top_k // top_groups` experts, transformers by their best two."""
+def _ranks_groups_otherwise(config: dict[str, Any]) -> bool:
+    """Megatron ranks groups by their best `top_k // top_groups` experts, transformers by their best two."""
     return config["n_group"] != 1 and config["num_experts_per_tok"] // config["topk_group"] != 2

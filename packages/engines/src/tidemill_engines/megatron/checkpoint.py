@@ -1,4 +1,4 @@
-"""Checkpoints through Megatron's dist_checkpointing: sharded, and loadable under other parallel sizes."""
+"""Checkpoints in Megatron's dist_checkpointing format: sharded, and loadable with other parallel sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Content:
-    """What this rank has to save.
+    """Content of a checkpoint on this rank.
 
     Attributes:
-        sharded: tensors and objects with their places in those of the whole model, as torch's writer takes them.
-        common: what is the same on all ranks.
+        sharded: tensors and objects with their position in the whole model, in the format of torch's writer.
+        common: values that are the same on all ranks.
         random: random states.
     """
 
@@ -55,11 +55,11 @@ def collect(
     *,
     copied: bool,
 ) -> Content:
-    """Weights, optimizer state and random states. Collective over all ranks.
+    """Collect weights, optimizer state and random states. Collective over all ranks.
 
     Args:
-        vocab_size: of the model; the rows of its embedding are more, for some numbers of tensor-parallel ranks.
-        copied: have copies on the CPU, so that saving them need not stop the training that goes on.
+        vocab_size: vocabulary of the model; its embedding may have more rows, to be divisible by tensor-parallel ranks.
+        copied: copy tensors to the CPU, so that training can continue while they are saved.
     """
     sharded: Any
     sharded, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
@@ -75,10 +75,10 @@ def collect(
 
 
 def save(path: Path, content: Content, progress: Progress, group: dist.ProcessGroup, *, keep_last: int | None) -> None:
-    """Writes to the new folder `path`, all or nothing. Collective over `group` (gloo).
+    """Write the new folder `path`, completely or not at all. Collective over `group` (gloo).
 
-    The format is Megatron's, the writer torch's: Megatron's own starts processes to write, which import all there is
-    (15 s) and which a daemon may not have.
+    The format is Megatron's, the writer is torch's: Megatron's writer spawns processes, which takes 15 s for imports
+    and is not allowed in daemonic processes.
 
     Raises:
         OSError: a rank could not write; raised on every rank.
@@ -108,18 +108,20 @@ def load(
     progress: Progress,
     group: dist.ProcessGroup,
 ) -> None:
-    """Reads weights and optimizer state, and random states if as many ranks saved them on such devices. Collective.
+    """Load weights and optimizer state. Collective.
+
+    Random states are loaded if as many ranks saved them on the same type of device.
 
     Raises:
-        ValueError: the checkpoint is of another model, or its optimizer of another kind; raised on every rank, and
-            nothing has changed.
+        ValueError: the checkpoint belongs to another model or another kind of optimizer; raised on every rank before
+            anything is changed.
     """
     sharded = _sharded_state(chunks, optimizer, is_loading=True)
     _check_fits(path, sharded, vocab_size, group)
     with together(group):
         try:
             state: Any = dist_checkpointing.load(sharded, str(path))
-        except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+        except CheckpointException as error:  # a BaseException, which callers do not catch
             raise ValueError(f"could not load the checkpoint {path}: {reasons(error)}") from error
         for name, chunk in _named(chunks).items():
             model = unwrapped(chunk)
@@ -133,39 +135,46 @@ def load(
 
 
 def _check_fits(path: Path, sharded: dict[str, Any], vocab_size: int, group: dist.ProcessGroup) -> None:
-    """Refuses a checkpoint before Megatron begins to load it, which would empty embedding and head at once. Collective.
+    """Check a checkpoint before Megatron starts to load it, which first clears embedding and head. Collective.
 
     Raises:
-        ValueError: it has not the tensors that all ranks together want; raised on every rank.
+        ValueError: it does not have exactly the tensors of all ranks; raised on every rank.
     """
     wanted = [part for part in nested_values(load_preprocess(sharded)[0]) if isinstance(part, ShardedTensor)]
-    of_all_ranks = {key for keys in gather([part.key for part in wanted], group) for key in keys}
+    all_keys = {key for keys in gather([part.key for part in wanted], group) for key in keys}
     with together(group):
-        why = _misfit(path, wanted, of_all_ranks, vocab_size)
-        if why:
-            raise ValueError(f"could not load the checkpoint {path}: {why}")
+        reason = _mismatch(path, wanted, all_keys, vocab_size)
+        if reason:
+            raise ValueError(f"could not load the checkpoint {path}: {reason}")
 
 
-def _misfit(path: Path, wanted: Sequence[ShardedTensor], of_all_ranks: set[str], vocab_size: int) -> str:
-    """Why a checkpoint cannot be loaded; empty if it can."""
+def _mismatch(path: Path, wanted: Sequence[ShardedTensor], all_keys: set[str], vocab_size: int) -> str:
+    """Return the reason why a checkpoint cannot be loaded, or an empty string."""
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
     for part in wanted:
         shape, has_any_rows = tuple(part.global_shape), part.allow_shape_mismatch
         if part.key not in shapes and part.key.startswith(_OPTIMIZER):
             return (
-                f"its optimizer has no {part.key.removeprefix(_OPTIMIZER)}, as it was saved with another "
-                "MegatronConfig.use_distributed_optimizer (if that is False, or with another param_dtype)"
+                f"its optimizer has no {part.key.removeprefix(_OPTIMIZER)}, because it was saved with another "
+                "MegatronConfig.use_distributed_optimizer (or, if that is False, with another param_dtype); load it "
+                "with the settings that saved it"
             )
         if part.key not in shapes:
-            return f"it is of another model or backend, without {part.key}"
+            return f"it is a checkpoint of another model or backend, without {part.key}"
         if shapes[part.key][has_any_rows:] != shape[has_any_rows:]:
-            return f"it is of another model, whose {part.key} has the shape {shapes[part.key]} instead of {shape}"
-    if others := [key for key in shapes if key not in of_all_ranks and not key.startswith(_OPTIMIZER)]:
-        return f"it is of another model, which also has {others[0]}"
+            return (
+                f"it is a checkpoint of another model, whose {part.key} has the shape {shapes[part.key]} instead of "
+                f"{shape}"
+            )
+    if others := [key for key in shapes if key not in all_keys and not key.startswith(_OPTIMIZER)]:
+        return f"it is a checkpoint of another model, which also has {others[0]}"
     saved_vocab_size = torch.load(path / "common.pt", weights_only=True)["vocab_size"]
     if saved_vocab_size != vocab_size:
-        return f"it is of another model, whose vocabulary has {saved_vocab_size} tokens instead of {vocab_size}"
+        return (
+            f"it is a checkpoint of another model, whose vocabulary has {saved_vocab_size} tokens instead of "
+            f"{vocab_size}"
+        )
     return ""
 
 
@@ -177,7 +186,7 @@ def _sharded_state(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # others cannot be loaded under other sizes
+        "distrib_optim_sharding_type": "fully_reshardable",  # other types cannot be loaded with other parallel sizes
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     models: Any = {name: unwrapped(chunk) for name, chunk in _named(chunks).items()}
@@ -192,7 +201,7 @@ def _sharded_state(
 
 
 def _extra_states(state: dict[str, Any]) -> dict[str, Any]:
-    """What Transformer Engine's modules, and Megatron's for their sake, have beside weights for FP8: nothing here."""
+    """FP8 state of Transformer Engine's modules, and of Megatron's for compatibility. Empty without FP8."""
     return {name: part for name, part in state.items() if "_extra_state" in name}
 
 

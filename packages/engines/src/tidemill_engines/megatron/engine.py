@@ -30,19 +30,25 @@ from tidemill_engines.megatron.batch.pipeline import is_last_stage
 from tidemill_engines.megatron.config import MegatronConfig, check_settings
 from tidemill_engines.megatron.model.build import HiddenStatesModel, build_chunks, transformer_config
 from tidemill_engines.megatron.model.transformer_engine import implementation
-from tidemill_engines.megatron.moe.batch import check_mixture
-from tidemill_engines.megatron.optimizer import apply_gradient, build_optimizer, grad_norm, own_tensors, start_afresh
+from tidemill_engines.megatron.moe.batch import check_moe
+from tidemill_engines.megatron.optimizer import (
+    apply_gradient,
+    build_optimizer,
+    optimizer_parts,
+    own_tensors,
+    reset_state,
+)
 from tidemill_engines.megatron.parallel.data_parallel import (
     Gradients,
-    gather_afresh,
     grad_buffers,
-    wait_for,
+    wait_for_weight,
     wrap_chunks,
 )
 from tidemill_engines.megatron.parallel.groups import MegatronGroups, close_groups, make_groups, own_placement
-from tidemill_engines.megatron.patches.cpu import on_cpu
-from tidemill_engines.megatron.patches.dispatcher import forget_tokens
-from tidemill_engines.megatron.patches.without_te import closed_gaps
+from tidemill_engines.megatron.patches.context import apply_patches
+from tidemill_engines.megatron.patches.data_parallel import require_param_gather
+from tidemill_engines.megatron.patches.dispatcher import release_activations
+from tidemill_engines.megatron.patches.grad_norm import grad_norm
 from tidemill_engines.megatron.weights.hf_weights import MegatronWeights, global_name, unwrapped
 from tidemill_engines.offload import Parked, Parking
 from tidemill_engines.optimizer import learning_rate
@@ -81,7 +87,7 @@ class MegatronEngine(BaseEngine):
         self.device = torch.device("meta")
         self.division = Division()
         self.chunks: list[DistributedDataParallel] = []
-        self._redirections = ExitStack()
+        self._patches = ExitStack()
         self._architecture: Architecture | None = None
         self._groups: MegatronGroups | None = None
         self._weights: MegatronWeights | None = None
@@ -96,11 +102,9 @@ class MegatronEngine(BaseEngine):
         if self._groups is not None:
             raise RuntimeError("the engine is initialized already; close() it first")
         self.device = self.meter.device = resolve_device(self.config.device)
-        self._redirections.enter_context(closed_gaps())
+        self._patches.enter_context(apply_patches(self.device))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        else:
-            self._redirections.enter_context(on_cpu())
         try:
             self._groups = make_groups(
                 self.config, self.device, self._read, seed=self.config.seed, timeout_s=self.config.timeout_s
@@ -116,7 +120,7 @@ class MegatronEngine(BaseEngine):
     def _read(self, world_size: int) -> None:
         self._architecture = self.read_architecture()
         self.config.check(self._architecture, world_size)
-        check_mixture(self.model_config, self.config, self._architecture, self.device)
+        check_moe(self.model_config, self.config, self._architecture, self.device)
 
     def read_architecture(self) -> Architecture:
         """The architecture of the model at `ModelConfig.path`."""
@@ -186,7 +190,7 @@ class MegatronEngine(BaseEngine):
         finally:
             groups, self._groups = self._groups, None
             self._architecture = self._weights = self._optimizer = None
-            forget_tokens(self.chunks)
+            release_activations(self.chunks)
             self.chunks = []
             self._gradients = Gradients([], overlap=False)
             self._parking = Parking({})
@@ -194,7 +198,7 @@ class MegatronEngine(BaseEngine):
                 if groups is not None:
                     close_groups(groups)
             finally:
-                self._redirections.close()
+                self._patches.close()
             del groups
             gc.collect()  # Megatron's modules hold groups in cycles, and gloo's threads end with the last reference
 
@@ -226,7 +230,7 @@ class MegatronEngine(BaseEngine):
         model: Any = unwrapped(chunk)
         is_tied = self.architecture.tie_word_embeddings
         weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
-        wait_for(chunk, weight)
+        wait_for_weight(chunk, weight)
         first = dist.get_rank(self.groups.tp) * len(weight)
         num_tokens = max(0, self.architecture.vocab_size - first)
         return weight if num_tokens >= len(weight) else weight[:num_tokens], first
@@ -283,14 +287,14 @@ class MegatronEngine(BaseEngine):
         self.check_at_hand("grads")
         self._gradients.reduce()
         self.optimizer.prepare_grads()
-        return grad_norm(self.optimizer, self.device)
+        return grad_norm(optimizer_parts(self.optimizer), self.device)
 
     def apply_gradient(self, norm: float) -> None:
         assert self.optimizer_config is not None
         self.check_at_hand("params", "grads", "optimizer")
         self._weights_are_whole = not self.config.overlap_param_gather
         apply_gradient(self.optimizer, self.optimizer_config, norm, learning_rate(self.optimizer_config, self.step))
-        gather_afresh(self.chunks)
+        require_param_gather(self.chunks)
 
     def find_nonfinite(self) -> list[str]:
         own = [
@@ -305,7 +309,7 @@ class MegatronEngine(BaseEngine):
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         super().reset_optimizer(optimizer)
         with self._parking.at_hand("optimizer"):
-            start_afresh(self.optimizer, optimizer)
+            reset_state(self.optimizer, optimizer)
         self.optimizer_config = optimizer
         self.step = self.skipped_steps = 0
 

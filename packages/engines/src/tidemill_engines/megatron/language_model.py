@@ -22,7 +22,7 @@ from tidemill_engines.loss.router import ROUTED_EXPERTS, with_router_loss
 from tidemill_engines.megatron.batch.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.batch.pipeline import run_schedule
 from tidemill_engines.megatron.engine import MegatronEngine
-from tidemill_engines.megatron.moe.batch import MixtureBatch
+from tidemill_engines.megatron.moe.batch import MoEBatch
 from tidemill_engines.model_io import ModelOutput, Outputs
 
 
@@ -82,10 +82,10 @@ class MegatronLanguageModel(MegatronEngine):
             return replace(output, columns={**output.columns, ROUTED_EXPERTS: mixture.chosen(batch, plan.indices)})
         return output if loss_fn is None else replace(output, metrics={**output.metrics, **mixture.load()})
 
-    def _mixture(self, plan: BatchPlan, *, forward_only: bool) -> MixtureBatch | None:
+    def _mixture(self, plan: BatchPlan, *, forward_only: bool) -> MoEBatch | None:
         if not self.architecture.num_experts:
             return None
-        return MixtureBatch(
+        return MoEBatch(
             plan.micro_batches,
             self.architecture,
             self.groups,
@@ -117,7 +117,7 @@ class MegatronLanguageModel(MegatronEngine):
         inputs = pack_rows(micro_batch, self.device, self.division)
         rotary = self.architecture.rotary
         if rotary is not None:  # else Megatron's own attention has it
-            inputs.packed.rotary = rotary.at(inputs.position_ids, getattr(torch, self.config.param_dtype))
+            inputs.packed.rotary = rotary.cos_sin(inputs.position_ids, getattr(torch, self.config.param_dtype))
         return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -164,7 +164,7 @@ class MegatronLanguageModel(MegatronEngine):
         forward_only: bool,
         calculate_entropy: bool,
         keeps_outputs: bool,
-        mixture: MixtureBatch | None = None,
+        mixture: MoEBatch | None = None,
     ) -> list[StepOutput]:
         """Runs the schedule. An error of the loss on any rank is one on all, behind it: stages wait for each other."""
         errors: list[Exception] = []

@@ -1,11 +1,9 @@
-"""Megatron's optimizer under the configuration of all engines."""
+"""Megatron's optimizer with the configuration of all engines."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreConfig
@@ -21,14 +19,14 @@ def build_optimizer(
     distributed: bool,
     overlap_param_gather: bool = False,
 ) -> MegatronOptimizer:
-    """AdamW over this rank's chunks, with its state made at once. Clipping and schedule are the engine's own.
+    """Create AdamW for this rank's chunks, with its state allocated. The engine itself clips and sets the schedule.
 
     Args:
-        dtype: of the parameters; of bfloat16 ones, float32 masters are kept.
-        distributed: divide the state among data-parallel ranks.
+        dtype: dtype of the parameters; bfloat16 parameters get float32 masters.
+        distributed: shard the state over the data-parallel ranks.
 
     Raises:
-        ValueError: as `start_afresh`.
+        ValueError: see `reset_state`.
     """
     core = CoreConfig(
         optimizer="adam",
@@ -46,24 +44,27 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(core, list(chunks))
     for group in optimizer.param_groups:
-        group["fused"] = True  # one kernel for many parameters, which Megatron does not ask torch's AdamW for
+        group["fused"] = True  # one kernel for many parameters; Megatron does not set it for torch's AdamW
     for each in torch_optimizers(optimizer):
-        _fill(each)
-    start_afresh(optimizer, config)
+        _allocate_state(each)
+    reset_state(optimizer, config)
     return optimizer
 
 
-def start_afresh(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
-    """Gives it other settings and sets its state to zero; parameters, and masters of them, stay as they are.
+def reset_state(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
+    """Apply other settings and set the optimizer's state to zero. Parameters and their masters do not change.
 
     Raises:
-        ValueError: the configuration has groups of its own, whose names are those of another backend.
+        ValueError: the configuration has parameter groups, which this engine does not support.
     """
     if config.param_groups:
-        raise ValueError("OptimizerConfig.param_groups: the Megatron engine has no groups by name; leave them out")
+        raise ValueError(
+            f"the Megatron engine does not support OptimizerConfig.param_groups, got {len(config.param_groups)}; "
+            "leave it empty"
+        )
     for group in optimizer.param_groups:
-        # Megatron puts biases and weights with one dimension into a group whose decay its own scheduler, which is not
-        # used, multiplies by 0.
+        # Megatron puts biases and one-dimensional weights into a group with wd_mult 0, which only its own scheduler
+        # applies; that scheduler is not used here.
         is_decayed = config.decay_norms_and_biases or group["wd_mult"] != 0
         group["weight_decay"] = config.weight_decay if is_decayed else 0.0
         group["betas"], group["eps"] = config.betas, config.eps
@@ -74,17 +75,17 @@ def start_afresh(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Those that do the work: one, or one more for the experts."""
+    """The torch optimizers inside Megatron's: one, or two with one for the experts."""
     return [each.optimizer for each in optimizer_parts(optimizer)]
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's optimizers: one, or one more for the experts."""
+    """Megatron's optimizers: one, or two with one for the experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def own_tensors(optimizer: MegatronOptimizer, params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The state, and the master weights where they are not `params` themselves, the parameters of the model."""
+    """The optimizer's state, and master weights that are not the parameters `params` of the model themselves."""
     storages = {param.untyped_storage()._cdata for param in params}
     for each in torch_optimizers(optimizer):
         for group in each.param_groups:
@@ -93,24 +94,8 @@ def own_tensors(optimizer: MegatronOptimizer, params: Sequence[torch.Tensor]) ->
             yield from state.values()
 
 
-def grad_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """The L2 norm of the prepared gradient over all ranks. Collective.
-
-    Megatron's own, without Transformer Engine and Apex, asks the device for the norm of one tensor after another.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in optimizer_parts(optimizer):
-        own = torch.zeros_like(total)
-        grads = part.get_main_grads_for_grad_norm()
-        if grads:
-            own += torch.nn.utils.get_total_norm(grads).double().square()
-        dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
-        total += own
-    return math.sqrt(total.item())
-
-
-def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that AdamW makes at its first step: Megatron saves and loads what is there."""
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state that AdamW allocates at its first step: Megatron saves and loads existing state only."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -121,7 +106,7 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 
 
 def apply_gradient(optimizer: MegatronOptimizer, config: OptimizerConfig, norm: float, lr: float) -> None:
-    """Clips the prepared gradient, whose norm is `norm`, and updates the parameters with the learning rate `lr`."""
+    """Clip the prepared gradient, whose norm is `norm`, and update the parameters with learning rate `lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         grads = [parameter.grad for parameter in group["params"] if parameter.grad is not None]

@@ -1,7 +1,6 @@
-"""The rows of a micro-batch as Megatron takes them: packed, divided among context-parallel ranks."""
+"""Rows of a micro-batch as Megatron's model takes them: packed, and split over context-parallel ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +8,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.batch.packing import response_positions
+from tidemill_engines.megatron.batch.routing import Routing
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, own_tokens
 from tidemill_engines.model_io import PackedLayout
-
-if TYPE_CHECKING:
-    from tidemill_engines.megatron.moe.router import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """How tokens are divided among ranks.
+    """How the tokens of a micro-batch are split over ranks.
 
     Attributes:
-        cp_rank, cp_size: of context parallelism: each rank has two chunks of each sequence.
-        sp_size: ranks among which sequence parallelism divides what a context-parallel rank has.
+        cp_rank, cp_size: rank and size of context parallelism; each rank has two chunks of each sequence.
+        sp_size: number of ranks over which sequence parallelism splits the tokens of a context-parallel rank.
     """
 
     cp_rank: int = 0
@@ -31,47 +28,48 @@ class Division:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence has to be a multiple of."""
+        """Number by which the padded length of a sequence is divisible."""
         return 1 if self.cp_size == 1 else 2 * self.cp_size
 
     @property
     def pack_multiple(self) -> int:
-        """What the number of all tokens has to be a multiple of."""
+        """Number by which the number of all tokens is divisible."""
         return self.sequence_multiple * self.sp_size
 
     def padded(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The lengths of sequences, padded so that they can be divided."""
+        """Lengths of sequences after padding to `sequence_multiple`."""
         return (lengths + self.sequence_multiple - 1) // self.sequence_multiple * self.sequence_multiple
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What Megatron knows of packed rows, and what attention needs to know of this rank's tokens.
+    """Megatron's parameters of packed rows, with those of this engine's attention and routers.
 
     Attributes:
-        layout: where the rows lie, or with context parallelism, where this rank's parts of them do.
-        rotary: cosine and sine [n, 1, D / 2] of the angles that queries and keys are turned by.
-        routing: what the routers of a mixture of experts do with the tokens; None of other models.
+        layout: positions of the rows, or with context parallelism of this rank's parts of them.
+        rotary: cosine and sine [n, 1, D / 2] of the rotary angles of queries and keys; None if the model applies them
+            before attention.
+        routing: routing of the tokens; None for dense models.
     """
 
     layout: PackedLayout | PartLayout | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    routing: "Routing | None" = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MegatronInputs:
-    """What the model is called with, on its device: n tokens of this rank, of which m predict a response token.
+    """Inputs of the model, on its device: n tokens of this rank, of which m predict a response token.
 
     Attributes:
         input_ids, position_ids: [1, n] int64.
-        packed: where the sequences lie, padding included.
-        tokens: [n] int64, which token of the micro-batch each is; -1 for padding.
-        predictors: [m] int64, indices in n.
-        outputs: [m] int64, which of the response tokens of the micro-batch they predict.
-        labels: [m] int64, these tokens.
-        num_outputs: response tokens of the micro-batch.
-        temperature: that the logits are divided by.
+        packed: positions of the sequences, including padding.
+        tokens: [n] int64, index in the micro-batch of each token; -1 for padding.
+        predictors: [m] int64, indices in n of the tokens that predict a response token.
+        outputs: [m] int64, indices of the predicted tokens among the response tokens of the micro-batch.
+        labels: [m] int64, the predicted tokens.
+        num_outputs: number of response tokens of the micro-batch.
+        temperature: divisor of the logits.
     """
 
     input_ids: torch.Tensor
@@ -86,17 +84,17 @@ class MegatronInputs:
 
 
 def num_packed(micro_batch: DataProto, division: Division) -> int:
-    """How many tokens a micro-batch has at least when it is packed, padding included, on all context-parallel ranks."""
+    """Smallest number of tokens of a packed micro-batch, with padding, on all context-parallel ranks together."""
     num_tokens, multiple = int(division.padded(ragged.lengths(micro_batch["input_ids"])).sum()), division.pack_multiple
     return -(-max(num_tokens, 1) // multiple) * multiple
 
 
 def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) -> MegatronInputs:
-    """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU).
+    """Pack the columns `input_ids` and `responses` of a checked batch, which is on the CPU.
 
-    Each row is padded so that it can be divided, and a row of padding is added so that the whole can be, or has as many
-    tokens as `meta_info["packed_tokens"]` says, or where there is no token at all: its rank still runs the model and
-    takes part in every collective. Nothing is predicted from padding, and rows do not see each other.
+    Each row is padded to `Division.sequence_multiple`. A row of padding is added to reach `Division.pack_multiple`, or
+    `meta_info["packed_tokens"]` tokens. A rank without tokens gets only padding, because it takes part in every
+    collective. Padding predicts nothing, and rows do not attend to each other.
     """
     tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
     lengths = ragged.lengths(tokens)
@@ -105,7 +103,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     padded = torch.cat([padded, (num_tokens - padded.sum()).reshape(1)])
     padded = padded[padded > 0]
     starts = F.pad(padded.cumsum(0), (1, 0))
-    # Where each token lies among the padded ones; empty rows have none, and are not among the padded rows.
+    # Index of each token among the padded ones. Empty rows have no tokens and are not among the padded rows.
     shift = starts[: int((lengths > 0).sum())] - F.pad(lengths[lengths > 0].cumsum(0), (1, 0))[:-1]
     at = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths[lengths > 0])
     input_ids = torch.zeros(int(starts[-1]), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A batch through Megatron's pipeline schedules."""
+"""Megatron's pipeline schedules, run on the micro-batches of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from torch import nn
 from tidemill_engines.megatron.batch.packed import MegatronInputs
 
 Finish = Callable[[DataProto, MegatronInputs, torch.Tensor], tuple[torch.Tensor, Any]]
-"""`(micro_batch, inputs, hidden_states) -> (loss, result)`: what the last stage makes of the model's output."""
+"""`(micro_batch, inputs, hidden_states) -> (loss, result)`, called on the last stage with the model's output."""
 
 
 def run_schedule(
@@ -24,15 +24,15 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Runs micro-batches through all pipeline stages, as Megatron schedules it. Collective.
+    """Run micro-batches through all pipeline stages with Megatron's schedule. Collective.
 
     Args:
-        chunks: of this rank's stage, in Megatron's wrapper for data parallelism.
-        prepare: called for each micro-batch by each chunk.
+        chunks: model chunks of this rank's stage, in Megatron's data-parallel wrapper.
+        prepare: returns the inputs of a micro-batch; called by each chunk.
         finish: called on the last stage.
 
     Returns:
-        The results of `finish` in the order of the micro-batches; an empty list on other stages.
+        Results of `finish` in the order of the micro-batches; an empty list on other stages.
     """
 
     def step(batches: Iterator[DataProto], model: nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -43,7 +43,7 @@ def run_schedule(
 
     def finished(micro_batch: DataProto, inputs: MegatronInputs, hidden_states: torch.Tensor) -> tuple[Any, ...]:
         loss, result = finish(micro_batch, inputs, hidden_states)
-        # No tokens: Megatron must not divide by their number, as the loss is normalized already.
+        # Zero tokens: the loss is normalized already, so Megatron must not divide by the number of tokens.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     batches = [iter(micro_batches) for _ in chunks]
@@ -52,12 +52,12 @@ def run_schedule(
         data_iterator=batches if len(chunks) > 1 else batches[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=1,  # with variable lengths, stages tell each other the shapes
+        seq_length=1,  # not used: with variable lengths, stages send the shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
 def is_last_stage() -> bool:
-    """Whether the last layers are on this rank."""
+    """Whether this rank has the last layers."""
     return parallel_state.is_pipeline_last_stage()

@@ -1,4 +1,4 @@
-"""Modules that Megatron's layers are made of where its own need Transformer Engine."""
+"""Core attention of Megatron's layers on packed rows."""
 
 from typing import Any
 
@@ -11,31 +11,13 @@ from megatron.core.transformer.module import MegatronModule
 from tidemill_engines.attention.packed import varlen_cuda, varlen_padded
 from tidemill_engines.megatron.batch.packed import PackedRows
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, context_parallel_attention
-from tidemill_engines.megatron.patches.rms_norm import rms_norm
-from tidemill_engines.megatron.rotary import rotate
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """As Megatron's, which refuses sequence parallelism: there each rank has the gradient of its tokens only, and
-    Megatron adds those of weights that are marked so."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self._is_fused = config.bias_activation_fusion
-        if config.sequence_parallel:
-            self.weight.sequence_parallel = True  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_fused:
-            return super().forward(x)
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
+from tidemill_engines.megatron.patches.apply_rotary import apply_rotary
 
 
 class PackedAttention(MegatronModule):
-    """Rotary embedding and causal attention within each of the packed rows, of which a context-parallel rank has parts.
+    """Rotary embedding and causal attention within each packed row, or within this context-parallel rank's part of it.
 
-    Megatron's own rotary embedding asks the device for the lengths of the rows in every layer.
+    Without Transformer Engine, Megatron's own attention supports neither packed rows nor context parallelism.
     """
 
     def __init__(
@@ -68,25 +50,27 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """
         Args:
-            query, key, value: [n, H, D], H being fewer for key and value, and D of the value maybe, too.
-            attention_mask: not used; the rows say it all.
-            packed_seq_params: a `PackedRows`; without angles if queries and keys are turned already.
+            query: [n, H, D].
+            key: [n, H_kv, D].
+            value: [n, H_kv, D_v], with D_v <= D.
+            attention_mask: not used; the rows define what tokens attend to.
+            packed_seq_params: a `PackedRows`; its `rotary` is None if queries and keys are rotated already.
 
         Returns:
-            [n, H * D], D of the value.
+            [n, H * D_v].
         """
         assert isinstance(packed_seq_params, PackedRows)
         layout, rotary = packed_seq_params.layout, packed_seq_params.rotary
         assert layout is not None
         if rotary is not None:
-            query, key = (rotate(x, *rotary, fused=self._fused) for x in (query, key))
-        of_value = value.shape[-1]
-        if of_value < query.shape[-1]:  # kernels want the same for all
-            value = F.pad(value, (0, query.shape[-1] - of_value))
+            query, key = (apply_rotary(x, *rotary, fused=self._fused) for x in (query, key))
+        value_dim = value.shape[-1]
+        if value_dim < query.shape[-1]:  # kernels require the same size for all
+            value = F.pad(value, (0, query.shape[-1] - value_dim))
         if isinstance(layout, PartLayout):
             out = context_parallel_attention(query, key, value, layout, self._scale, self._group)
         elif query.is_cuda and query.dtype == torch.bfloat16:
             out = varlen_cuda(query, key, value, layout, self._scale, None)
         else:
             out = varlen_padded(query, key, value, layout, self._scale, None)
-        return out[..., :of_value].flatten(1)
+        return out[..., :value_dim].flatten(1)

@@ -1,4 +1,4 @@
-"""Megatron's model from a Hugging Face architecture."""
+"""Megatron's model for a Hugging Face architecture."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +15,16 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import ParallelConfig
-from tidemill_engines.megatron.model.attention import PackedAttention, RMSNorm
+from tidemill_engines.megatron.model.attention import PackedAttention
 from tidemill_engines.megatron.model.transformer_engine import Implementation, prepare, use_transformer_engine
 from tidemill_engines.megatron.moe.router import RoutedModel, Router
 from tidemill_engines.megatron.patches.experts import GroupedExperts
+from tidemill_engines.megatron.patches.rms_norm import RMSNorm
 from tidemill_engines.megatron.weights.names import padded_vocab_size
 
 
 class HiddenStatesModel(RoutedModel):
-    """Megatron's model without the product with its head, which belongs to what is computed from it."""
+    """Megatron's model without the product with its head; the engine computes log-probabilities without logits."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -38,13 +39,13 @@ def transformer_config(
     fused: bool = False,
     recompute: Sequence[str] = (),
 ) -> TransformerConfig:
-    """Megatron's own configuration.
+    """Return Megatron's own configuration.
 
     Args:
-        implementation: what layers are made of.
-        fused: make few kernels of norms, activation, rotary embedding and sums of a mixture, by torch.compile; what
-            else Megatron fuses needs Apex, or is nothing here, where there are no biases and no dropout.
-        recompute: what the backward computes again: modules by Megatron's names, or ("full",) for whole layers.
+        implementation: implementation of the layers.
+        fused: compile norms, activation, rotary embedding and sums of expert outputs to few kernels. Megatron's other
+            fusions need Apex, or have no effect without biases and dropout.
+        recompute: modules that the backward recomputes, by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture
     kind = TransformerConfig if a.latent is None else MLATransformerConfig
@@ -67,15 +68,15 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Memory for weights that are read from a checkpoint, or drawn, later.
-        init_method=_as_it_is,
-        output_layer_init_method=_as_it_is,
-        embedding_init_method=_as_it_is,
+        # Weights are loaded or initialized later.
+        init_method=_no_init,
+        output_layer_init_method=_no_init,
+        embedding_init_method=_no_init,
         calculate_per_token_loss=True,
         transformer_impl=implementation,
-        **_division(parallel),
-        **_mixture(a),
-        **_recompute(recompute),
+        **_parallel_fields(parallel),
+        **_moe_fields(a),
+        **_recompute_fields(recompute),
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=fused,
@@ -85,8 +86,8 @@ def transformer_config(
     )
 
 
-def _division(parallel: ParallelConfig) -> dict[str, Any]:
-    """What the ranks have of the model, and how they talk to each other."""
+def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    """Parallel sizes, and communication between ranks."""
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -96,17 +97,17 @@ def _division(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tp,
         "sequence_parallel": parallel.sequence_parallel,
-        # Rows of any length pass between stages; Megatron wants the alltoall dispatcher with it, for dense models too.
+        # Rows have any length. Megatron then requires the alltoall dispatcher, also for dense models.
         "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1,
         "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
-        # Megatron's default flags exchange the wrong tensors between interleaved chunks, without an error.
+        # With Megatron's defaults, interleaved chunks exchange wrong tensors without an error.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
     }
 
 
-def _mixture(a: Architecture) -> dict[str, Any]:
-    """Of experts, if there are any."""
+def _moe_fields(a: Architecture) -> dict[str, Any]:
+    """Fields of MoE models."""
     if not a.num_experts:
         return {}
     return {
@@ -116,12 +117,12 @@ def _mixture(a: Architecture) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not a.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        **_deepseek(a),
+        **_deepseek_fields(a),
     }
 
 
-def _deepseek(a: Architecture) -> dict[str, Any]:
-    """What a model with latent attention has besides."""
+def _deepseek_fields(a: Architecture) -> dict[str, Any]:
+    """Fields of latent attention and its router."""
     if a.latent is None or a.router is None:
         return {}
     latent, yarn = a.latent, dict(a.latent.yarn)
@@ -150,20 +151,20 @@ def _deepseek(a: Architecture) -> dict[str, Any]:
     }
 
 
-def _as_it_is(weight: torch.Tensor) -> None:
+def _no_init(weight: torch.Tensor) -> None:
     pass
 
 
-def _recompute(what: Sequence[str]) -> dict[str, Any]:
-    if not what:
+def _recompute_fields(modules: Sequence[str]) -> dict[str, Any]:
+    if not modules:
         return {}
-    if tuple(what) == ("full",):
+    if tuple(modules) == ("full",):
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": "selective", "recompute_modules": list(what)}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def build_chunks(architecture: Architecture, config: TransformerConfig) -> list[HiddenStatesModel]:
-    """The model chunks of this rank's pipeline stage, their weights not yet made."""
+    """Build the model chunks of this rank's pipeline stage. Their weights are not initialized."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     return [_chunk(architecture, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
 
@@ -174,16 +175,16 @@ def _chunk(architecture: Architecture, config: TransformerConfig, vp_stage: int 
     has_te = config.transformer_impl == "transformer_engine"
     layers = TransformerBlockSubmodules(
         layer_specs=[_layer_spec(config, is_dense=number < architecture.num_dense_layers) for number in numbers],
-        layer_norm=TENorm if has_te else RMSNorm,  # type: ignore[arg-type] - a class is built as well as a ModuleSpec
+        layer_norm=TENorm if has_te else RMSNorm,  # type: ignore[arg-type] - a class is accepted like a ModuleSpec
     )
     model = HiddenStatesModel(
         config,
-        layers,  # type: ignore[arg-type] - a block's submodules are taken as well
+        layers,  # type: ignore[arg-type] - the submodules of a block are accepted
         vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="none",  # `PackedAttention` has it
+        position_embedding_type="none",  # applied by `PackedAttention`
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
         vp_stage=vp_stage,
     )
@@ -207,7 +208,7 @@ def _layer_spec(config: TransformerConfig, *, is_dense: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        # Whole on each rank: of divided ones Megatron leaves out other ranks' gradients of the key's rotary part.
+        # Replicated: if they are split, Megatron drops other ranks' gradients of the rotary part of keys.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -1,4 +1,4 @@
-"""Transformer Engine in Megatron's layers, where it is installed: norms, linear layers, how tokens get to experts."""
+"""Transformer Engine in Megatron's layers, where it is installed: norms, linear layers, and token permutation."""
 
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from tidemill_engines.megatron.patches.dispatcher import Dispatcher, replace_dis
 
 Implementation = Literal["local", "transformer_engine"]
 
-IS_INSTALLED = HAVE_TE and fused_permute_with_probs is not None  # which came with 2.1
+IS_INSTALLED = HAVE_TE and fused_permute_with_probs is not None  # since version 2.1
 _INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
 
@@ -32,18 +32,23 @@ def implementation(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Implementation:
-    """What layers are made of. Float32 is left to torch by "auto", as Transformer Engine multiplies it in TF32.
+    """Choose the implementation of the layers.
+
+    "auto" uses torch for float32, which Transformer Engine computes in TF32.
 
     Raises:
-        ValueError: Transformer Engine is asked for by name and cannot be had; it says why.
+        ValueError: `wanted` is "transformer_engine" and it cannot be used; the message gives the reason.
     """
     obstacle = None
     if device.type != "cuda":
         obstacle = f"it has no kernels for a {device.type.upper()}; use 'auto' or 'local'"
     elif architecture.latent is not None:
-        obstacle = f"the latent attention of a {architecture.model_type} is not made of it; use 'auto' or 'local'"
+        obstacle = f"it does not support the latent attention of {architecture.model_type}; use 'auto' or 'local'"
     elif not IS_INSTALLED:
-        obstacle = f"it is not installed, not for this version of torch, or older than 2.1: {_INSTALL}"
+        obstacle = (
+            f"it is not installed, not built for this version of torch, or older than 2.1; install it with "
+            f"`{_INSTALL}`, or use 'auto' or 'local'"
+        )
     if obstacle is not None and wanted == "transformer_engine":
         raise ValueError(f"MegatronConfig.transformer_impl is 'transformer_engine', but {obstacle}")
     is_chosen = wanted == "transformer_engine" or (wanted == "auto" and dtype != torch.float32)
@@ -51,16 +56,16 @@ def implementation(
 
 
 def use_transformer_engine(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Replaces modules of a layer as it is made without Transformer Engine, but for attention, router and experts.
+    """Replace modules of a layer spec by Transformer Engine's, except attention, router and experts.
 
-    A norm is one module with the linear layer behind it, unless it is computed again in the backward: Megatron does so
-    with modules. Checkpoints have the same names either way, and as without Transformer Engine.
+    A norm is merged with the linear layer that follows it, unless the norm is recomputed in the backward, because
+    Megatron recomputes whole modules. Checkpoints have the same names in all cases.
     """
     parts: Any = layer.submodules
     attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else None
-    joins = recomputed is None or "layernorm" not in recomputed
-    norm, column = (IdentityOp, TELayerNormColumnParallelLinear) if joins else (TENorm, TEColumnParallelLinear)
+    merges = recomputed is None or "layernorm" not in recomputed
+    norm, column = (IdentityOp, TELayerNormColumnParallelLinear) if merges else (TENorm, TEColumnParallelLinear)
     parts.input_layernorm, attention.linear_qkv = norm, column
     attention.linear_proj = TERowParallelLinear
     if config.qk_layernorm:
@@ -72,12 +77,11 @@ def use_transformer_engine(layer: ModuleSpec, config: TransformerConfig) -> None
 
 
 def prepare(model: nn.Module) -> None:
-    """Completes a model that Megatron has made with modules of Transformer Engine.
+    """Configure a model that Megatron built with modules of Transformer Engine.
 
-    Matrix products of the backward add gradients of weights to those of earlier micro-batches, in float32; not by
-    Megatron's `gradient_accumulation_fusion`, for which its own linear layers want Apex. What is there is not written
-    over in the first micro-batch, since a step may have several batches: Megatron tells modules which one is the first
-    unless there is nothing to cache for FP8.
+    Matrix products of the backward accumulate weight gradients in float32. This does not use Megatron's
+    `gradient_accumulation_fusion`, for which its own linear layers need Apex. `disable_parameter_transpose_cache` keeps
+    Megatron from marking the first micro-batch, whose gradients would overwrite those of earlier batches of the step.
     """
     for module in model.modules():
         if isinstance(module, (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TERowParallelLinear)):
@@ -86,18 +90,22 @@ def prepare(model: nn.Module) -> None:
 
 
 class FusedDispatcher(Dispatcher):
-    """As `Dispatcher`, with one kernel each to copy tokens and to add copies up."""
+    """`Dispatcher` with Transformer Engine's kernels to copy tokens and to sum copies."""
 
-    _rows: torch.Tensor  # where copies lie, as Transformer Engine notes it
+    _row_map: torch.Tensor  # order of the copies, in Transformer Engine's format
 
-    def _sorted(
+    def _permute(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert fused_permute_with_probs is not None
         num_copies = len(tokens) * self.config.moe_router_topk
-        copies, of_copies, self._rows = fused_permute_with_probs(tokens, probs, routing_map, num_out_tokens=num_copies)
-        return copies, of_copies
+        copies, probs_of_copies, self._row_map = fused_permute_with_probs(
+            tokens, probs, routing_map, num_out_tokens=num_copies
+        )
+        return copies, probs_of_copies
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         shape = torch.Size((self.hidden_shape[:-1].numel(), self.hidden_shape[-1]))
-        return fused_unpermute(permutated_local_input_tokens, self._rows, restore_shape=shape).view(self.hidden_shape)
+        return fused_unpermute(permutated_local_input_tokens, self._row_map, restore_shape=shape).view(
+            self.hidden_shape
+        )

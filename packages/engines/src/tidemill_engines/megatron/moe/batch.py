@@ -1,4 +1,4 @@
-"""What the training of a mixture of experts has beside that of other models: balance, replay, and how even it is."""
+"""Training of MoE models: balance loss, router replay, and the load of the experts."""
 
 from collections.abc import Sequence
 
@@ -14,46 +14,50 @@ from tidemill_engines.loss.contract import Normalizer
 from tidemill_engines.loss.router import ROUTED_EXPERTS
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.batch.packed import Division, MegatronInputs, num_packed
+from tidemill_engines.megatron.batch.routing import Routing
 from tidemill_engines.megatron.config import MegatronConfig
-from tidemill_engines.megatron.moe.router import Routing
 from tidemill_engines.megatron.parallel.groups import MegatronGroups
 from tidemill_engines.megatron.parallel.stage_sums import StageSums
 
 
-def check_mixture(model: ModelConfig, config: MegatronConfig, architecture: Architecture, device: torch.device) -> None:
-    """Raises ValueError: what is asked for is for mixtures of experts, or gloo cannot do it."""
+def check_moe(model: ModelConfig, config: MegatronConfig, architecture: Architecture, device: torch.device) -> None:
+    """Raise ValueError for MoE settings that a dense model ignores, or that the model or gloo does not support."""
     if not architecture.num_experts:
         for name, is_set in (
             ("ModelConfig.router_aux_loss_coef", model.router_aux_loss_coef > 0),
             ("MegatronConfig.router_replay", config.router_replay),
         ):
             if is_set:
-                raise ValueError(f"{name} is for mixtures of experts; a {architecture.model_type} is none")
+                raise ValueError(
+                    f"{name} requires a MoE model, but {architecture.model_type} is dense; leave it at its default"
+                )
     elif architecture.router is not None and model.router_aux_loss_coef > 0:
         raise ValueError(
-            f"ModelConfig.router_aux_loss_coef: a {architecture.model_type} is balanced by the bias of its router, "
-            "which stays as it is here; leave the loss out"
+            f"ModelConfig.router_aux_loss_coef must be 0 for a {architecture.model_type} model, got "
+            f"{model.router_aux_loss_coef}: the bias of its router balances the experts, and is not trained here"
         )
     elif device.type == "cpu" and config.expert_tp > 1 and config.moe_token_dispatcher_type == "alltoall":
         raise ValueError(
             f"expert_tensor_parallel_size = {config.expert_tp} with moe_token_dispatcher_type='alltoall' gathers "
-            "unequal numbers of tokens, which gloo cannot; on a CPU use 'allgather', or expert_tensor_parallel_size=1"
+            "unequal numbers of tokens, which gloo does not support; on a CPU use "
+            "moe_token_dispatcher_type='allgather' or expert_tensor_parallel_size=1"
         )
 
 
-class MixtureBatch:
-    """A batch on its way through a mixture of experts, on one rank. Every rank makes one: a collective.
+class MoEBatch:
+    """Routing of the micro-batches of one batch, on one rank. Collective: every rank creates one.
 
     Args:
-        micro_batches: in the order in which they run.
-        normalizer: of the loss; None where there is none.
-        coefficient: of the balance loss.
-        replays: whether experts are as the column `routed_experts` says, and are kept without a loss.
+        micro_batches: micro-batches in the order in which they run.
+        normalizer: normalizer of the loss; None without loss.
+        coefficient: coefficient of the balance loss.
+        replays: use the column `routed_experts` if there is one, and record the experts if there is no loss.
         dispatcher: `ParallelConfig.moe_token_dispatcher_type`.
         num_chunks: model chunks of each pipeline stage.
+        forward_only: True if there is no backward.
 
     Raises:
-        ValueError: `routed_experts` does not fit the tokens or the model; on every rank.
+        ValueError: `routed_experts` does not fit the tokens or the model; raised on every rank.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class MixtureBatch:
         self._normalizer = normalizer
         self._coefficient = 0.0 if normalizer is None else coefficient
         self.keeps = replays and normalizer is None
-        if dispatcher == "allgather":  # it takes equally many tokens from all ranks
-            self._fill(micro_batches)
+        if dispatcher == "allgather":  # requires the same number of tokens on all ranks
+            self._equalize(micro_batches)
         self._micro_batches = {id(batch): number for number, batch in enumerate(micro_batches)}
         self._sums = [
             StageSums(groups.stages, number, num_chunks, for_last_only=forward_only)
@@ -90,9 +94,9 @@ class MixtureBatch:
             with together(groups.control):
                 self._given = [self._read(batch) for batch in micro_batches]
 
-    def _fill(self, micro_batches: Sequence[DataProto]) -> None:
-        of_ranks = gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
-        for batch, *sizes in zip(micro_batches, *of_ranks, strict=True):
+    def _equalize(self, micro_batches: Sequence[DataProto]) -> None:
+        sizes_by_rank = gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
+        for batch, *sizes in zip(micro_batches, *sizes_by_rank, strict=True):
             batch.meta_info["packed_tokens"] = max(sizes)
 
     def _read(self, micro_batch: DataProto) -> torch.Tensor | None:
@@ -102,26 +106,30 @@ class MixtureBatch:
         a, column = self._architecture, micro_batch[ROUTED_EXPERTS]
         wanted = (a.num_hidden_layers, a.num_experts_per_tok)
         if not ragged.is_ragged(column) or tuple(column.shape[2:]) != wanted:
-            got = f"{tuple(column.shape[2:])} a token" if ragged.is_ragged(column) else f"{tuple(column.shape)}"
-            raise ValueError(f"{ROUTED_EXPERTS} must be ragged [B, j, {wanted[0]}, {wanted[1]}]; got {got}")
+            got = f"{tuple(column.shape[2:])} per token" if ragged.is_ragged(column) else f"{tuple(column.shape)}"
+            raise ValueError(
+                f"{ROUTED_EXPERTS} must be ragged [B, j, {wanted[0]}, {wanted[1]}] (layers, experts per token); "
+                f"got {got}"
+            )
         if not torch.equal(ragged.lengths(column), ragged.lengths(micro_batch["input_ids"])):
             raise ValueError(
-                f"{ROUTED_EXPERTS} must have the experts of each token of input_ids; its rows have other lengths"
+                f"{ROUTED_EXPERTS} must have one entry per token of input_ids; got rows of other lengths than input_ids"
             )
         given = ragged.values(column).int()
         if len(given) and (int(given.min()) < -1 or int(given.max()) >= a.num_experts):
             raise ValueError(
-                f"{ROUTED_EXPERTS} must be experts from 0 to {a.num_experts - 1}, or -1 where the router chooses"
+                f"{ROUTED_EXPERTS} must be between 0 and {a.num_experts - 1}, or -1 where the router chooses; got "
+                f"values from {int(given.min())} to {int(given.max())}"
             )
         if not _are_different(given[:, a.num_dense_layers :]):
             raise ValueError(
-                f"{ROUTED_EXPERTS} must be {a.num_experts_per_tok} different experts of a token in each layer, or all "
-                "-1"
+                f"{ROUTED_EXPERTS} must have {a.num_experts_per_tok} different experts per token and layer, or only "
+                "-1; got a token with repeated experts or with some -1"
             )
         return given
 
     def routing_of(self, micro_batch: DataProto, inputs: MegatronInputs) -> Routing:
-        """The same for all chunks of the stage."""
+        """Return the routing of a micro-batch, the same object for all chunks of the stage."""
         number = self._micro_batches[id(micro_batch)]
         routing = self._routings[number]
         if routing is None:
@@ -142,19 +150,19 @@ class MixtureBatch:
         return routing
 
     def _weights(self, micro_batch: DataProto, device: torch.device) -> torch.Tensor:
-        """[B]: of the mean over the rows that are trained on."""
+        """[B]: weight of each row's balance loss in the mean over the rows that are trained on."""
         assert self._normalizer is not None
         column = micro_batch["response_mask"]
         is_trained = ragged.segment_sum((ragged.values(column) != 0).float(), column) > 0
         return (is_trained * (self._coefficient / self._normalizer.num_sequences)).to(device)
 
     def _sharing(self) -> list[dist.ProcessGroup]:
-        """Groups that have the tokens of the same rows."""
+        """Groups of ranks that have other tokens of the same rows."""
         groups = [(self._division.cp_size, self._groups.cp), (self._division.sp_size, self._groups.tp)]
         return [group for size, group in groups if size > 1]
 
     def losses(self, micro_batch: DataProto) -> torch.Tensor | None:
-        """On the last stage, the balance loss as `ModelOutput.router_loss`, without gradient: the routers add that."""
+        """On the last stage, the balance loss as `ModelOutput.router_loss`, without gradient: the routers add it."""
         routing = self._routings[self._micro_batches[id(micro_batch)]]
         if routing is None or not routing.balances:
             return None
@@ -162,16 +170,16 @@ class MixtureBatch:
         return (routing.losses() / counts.clamp(min=1)).repeat_interleave(counts)
 
     def finish(self) -> None:
-        """Waits until the other stages have been told everything."""
+        """Wait until all sums have been sent to the other stages."""
         for sums in self._sums:
             sums.finish()
 
     def load(self) -> dict[str, float]:
-        """How evenly experts were used by the global batch, layer by layer. Collective.
+        """Return how evenly the global batch used the experts of each layer. Collective.
 
         Returns:
-            "expert_load/max": the tokens of the busiest expert of all layers, 1.0 being an equal share; and
-            "expert_load/idle": the share of experts that had none.
+            "expert_load/max": tokens of the busiest expert of all layers, relative to an equal share; and
+            "expert_load/idle": fraction of experts without tokens.
         """
         a = self._architecture
         counts = torch.zeros(a.num_hidden_layers, a.num_experts, dtype=torch.float64)
@@ -188,7 +196,7 @@ class MixtureBatch:
         }
 
     def chosen(self, batch: DataProto, indices: list[list[int]]) -> torch.Tensor:
-        """The experts that all tokens were sent to, int32, [B, j, L, K] ragged or padded as `batch`. Collective."""
+        """Return the experts of all tokens, int32, [B, j, L, K], ragged or padded like `batch`. Collective."""
         parts = [self._chosen(number) for number in range(len(self._routings))]
         if not is_padded(batch):
             return restore_order(parts, indices, batch["input_ids"])
@@ -215,7 +223,7 @@ def _has_experts(batch: DataProto) -> bool:
 
 
 def _are_different(given: torch.Tensor) -> bool:
-    """Whether the experts [..., K] of each token are different ones, or all -1."""
+    """Whether the experts [..., K] of each token are all different, or all -1."""
     is_given = given >= 0
     if not torch.equal(is_given.all(-1), is_given.any(-1)):
         return False

@@ -1,7 +1,7 @@
-"""Attention where each rank has two chunks of every row: of 2 S equal ones, rank r has the r-th from either end.
+"""Context-parallel attention: a row is cut into 2 S equal chunks, and rank r of S has the r-th and the r-th from last.
 
-A causal row is more work the further back a token is, so the two chunks of each rank come to the same work. Keys and
-values are gathered from all ranks; a chunk of queries then sees the keys from the begin of its row to its own end.
+Later tokens of a causal row attend to more keys, so this gives every rank the same work. Keys and values are gathered
+from all ranks; a chunk of queries attends to the keys from the start of its row to its own end.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartLayout:
-    """Where the P chunks of queries of a rank lie, and the keys that each of them sees; built once per micro-batch.
+    """Positions of the P chunks of queries of a rank, and of the keys of each. Built once per micro-batch.
 
     Attributes:
-        keys: [K] int64, of each chunk in turn the keys that it sees, as indices in those gathered from rank after rank.
-        cu_seqlens_q, cu_seqlens_k: [P + 1] int32, where the chunks begin and end among the n queries and in `keys`.
-        max_q, max_k: of the longest chunk.
-        padded_q, padded_k: [n] and [K] int64, where each lies in right-padded [P * max_q] and [P * max_k] layouts.
+        keys: [K] int64, the keys of each chunk, chunk by chunk, as indices in the keys gathered in rank order.
+        cu_seqlens_q, cu_seqlens_k: [P + 1] int32, boundaries of the chunks among the n queries and in `keys`.
+        max_q, max_k: queries and keys of the longest chunk.
+        padded_q, padded_k: [n] and [K] int64, indices in right-padded [P * max_q] and [P * max_k] layouts.
     """
 
     keys: torch.Tensor
@@ -34,7 +34,7 @@ class PartLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], size: int, rank: int, device: torch.device) -> "PartLayout":
-        """Of rows of `lengths` tokens, each a multiple of 2 * size, on one of `size` ranks."""
+        """Layout of rows of `lengths` tokens, each a multiple of 2 * size, on one of `size` ranks."""
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).tolist()
         gathered = torch.empty(starts[-1], dtype=torch.int64)
         own = torch.cat([own_tokens(lengths, size, other) for other in range(size)])
@@ -46,8 +46,8 @@ class PartLayout:
                 lengths_q.append(chunk)
                 lengths_k.append((number + 1) * chunk)
                 keys.append(gathered[start : start + lengths_k[-1]])
-        cu_q, padded_q = _places(lengths_q)
-        cu_k, padded_k = _places(lengths_k)
+        cu_q, padded_q = _bounds_and_padded_indices(lengths_q)
+        cu_k, padded_k = _bounds_and_padded_indices(lengths_k)
         return cls(
             keys=torch.cat(keys).to(device, non_blocking=True),
             cu_seqlens_q=cu_q.to(device, non_blocking=True),
@@ -60,10 +60,10 @@ class PartLayout:
 
 
 def own_tokens(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
-    """Which of the tokens of packed rows a rank has, in the order in which it has them: int64 [sum(lengths) / size].
+    """Indices of the tokens of packed rows that a rank has, in its order: int64 [sum(lengths) / size].
 
     Args:
-        lengths: of the rows, multiples of 2 * size if size is above 1.
+        lengths: lengths of the rows, multiples of 2 * size if size is above 1.
     """
     if size == 1:
         return torch.arange(sum(lengths))
@@ -79,10 +79,11 @@ def own_tokens(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
 def context_parallel_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PartLayout, scale: float, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Causal attention within each row. Collective over `group`; gradients of keys and values are reduced over it.
+    """Compute causal attention within each row. Collective over `group`, also in the backward.
 
     Args:
-        q: [n, H, D], of this rank; k and v: [n, H_kv, D].
+        q: [n, H, D], queries of this rank.
+        k, v: [n, H_kv, D], keys and values of this rank.
 
     Returns:
         [n, H, D].
@@ -97,7 +98,7 @@ def context_parallel_attention(
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PartLayout, scale: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(  # where a chunk has fewer queries than keys, its last query sees its last key
+    out = varlen_attn(  # if a chunk has fewer queries than keys, its last query attends to its last key
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -113,7 +114,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PartLayou
 
 
 def _padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PartLayout, scale: float) -> torch.Tensor:
-    """Through right-padded copies [P, H, L, D], for devices and dtypes without a kernel."""
+    """Attention on right-padded copies [P, H, L, D], for devices and dtypes without a varlen kernel."""
     num_parts = len(layout.cu_seqlens_q) - 1
 
     def pad(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -133,8 +134,8 @@ def _padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PartLayou
     return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.padded_q)
 
 
-def _places(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where parts begin and end (int32), and where their elements lie if each part is padded to the longest."""
+def _bounds_and_padded_indices(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boundaries of parts (int32), and the indices of their elements if each part is padded to the longest."""
     sizes = torch.tensor(lengths)
     ends = F.pad(sizes.cumsum(0), (1, 0))
     shift = torch.arange(len(sizes)) * int(sizes.max()) - ends[:-1]

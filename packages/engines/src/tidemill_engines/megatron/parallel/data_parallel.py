@@ -1,4 +1,4 @@
-"""Megatron's wrapper for data parallelism: buffers of weights and gradients, and when they are exchanged."""
+"""Megatron's data-parallel wrapper: buffers of weights and gradients, and when they are communicated."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,20 +8,25 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
 from tidemill_engines.megatron.config import MegatronConfig
-from tidemill_engines.megatron.model.build import HiddenStatesModel
+from tidemill_engines.megatron.patches.data_parallel import (
+    drop_unfinished_reductions,
+    reduce_experts_over_their_replicas,
+)
 from tidemill_engines.megatron.patches.experts import GroupedExperts
-from tidemill_engines.megatron.patches.weight_gradients import add_in_products
+from tidemill_engines.megatron.patches.weight_gradients import accumulate_in_products
 
 
 def wrap_chunks(
-    models: Sequence[HiddenStatesModel], transformer: TransformerConfig, config: MegatronConfig, *, is_trained: bool
+    models: Sequence[nn.Module], transformer: TransformerConfig, config: MegatronConfig, *, is_trained: bool
 ) -> list[DistributedDataParallel]:
-    """Wraps the model's chunks on this rank; `transformer` learns how to leave out exchanges between micro-batches.
+    """Wrap the model chunks of this rank.
 
     Args:
-        is_trained: without training there are no gradients, and weights stay where they are.
+        transformer: configuration of the model; gets `no_sync_func` if gradients are reduced during the backward.
+        is_trained: without training there are no gradients, and weights are not moved into buffers.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -30,71 +35,43 @@ def wrap_chunks(
         overlap_param_gather=is_trained and config.overlap_param_gather,
     )
     for model in models:
-        _tell_experts_apart(model, transformer)
+        reduce_experts_over_their_replicas(model, transformer)
         if is_trained and transformer.params_dtype == torch.bfloat16 and next(model.parameters()).is_cuda:
-            add_in_products(model)
+            accumulate_in_products(model)
     chunks = [
         DistributedDataParallel(transformer, settings, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
     ]
     for chunk in chunks:
         for experts in (module for module in chunk.modules() if isinstance(module, GroupedExperts)):
-            experts.register_forward_pre_hook(partial(_wait_for_all, chunk))
-            experts.adds_gradients = is_trained
+            experts.register_forward_pre_hook(partial(_wait_for_module, chunk))
+            experts.accumulates_gradients = is_trained
             if settings.overlap_grad_reduce:
-                experts.tell_ready = partial(_tell_ready, chunk)
+                experts.on_gradient_ready = partial(_register_gradient, chunk)
     if settings.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return chunks
 
 
-def _tell_experts_apart(model: HiddenStatesModel, transformer: TransformerConfig) -> None:
-    """Lets experts' gradients be added over the ranks that have the same experts.
-
-    Megatron takes those of all other parameters for it unless experts are divided (`layers.py:886`), which leaves out
-    tensor-parallel ranks that have whole experts and other tokens.
-    """
-    if transformer.expert_tensor_parallel_size != transformer.tensor_model_parallel_size:
-        for name, weight in model.named_parameters():
-            if ".experts." in name:
-                weight.allreduce = False  # type: ignore[attr-defined]
-
-
-def wait_for(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
-    """Lets a weight that is used outside of its module be gathered, which the modules' own use does by itself."""
+def wait_for_weight(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
+    """Wait for the all-gather of a weight that is used outside its module, whose forward would wait for it."""
     if chunk.use_forward_hook:
         chunk.param_to_bucket_group[weight].finish_param_sync()
 
 
-def _wait_for_all(chunk: DistributedDataParallel, module: torch.nn.Module, *_: Any) -> None:
+def _wait_for_module(chunk: DistributedDataParallel, module: torch.nn.Module, *_: Any) -> None:
     for weight in module.parameters() if chunk.use_forward_hook else ():
-        wait_for(chunk, weight)
+        wait_for_weight(chunk, weight)
 
 
-def _tell_ready(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
-    """Lets a gradient be reduced with the others of its bucket, which Megatron's hooks do for those of autograd."""
+def _register_gradient(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> None:
+    """Mark a gradient as ready for reduction, as Megatron's hooks do for gradients that autograd computes."""
     chunk.param_to_bucket_group[weight].register_grad_ready(weight, chunk.force_all_reduce)
 
 
-def gather_afresh(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Lets the next forward of training gather the weights, whatever was gathered before.
-
-    Megatron forgets that at the end of a backward only (`param_and_grad_buffer.py:516`), so that the forward behind an
-    update would leave out weights that were read between backward and update.
-    """
-    for group in _bucket_groups(chunks):
-        group.param_gather_dispatched = False
-
-
-def _bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
-    for chunk in chunks:
-        groups: Any = chunk.bucket_groups  # a list, unlike that of other modules
-        yield from [*groups, *chunk.expert_parallel_bucket_groups]
-
-
 def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    """The tensors in which all gradients lie."""
+    """The tensors that hold all gradients."""
     for chunk in chunks:
         buffers: Any = chunk.buffers  # a list, unlike that of other modules
         for each in [*buffers, *chunk.expert_parallel_buffers]:
@@ -102,11 +79,11 @@ def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Te
 
 
 class Gradients:
-    """What the backwards of a step have added up on each rank, and over the ranks once it is asked for.
+    """Gradients of a step: accumulated on each rank by backwards, and reduced over the ranks once.
 
     Args:
-        chunks: of this rank.
-        overlap: whether a backward reduces over the ranks while it goes on: then a step has one.
+        chunks: model chunks of this rank.
+        overlap: reduce during the backward; a step then has only one backward.
 
     Attributes:
         are_zero: whether there was no backward since `zero`.
@@ -116,51 +93,44 @@ class Gradients:
         self._chunks = list(chunks)
         self._overlap = overlap
         self.are_zero = True
-        self._are_reduced = self._is_broken = False
+        self._are_reduced = self._has_failed = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward, which adds to the gradients.
+        """Context of a backward, which adds to the gradients.
 
         Raises:
-            RuntimeError: they are reduced already, and would be once more; or a backward has failed since `zero`.
+            RuntimeError: the gradients were reduced, or a backward failed, since `zero`.
         """
-        if self._are_reduced or self._is_broken:
+        if self._are_reduced or self._has_failed:
             raise RuntimeError(
-                "the gradients have been reduced over the ranks (by a norm or a step, or with "
-                "MegatronConfig.overlap_grad_reduce by the backward itself), or a backward has failed; call "
-                "optimizer_zero_grad() before another one"
+                "expected gradients that were not reduced yet, but they have been reduced over the ranks (by a norm or "
+                "a step, or with MegatronConfig.overlap_grad_reduce by the backward itself), or a backward has failed; "
+                "call optimizer_zero_grad() before another one"
             )
-        self.are_zero, self._is_broken = False, True
+        self.are_zero, self._has_failed = False, True
         try:
             yield
             if self._overlap:
                 self.reduce()
         except BaseException:
-            self._settle()
+            drop_unfinished_reductions(self._chunks)
             raise
-        self._is_broken = False
-
-    def _settle(self) -> None:
-        """Waits for what a backward that failed has begun, and lets Megatron forget what was ready in it."""
-        for group in _bucket_groups(self._chunks):
-            handle, group.grad_reduce_handle = group.grad_reduce_handle, None
-            group.per_param_grad_ready_counts = {}
-            if handle is not None:
-                handle.wait()
+        self._has_failed = False
 
     def reduce(self) -> None:
-        """Adds them up over the ranks that have a share of them, unless that is done. Collective.
+        """Sum the gradients over the ranks that share them, unless that was done. Collective.
 
-        Not by the schedules, which would reduce again what an earlier batch of the step brought; nor divided by a
-        number of tokens, as losses are normalized already.
+        The pipeline schedules do not do it, because they would reduce the gradients of earlier batches of the step
+        again. Nothing is divided by a number of tokens, because losses are normalized already.
         """
         if not self.are_zero and not self._are_reduced:
             finalize_model_grads(list(self._chunks))  # type: ignore[arg-type]
             self._are_reduced = True
 
     def zero(self) -> None:
+        """Set the gradients to zero."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.are_zero = True
-        self._are_reduced = self._is_broken = False
+        self._are_reduced = self._has_failed = False

@@ -12,23 +12,23 @@ from megatron.core import parallel_state, tensor_parallel
 from tidemill_engines.distributed.agreement import describe, gather, raise_first, together
 from tidemill_engines.distributed.default_group import join_default_group, leave_default_group
 from tidemill_engines.megatron.config import ParallelConfig
-from tidemill_engines.megatron.weights.names import Part, Placement
+from tidemill_engines.megatron.weights.placement import Part, Placement
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronGroups:
-    """What an engine communicates with besides Megatron.
+    """Process groups of an engine, besides those that only Megatron uses.
 
     Attributes:
-        control: gloo over all ranks, for plain data and error agreement.
-        checkpoint: likewise, for checkpoints, which may be saved by another thread meanwhile.
-        stages: gloo over the pipeline stages of this rank's model, the last one at its end.
-        last_stage: gloo over all ranks that have the last layers; None on others.
-        data_parallel: gloo over the ranks that work on different rows.
+        control: gloo group of all ranks, for plain data and error agreement.
+        checkpoint: gloo group of all ranks for checkpoints, which another thread may be saving.
+        stages: gloo group of the pipeline stages of this rank's model, ordered by stage.
+        last_stage: gloo group of all ranks with the last layers; None on others.
+        data_parallel: gloo group of the ranks with different rows.
         tp, cp: Megatron's groups of tensor and context parallelism.
-        shares_default: whether torch's default group is the engines'.
+        shares_default: whether torch's default group was created by an engine.
     """
 
     control: dist.ProcessGroup
@@ -41,7 +41,7 @@ class MegatronGroups:
     shares_default: bool
 
     def from_last_stage(self, compute: Callable[[dist.ProcessGroup], T]) -> T:
-        """On all stages what `compute`, given `last_stage`, returns on the last one; its error, too. Collective."""
+        """Call `compute(last_stage)` on the last stage; return its result or raise its error on all. Collective."""
         value, error = None, None
         if self.last_stage is not None:
             try:
@@ -61,28 +61,31 @@ class MegatronGroups:
 def make_groups(
     config: ParallelConfig, device: torch.device, check: Callable[[int], None], *, seed: int, timeout_s: float
 ) -> MegatronGroups:
-    """Divides all ranks. Megatron keeps its groups as state of the process, so there is one division at a time.
+    """Create the groups of all ranks. Megatron keeps its groups as state of the process, so they exist once at a time.
 
     Args:
-        check: called with the number of ranks before they are divided; what it raises on one rank, all raise.
-        seed: of Megatron's random states, from which those of the ranks are derived.
+        check: called with the number of ranks before groups are created; an error on one rank is raised on all.
+        seed: seed of Megatron's random states, which differ between ranks.
 
     Raises:
-        RuntimeError: there is a division already, or a default group without NCCL for ranks on GPUs.
+        RuntimeError: groups exist already, or the default group has no NCCL for ranks on GPUs.
     """
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("this process has a Megatron engine already, and Megatron keeps its groups once a process")
+        raise RuntimeError(
+            "expected no other Megatron engine in this process, because Megatron keeps its groups once per process; "
+            "close() the other engine first, or use another process"
+        )
     timeout = timedelta(seconds=timeout_s)
     shares_default = join_default_group(device, timeout)
     try:
-        return _divide(config, device, check, seed=seed, timeout=timeout, shares_default=shares_default)
+        return _create(config, device, check, seed=seed, timeout=timeout, shares_default=shares_default)
     except BaseException:
         if shares_default:
             leave_default_group()
         raise
 
 
-def _divide(
+def _create(
     config: ParallelConfig,
     device: torch.device,
     check: Callable[[int], None],
@@ -93,11 +96,11 @@ def _divide(
 ) -> MegatronGroups:
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise RuntimeError(
-            f"torch's default process group is {dist.get_backend_config()}, and Megatron makes its groups like it; "
-            "initialize it with backend='cpu:gloo,cuda:nccl', or leave it to the engine"
+            "expected a default process group with NCCL for CUDA, because Megatron creates its groups like it, got "
+            f"{dist.get_backend_config()}; initialize it with backend='cpu:gloo,cuda:nccl', or let the engine create it"
         )
-    everybody = list(range(dist.get_world_size()))
-    control, for_checkpoints = _group(everybody, timeout), _group(everybody, timeout)
+    all_ranks = list(range(dist.get_world_size()))
+    control, for_checkpoints = _group(all_ranks, timeout), _group(all_ranks, timeout)
     try:
         with together(control):
             check(dist.get_world_size())
@@ -112,7 +115,7 @@ def _divide(
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type] - a timedelta takes parts
+        distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type] - a timedelta accepts a float
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     stages: list[list[int]] = gather(
@@ -138,10 +141,10 @@ def _divide(
 
 
 def close_groups(groups: MegatronGroups) -> None:
-    """Gives the groups up, and the default group if no other engine uses it."""
+    """Destroy the groups, and the default group if no other engine uses it."""
     made = parallel_state._global_process_group_list or []
     own = (groups.control, groups.checkpoint, groups.stages, groups.last_stage)
-    for group in (*own, *made):  # Megatron would forget its groups and leave them alive, with the threads of each
+    for group in (*own, *made):  # Megatron only drops its references to groups, whose threads then live on
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
@@ -150,10 +153,10 @@ def close_groups(groups: MegatronGroups) -> None:
 
 
 def own_placement() -> Placement:
-    """What this rank holds of each tensor."""
+    """Placement of this rank."""
     etp_rank = parallel_state.get_expert_tensor_parallel_rank()
     etp_size = parallel_state.get_expert_tensor_parallel_world_size()
-    assert etp_rank is not None, "make_groups() comes first"
+    assert etp_rank is not None, "make_groups() was not called"
     assert etp_size is not None
     return Placement(
         tp=Part(
@@ -169,7 +172,7 @@ def own_placement() -> Placement:
 
 
 def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group; every rank makes it, whether it is in it or not."""
+    """Create a gloo group. Collective over all ranks, also those outside the group."""
     return dist.new_group(ranks, backend="gloo", timeout=timeout)  # type: ignore[return-value]
 
 

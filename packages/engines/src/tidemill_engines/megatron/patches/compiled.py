@@ -1,4 +1,4 @@
-"""Kernels that torch.compile makes for any number of tokens."""
+"""Kernels compiled by torch.compile once for every number of tokens."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -9,21 +9,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def for_any_length(function: Callable[P, T]) -> Callable[P, T]:
-    """Compiles a function of tensors whose first dimension is the number of tokens, once for all numbers.
+def compile_for_any_length(function: Callable[P, T]) -> Callable[P, T]:
+    """Compile a function of tensors whose first dimension is the number of tokens.
 
-    Other sizes are those of a model, and numbers in the kernel: with unknown ones it would read value after value.
-    Tensors of one dimension have no tokens. No gradients pass: it is for both directions of an autograd function.
+    Only this dimension is dynamic. The others are sizes of the model and constants in the kernel; with dynamic ones the
+    kernel would load one value at a time. Tensors of one dimension have no token dimension. Gradients do not flow
+    through the result: use it for the forward and the backward of an autograd function.
     """
     compiled: Callable[..., T] = torch.compile(function, dynamic=False)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return compiled(*map(_prepared, args), **kwargs)
+        return compiled(*map(_prepare, args), **kwargs)
 
     return call
 
 
-def _prepared(value: object) -> object:
+def _prepare(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     tensor = value.detach()

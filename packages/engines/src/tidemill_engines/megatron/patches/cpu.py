@@ -1,20 +1,28 @@
-"""What megatron-core 0.16 needs to run on a CPU: redirections of what it takes from torch, in its own modules only.
+"""Megatron on a CPU: what megatron-core takes from torch.cuda is replaced, in its own modules only.
 
-Nothing happens at import. `on_cpu()` is a context; while at least one is open, every `megatron.core` module sees a
-stand-in under its name `torch`, and what follows holds. Other modules see torch as it is, but for the two methods of
-Tensor. Upstream places are those of megatron-core 0.16.1.
+While the context `on_cpu()` is open, every `megatron.core` module has a stand-in under its name `torch`. Other modules
+see torch unchanged, except for two methods of Tensor. Importing this module changes nothing.
 
-- `torch.cuda.current_device` is the CPU: tensors are made there (`tensor_parallel/mappings.py`, `layers.py`, ...).
-- `device="cuda"` means the CPU and `pin_memory` nothing, where they are written out (`schedules.py:596`,
-  `optimizer.py:473`, `clip_grads.py:90`, `moe_utils.py:998`).
-- Streams and events do nothing: there is one stream (`token_dispatcher.py`, `shared_experts.py`).
-- `synchronize` and `empty_cache` do nothing (`p2p_communication.py`, `parallel_state.py`).
-- The random state is that of the CPU (`tensor_parallel/random.py:47` to 110).
-- `Tensor.cuda()` is the tensor itself, for all modules: it could only raise (`language_module.py:244`, tied embeddings;
-  `dist_checkpointing/exchange_utils.py:336`).
-- `Tensor.type()` says `torch.cuda.` to callers in `megatron.core.optimizer`, which compare dtypes by that name
-  (`optimizer.py:671`, `distrib_optimizer.py:361`, `clip_grads.py:167`).
-- `maybe_move_tensor_to_cpu` converts to numpy, which it does for CUDA tensors only (`moe_utils.py:1093`).
+Upstream does:
+    1. Create tensors on `torch.cuda.current_device()` (`tensor_parallel/mappings.py`, `layers.py`, ...).
+    2. Write `device="cuda"` and `pin_memory=True` literally (`schedules.py:596`, `optimizer.py:473`,
+       `clip_grads.py:90`, `moe_utils.py:998`).
+    3. Use CUDA streams and events (`token_dispatcher.py`, `shared_experts.py`).
+    4. Call `synchronize` and `empty_cache` (`p2p_communication.py`, `parallel_state.py`).
+    5. Save and restore the random state of the GPU (`tensor_parallel/random.py:47` to 110).
+    6. Call `Tensor.cuda()` (`language_module.py:244`, tied embeddings; `dist_checkpointing/exchange_utils.py:336`).
+    7. Compare dtypes by the name that `Tensor.type()` returns, which starts with `torch.cuda.` on a GPU
+       (`optimizer.py:671`, `distrib_optimizer.py:361`, `clip_grads.py:167`).
+    8. Convert to numpy in `maybe_move_tensor_to_cpu` for CUDA tensors only (`moe_utils.py:1093`).
+
+Problem:
+    Each of these raises on a machine without a GPU, so the engine could not be tested there.
+
+Seen in:
+    megatron-core 0.16.1; places are those of this version.
+
+Remove when:
+    megatron-core runs on a CPU with gloo. A single item can go when its place uses the device of its tensors.
 """
 
 import importlib
@@ -25,48 +33,57 @@ from typing import Any
 
 import torch
 
-from tidemill_engines.megatron.patches.monkeypatch import Changes, Redirection
+from tidemill_engines.megatron.patches.monkeypatch import Attributes, Monkeypatch
 
 _CPU = torch.device("cpu")
-# Modules that others import only when they are needed; they have to be there to be redirected.
-_NEEDED = (
-    *("tensor_parallel.random", "transformer.moe.moe_utils", "transformer.moe.moe_layer", "models.gpt"),
-    *("transformer.moe.token_dispatcher", "models.gpt.gpt_layer_specs", "distributed", "pipeline_parallel.schedules"),
-    *("optimizer", "optimizer.distrib_optimizer", "dist_checkpointing.serialization"),
-    *("dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.fully_parallel"),
+# Modules that megatron-core imports lazily; they must be imported before they can be patched.
+_MODULES = (
+    "tensor_parallel.random",
+    "transformer.moe.moe_utils",
+    "transformer.moe.moe_layer",
+    "models.gpt",
+    "transformer.moe.token_dispatcher",
+    "models.gpt.gpt_layer_specs",
+    "distributed",
+    "pipeline_parallel.schedules",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "dist_checkpointing.serialization",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.fully_parallel",
     "dist_checkpointing.exchange_utils",
 )
 
 
-def _redirect(changes: Changes) -> None:
-    for name in _NEEDED:
+def _apply(attributes: Attributes) -> None:
+    for name in _MODULES:
         importlib.import_module(f"megatron.core.{name}")
     stand_in = _torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            changes.set(module, "torch", stand_in)
-    changes.set(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
-    changes.set(torch.Tensor, "type", _type_for_optimizers(torch.Tensor.type))
+            attributes.replace(module, "torch", stand_in)
+    attributes.replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+    attributes.replace(torch.Tensor, "type", _type_for_optimizers(torch.Tensor.type))
     random = sys.modules["megatron.core.tensor_parallel.random"]
-    changes.set(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
-    changes.set(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
+    attributes.replace(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    attributes.replace(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
     dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
-    changes.set(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy)
+    attributes.replace(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy)
 
 
-class _Idle:
-    """A stream or an event, as a context too: nothing happens, and whatever is asked of it is itself."""
+class _NoStream:
+    """A stream or an event that does nothing, also as a context; every method returns the object itself."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __enter__(self) -> "_Idle":
+    def __enter__(self) -> "_NoStream":
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., "_Idle"]:
+    def __getattr__(self, name: str) -> Callable[..., "_NoStream"]:
         return lambda *args, **kwargs: self
 
 
@@ -87,11 +104,11 @@ def _torch() -> types.ModuleType:
         current_device=lambda: _CPU,
         synchronize=lambda *args, **kwargs: None,
         empty_cache=lambda: None,
-        Stream=_Idle,
-        Event=_Idle,
-        stream=_Idle,
-        current_stream=_Idle,
-        default_stream=_Idle,
+        Stream=_NoStream,
+        Event=_NoStream,
+        stream=_NoStream,
+        current_stream=_NoStream,
+        default_stream=_NoStream,
         manual_seed=torch.manual_seed,
         get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
@@ -100,25 +117,25 @@ def _torch() -> types.ModuleType:
     return _StandIn(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in factories})
 
 
-def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        return make(*args, **kwargs)
+        return factory(*args, **kwargs)
 
-    return made
+    return create
 
 
 def _type_for_optimizers(real: Callable[..., Any]) -> Callable[..., Any]:
     def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        said = real(tensor, *args, **kwargs)
+        result = real(tensor, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if isinstance(said, str) and caller.startswith("megatron.core.optimizer"):
-            return said.replace("torch.", "torch.cuda.", 1)
-        return said
+        if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     return type_
 
@@ -127,5 +144,5 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-on_cpu = Redirection(_redirect)
-"""Lets megatron-core run on the CPU while a context of it is open. ImportError if megatron-core is not installed."""
+on_cpu = Monkeypatch(_apply)
+"""Context in which megatron-core runs on the CPU. Raises ImportError if megatron-core is not installed."""

@@ -1,4 +1,20 @@
-"""How tokens get to their experts and back, without additions to the same place and without asking the device."""
+"""Token dispatcher of MoE layers that permutes rows by index.
+
+Upstream does:
+    Without Transformer Engine's kernels (`moe_permute_fusion`), `MoEAlltoAllTokenDispatcher` sums the copies of a token
+    with `scatter_add_`, one atomic operation per number, splits the tokens it receives into one tensor per expert and
+    source rank, and copies counts to the CPU in four places of each layer (`moe_utils.py`, `token_dispatcher.py`).
+
+Problem:
+    Slow: these kernels and synchronizations take most of the time of a MoE layer. Here the device is synchronized once
+    per layer, for the sizes of the all-to-all, and rows are gathered by index in forward and backward.
+
+Seen in:
+    megatron-core 0.16.1
+
+Remove when:
+    Megatron's dispatcher is as fast without Transformer Engine, or the engine requires Transformer Engine for MoE.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +32,19 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
-from tidemill_engines.megatron.patches.compiled import for_any_length
+from tidemill_engines.megatron.patches.compiled import compile_for_any_length
 
-_OfRows = Callable[[torch.Tensor], torch.Tensor]
+_RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Places:
-    """Where the K copies of n tokens lie when they are sorted by expert.
+class Permutation:
+    """Order of the K copies of n tokens, sorted by expert.
 
     Attributes:
-        experts, tokens: [n * K] int64, of each copy.
-        copies: [n, K] int64, those of each token.
-        fused: whether one kernel, by torch.compile, adds copies up where they lie.
+        experts, tokens: [n * K] int64, expert and token of each copy.
+        copies: [n, K] int64, the copies of each token.
+        fused: sum copies with one kernel compiled by torch.compile.
     """
 
     experts: torch.Tensor
@@ -37,76 +53,78 @@ class Places:
     fused: bool = False
 
     @classmethod
-    def of(cls, routing_map: torch.Tensor, top_k: int, *, fused: bool = False) -> "Places":
+    def from_routing_map(cls, routing_map: torch.Tensor, top_k: int, *, fused: bool = False) -> "Permutation":
         """
         Args:
-            routing_map: [n, E] bool, with `top_k` experts for each token; that they are as many is not checked.
+            routing_map: [n, E] bool, with exactly `top_k` experts for each token; this is not checked.
         """
         experts, tokens = torch.nonzero_static(routing_map.T, size=len(routing_map) * top_k).unbind(1)
-        # Each token has as many copies, so its own come one after another when copies are sorted by token.
+        # Every token has the same number of copies, so sorting by token makes its copies consecutive.
         copies = tokens.argsort(stable=True).view(-1, top_k)
         return cls(experts=experts, tokens=tokens, copies=copies, fused=fused)
 
 
-def copied(tokens: torch.Tensor, places: Places) -> torch.Tensor:
-    """The copies [n * K, H] of tokens [n, H]. Backwards, those of a token are added up, in float32."""
-    return _linear(tokens, partial(_copy, places), partial(_sum, places))
+def permute(tokens: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    """Return the copies [n * K, H] of tokens [n, H]. The backward sums the copies of a token in float32."""
+    return _apply_linear(tokens, partial(_copy, permutation), partial(_sum, permutation))
 
 
-def summed(copies: torch.Tensor, places: Places) -> torch.Tensor:
-    """The sum [n, H] of the copies [n * K, H] of each token, in float32 before it is rounded."""
-    return _linear(copies, partial(_sum, places), partial(_copy, places))
+def unpermute(copies: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    """Return the sum [n, H] of the copies [n * K, H] of each token, rounded after a sum in float32."""
+    return _apply_linear(copies, partial(_sum, permutation), partial(_copy, permutation))
 
 
-def _linear(x: torch.Tensor, there: _OfRows, back: _OfRows) -> torch.Tensor:
-    out = _Linear.apply(x, there, back)
+def _apply_linear(x: torch.Tensor, function: _RowFunction, transpose: _RowFunction) -> torch.Tensor:
+    out = _Linear.apply(x, function, transpose)
     assert isinstance(out, torch.Tensor)
     return out
 
 
 class _Linear(torch.autograd.Function):
-    """A linear operation on rows, and on their gradient its transpose."""
+    """A linear function of rows; its backward is the transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: _OfRows, back: _OfRows) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: torch.Tensor, function: _RowFunction, transpose: _RowFunction) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.transpose = transpose
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.back(grad), None, None
+        return ctx.transpose(grad), None, None
 
 
-def _copy(places: Places, tokens: torch.Tensor) -> torch.Tensor:
-    return tokens.index_select(0, places.tokens)
+def _copy(permutation: Permutation, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.index_select(0, permutation.tokens)
 
 
-def _sum(places: Places, copies: torch.Tensor) -> torch.Tensor:
-    add_up = _compiled_sum() if places.fused else _gathered_sum
-    return add_up(places.copies, copies)
+def _sum(permutation: Permutation, copies: torch.Tensor) -> torch.Tensor:
+    sum_copies = _compiled_sum() if permutation.fused else _gathered_sum
+    return sum_copies(permutation.copies, copies)
 
 
-def _gathered_sum(places: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-    return copies.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)
+def _gathered_sum(indices: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    return copies.index_select(0, indices.flatten()).view(*indices.shape, -1).sum(1)
 
 
 @cache
 def _compiled_sum() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def unrolled(places: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-        return reduce(torch.add, (copies.index_select(0, place).float() for place in places.unbind(1))).to(copies.dtype)
+    def unrolled(indices: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        return reduce(torch.add, (copies.index_select(0, index).float() for index in indices.unbind(1))).to(
+            copies.dtype
+        )
 
-    return for_any_length(unrolled)
+    return compile_for_any_length(unrolled)
 
 
-def turned(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Where rows come from that lie in A runs of B runs each, when those of B shall lie first.
+def transposed_runs(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the row indices that turn A groups of B runs into B groups of A runs.
 
     Args:
-        counts: [A, B] int64, the rows of each run.
-        num_rows: their sum, which the device is not asked for.
+        counts: [A, B] int64, the number of rows of each run.
+        num_rows: sum of `counts`, given so that the device is not synchronized.
 
     Returns:
-        [num_rows] int64; that of `counts.T` brings them back.
+        [num_rows] int64. The indices for `counts.T` are the inverse.
     """
     starts = counts.flatten().cumsum(0).view_as(counts) - counts
     runs = counts.T.flatten()
@@ -115,23 +133,18 @@ def turned(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rows + shift.repeat_interleave(runs, output_size=num_rows)
 
 
-def moved(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """The rows `order` of x, each of which is there once; `back` is the inverse of `order`."""
-    return _linear(x, lambda rows: rows.index_select(0, order), lambda rows: rows.index_select(0, back))
+def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x in `order`, a permutation of all rows whose inverse is `inverse`."""
+    return _apply_linear(x, lambda rows: rows.index_select(0, order), lambda rows: rows.index_select(0, inverse))
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """As Megatron's alltoall dispatcher, whose kernels without Transformer Engine take most of a mixture's time.
+    """Megatron's alltoall dispatcher with rows gathered by index and one synchronization per layer."""
 
-    It asks the device for the number of tokens in four places of each layer, adds copies up with one atomic operation
-    for each number, and cuts what it receives into a tensor for each expert and source. Here the device is asked once,
-    for the sizes that the exchange needs, and rows are moved by index, forward and backward.
-    """
-
-    _places: Places
+    _permutation: Permutation
     _counts: torch.Tensor  # [sources, experts of this rank], on the device
     _order: torch.Tensor
-    _back: torch.Tensor
+    _inverse: torch.Tensor
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -148,23 +161,23 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         tokens_per_expert = self.preprocess(routing_map)
         self._counts = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else tokens_per_expert
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", tokens_per_expert)
-        return self._sorted(hidden_states.view(-1, self.hidden_shape[-1]), routing_map, probs)
+        return self._permute(hidden_states.view(-1, self.hidden_shape[-1]), routing_map, probs)
 
-    def _sorted(
+    def _permute(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused, top_k = self.config.bias_activation_fusion, self.config.moe_router_topk
-        self._places = places = Places.of(routing_map, top_k, fused=fused)
-        of_copies = probs.flatten().gather(0, places.tokens * self.num_experts + places.experts)
-        return copied(tokens, places), of_copies
+        self._permutation = permutation = Permutation.from_routing_map(routing_map, top_k, fused=fused)
+        probs_of_copies = probs.flatten().gather(0, permutation.tokens * self.num_experts + permutation.experts)
+        return permute(tokens, permutation), probs_of_copies
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sorts by expert what has come from other ranks.
+        """Sort the received tokens by expert.
 
         Returns:
-            tokens [m, H], how many each expert has (on the CPU), and what their results are multiplied by [m].
+            tokens [m, H], number of tokens of each expert (on the CPU), and the factors of the experts' outputs [m].
         """
         tokens, probs = global_input_tokens, global_probs
         if self.tp_size > 1:
@@ -172,9 +185,11 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
             tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
             probs = gather_from_sequence_parallel_region(probs, group=self.tp_group, output_split_sizes=sizes)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
-        if self._is_sorted_again:
-            self._order, self._back = (turned(counts, len(tokens)) for counts in (self._counts, self._counts.T))
-            tokens, probs = (moved(x, self._order, self._back) for x in (tokens, probs))
+        if self._sorts_received_tokens:
+            self._order, self._inverse = (
+                transposed_runs(counts, len(tokens)) for counts in (self._counts, self._counts.T)
+            )
+            tokens, probs = (reorder(x, self._order, self._inverse) for x in (tokens, probs))
         tokens_per_expert = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
         self.tokens_per_expert = None
         return tokens, tokens_per_expert, probs
@@ -185,12 +200,12 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return self.output_splits_tp.tolist()
 
     @property
-    def _is_sorted_again(self) -> bool:
+    def _sorts_received_tokens(self) -> bool:
         return self.num_local_experts > 1 and self.tp_size * self.ep_size > 1
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self._is_sorted_again:
-            hidden_states = moved(hidden_states, self._back, self._order)
+        if self._sorts_received_tokens:
+            hidden_states = reorder(hidden_states, self._inverse, self._order)
         if self.tp_size > 1:
             dtype = hidden_states.dtype
             hidden_states = reduce_scatter_to_sequence_parallel_region(
@@ -201,12 +216,12 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        return summed(permutated_local_input_tokens, self._places).view(self.hidden_shape)
+        return unpermute(permutated_local_input_tokens, self._permutation).view(self.hidden_shape)
 
 
 def replace_dispatchers(model: nn.Module, kind: type[Dispatcher] = Dispatcher) -> None:
-    """Gives the mixtures of a model this module's `Dispatcher`, where Megatron has no kernels of its own for it."""
-    for layer in _mixtures(model):
+    """Give the MoE layers of a model this dispatcher, except where Megatron uses Transformer Engine's kernels."""
+    for layer in _moe_layers(model):
         if layer.config.moe_token_dispatcher_type == "alltoall" and not layer.config.moe_permute_fusion:
             layer.token_dispatcher = kind(
                 layer.num_local_experts,
@@ -216,17 +231,17 @@ def replace_dispatchers(model: nn.Module, kind: type[Dispatcher] = Dispatcher) -
             )
 
 
-def forget_tokens(chunks: Sequence[nn.Module]) -> None:
-    """Lets go of the last micro-batch's tensors.
+def release_activations(chunks: Sequence[nn.Module]) -> None:
+    """Drop the tensors of the last micro-batch that dispatchers keep.
 
-    Dispatchers keep some, and with them its graph, which leads to Megatron's hooks for gradients and so to the model: a
-    cycle through memory that Python's garbage collector does not see.
+    Through their autograd graph they reference Megatron's gradient hooks and so the model: a reference cycle that
+    Python's garbage collector does not see.
     """
-    for layer in chain.from_iterable(map(_mixtures, chunks)):
-        kept = vars(layer.token_dispatcher)
-        graphs = [name for name, value in kept.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-        kept.update(dict.fromkeys(graphs))
+    for layer in chain.from_iterable(map(_moe_layers, chunks)):
+        attributes = vars(layer.token_dispatcher)
+        graphs = [name for name, value in attributes.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+        attributes.update(dict.fromkeys(graphs))
 
 
-def _mixtures(model: nn.Module) -> Iterator[MoELayer]:
+def _moe_layers(model: nn.Module) -> Iterator[MoELayer]:
     return (module for module in model.modules() if isinstance(module, MoELayer))

@@ -1,4 +1,20 @@
-"""The experts of a rank, with one kernel for each product that all of them make."""
+"""All experts of a rank in one kernel per matrix product.
+
+Upstream does:
+    Without Transformer Engine, `SequentialMLP` runs one expert after another (`experts.py:820`). `GroupedMLP` requires
+    the extension `grouped_gemm`, and changes the names of parameters.
+
+Problem:
+    Slow: hundreds of small kernels per layer, and one autograd node and gradient hook for each matrix of each expert in
+    every micro-batch. torch's `grouped_mm` multiplies all experts in one kernel. The parameters, their names and their
+    checkpoints stay those of `SequentialMLP`.
+
+Seen in:
+    megatron-core 0.16.1
+
+Remove when:
+    Megatron has grouped experts that need torch only, or the engine requires Transformer Engine for MoE.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -13,26 +29,24 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class GroupedExperts(SequentialMLP):
-    """As Megatron's experts, which go one after another and make hundreds of small kernels a layer.
-
-    In bfloat16 they go together. Parameters, their names and their checkpoints stay those of single experts.
+    """Megatron's experts, multiplied together in bfloat16.
 
     Attributes:
-        adds_gradients: whether the backward adds the gradients of all experts to Megatron's buffers itself, instead of
-            leaving them to autograd, one by one.
-        tell_ready: called with each parameter when its gradient has been added; set it before the first forward.
+        accumulates_gradients: the backward adds the gradients of all experts to Megatron's buffers, instead of leaving
+            each to autograd.
+        on_gradient_ready: called with each parameter when its gradient is complete; set it before the first forward.
     """
 
-    adds_gradients = False
-    tell_ready: "Callable[[torch.Tensor], None] | None" = None
-    _matrices: "tuple[Matrices, Matrices] | None" = None
+    accumulates_gradients = False
+    on_gradient_ready: "Callable[[torch.Tensor], None] | None" = None
+    _weights: "tuple[ExpertWeights, ExpertWeights] | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.local_experts = _FromLast(self.local_experts)
+        self.local_experts = _ReversedNames(self.local_experts)
 
     def train(self, mode: bool = True) -> Self:
-        """Tells no module below: experts do the same in training and evaluation, and they are thousands."""
+        """Set the mode of this module only: experts compute the same in both modes, and there are thousands."""
         self.training = mode
         return self
 
@@ -44,9 +58,9 @@ class GroupedExperts(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """
         Args:
-            permuted_local_hidden_states: [n, H], the tokens of one expert after those of another.
+            permuted_local_hidden_states: [n, H], sorted by expert.
             tokens_per_expert: [E], on the CPU.
-            permuted_probs: [n], what the result of each token is multiplied by.
+            permuted_probs: [n], factors of the outputs.
 
         Returns:
             [n, H], and None for a bias.
@@ -54,14 +68,18 @@ class GroupedExperts(SequentialMLP):
         hidden_states, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if hidden_states.dtype != torch.bfloat16:
             return super().forward(hidden_states, tokens_per_expert, permuted_probs)
-        if self._matrices is None:
+        if self._weights is None:
             experts = list[Any](self.local_experts)
             first, second = ([getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2"))
-            self._matrices = Matrices(first, self.tell_ready), Matrices(second, self.tell_ready)
-        first, second = self._matrices
-        rows, is_fused = Rows.of(tokens_per_expert.tolist(), hidden_states.device), self.config.bias_activation_fusion
+            self._weights = (
+                ExpertWeights(first, self.on_gradient_ready),
+                ExpertWeights(second, self.on_gradient_ready),
+            )
+        first, second = self._weights
+        rows = ExpertRows.from_counts(tokens_per_expert.tolist(), hidden_states.device)
+        is_fused = self.config.bias_activation_fusion
         add = None
-        if self.adds_gradients and torch.is_grad_enabled():
+        if self.accumulates_gradients and torch.is_grad_enabled():
             add = _compiled_add() if is_fused else _add
         inner = grouped_linear(hidden_states, rows, first, add)
         if is_fused:
@@ -72,11 +90,11 @@ class GroupedExperts(SequentialMLP):
         return grouped_linear(inner, rows, second, add), None
 
 
-class _FromLast(torch.nn.ModuleList):
-    """Names its modules, and with them parameters, from the last to the first.
+class _ReversedNames(torch.nn.ModuleList):
+    """A list that enumerates its modules, and so their parameters, from last to first.
 
-    Megatron's buffers hold parameters in the opposite order, so there the matrices of one expert after the other lie at
-    equal distances, as if they were one tensor.
+    Megatron's buffers hold parameters in reverse order. The matrices of the experts are then in order and at equal
+    distances in memory, as if they were one tensor.
     """
 
     def named_modules(
@@ -93,55 +111,55 @@ class _FromLast(torch.nn.ModuleList):
             yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
 
-class Matrices:
-    """One matrix of each of several experts, all of one shape.
-
-    They are asked for in each layer of each micro-batch, so what was found out about them is kept.
+class ExpertWeights:
+    """One matrix of each expert, all of one shape. Views of them are cached, because every micro-batch needs them.
 
     Args:
-        each: the parameters.
-        tell_ready: see `GroupedExperts`.
+        parameters: the matrices.
+        on_gradient_ready: see `GroupedExperts`.
 
     Attributes:
-        each: the parameters.
-        anchor: stands for all of them in autograd's graph where it need not know them: for each that it knows, it calls
-            Megatron's hook.
+        parameters: the matrices.
+        anchor: the only parameter that autograd sees where gradients are accumulated in place. Megatron's hooks run for
+            each parameter that autograd sees.
     """
 
-    def __init__(self, each: Sequence[torch.Tensor], tell_ready: Callable[[torch.Tensor], None] | None = None) -> None:
-        self.each = tuple(each)
-        self.anchor = self.each[0].new_empty(0).requires_grad_()
-        self._tell_ready = tell_ready
-        self._values, self._gradients = _Space(), _Space()
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], on_gradient_ready: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.anchor = self.parameters[0].new_empty(0).requires_grad_()
+        self._on_gradient_ready = on_gradient_ready
+        self._values, self._gradients = _ViewCache(), _ViewCache()
 
     def stacked(self) -> torch.Tensor:
-        """[E, N, K]: a view where they lie at equal distances, else a copy."""
-        one = self._values.of(self.each)
-        return torch.stack(self.each) if one is None else one
+        """[E, N, K]: a view if the matrices are at equal distances in memory, otherwise a copy."""
+        view = self._values.get(self.parameters)
+        return torch.stack(self.parameters) if view is None else view
 
     def add_gradients(self, add: "Add", values: torch.Tensor | None) -> None:
-        """Adds `values` [E, N, K], if any, to their `main_grad`, all at once where these lie at equal distances."""
+        """Add `values` [E, N, K], if any, to the `main_grad` of all experts, in one kernel if memory allows it."""
         if values is not None:
-            buffers = [parameter.main_grad for parameter in self.each]  # type: ignore[attr-defined] - Megatron's
-            one = self._gradients.of(buffers)
-            for target, value in zip(buffers, values, strict=True) if one is None else [(one, values)]:
+            buffers = [parameter.main_grad for parameter in self.parameters]  # type: ignore[attr-defined] - Megatron's
+            view = self._gradients.get(buffers)
+            for target, value in zip(buffers, values, strict=True) if view is None else [(view, values)]:
                 add(target, value)
-        for parameter in self.each if self._tell_ready is not None else ():
-            self._tell_ready(parameter)
+        for parameter in self.parameters if self._on_gradient_ready is not None else ():
+            self._on_gradient_ready(parameter)
 
 
-class _Space:
-    """What `as_one` says of some tensors, for as long as they lie where they lay."""
+class _ViewCache:
+    """Result of `as_stacked_view` for some tensors, until one of them moves in memory."""
 
     def __init__(self) -> None:
-        self._places: list[int] = []
-        self._one: torch.Tensor | None = None
+        self._addresses: list[int] = []
+        self._view: torch.Tensor | None = None
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        places = [tensor.data_ptr() for tensor in tensors]
-        if places != self._places:
-            self._places, self._one = places, as_one(tensors)
-        return self._one
+    def get(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._addresses, self._view = addresses, as_stacked_view(tensors)
+        return self._view
 
 
 Add = Callable[[torch.Tensor, torch.Tensor], object]
@@ -149,49 +167,50 @@ Add = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rows:
-    """Which rows belong to which of E experts, those of one after those of another.
+class ExpertRows:
+    """Rows of each of E experts, sorted by expert.
 
     Attributes:
         ends: [E] int32, on the device.
-        idle: int64, on the device: experts that have none; None where each has some.
+        idle: int64, on the device: experts without rows; None if every expert has some.
     """
 
     ends: torch.Tensor
     idle: torch.Tensor | None
 
     @classmethod
-    def of(cls, counts: Sequence[int], device: torch.device) -> "Rows":
+    def from_counts(cls, counts: Sequence[int], device: torch.device) -> "ExpertRows":
         idle = [expert for expert, count in enumerate(counts) if count == 0]
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
         return cls(ends=ends, idle=torch.tensor(idle).to(device, non_blocking=True) if idle else None)
 
 
-def grouped_linear(x: torch.Tensor, rows: Rows, matrices: Matrices, add: Add | None = None) -> torch.Tensor:
-    """Multiplies the rows of each expert by the transpose of its matrix.
+def grouped_linear(x: torch.Tensor, rows: ExpertRows, weights: ExpertWeights, add: Add | None = None) -> torch.Tensor:
+    """Multiply the rows of each expert by the transpose of its matrix.
 
     Args:
         x: [n, K].
-        matrices: [N, K] each; copied together, forward and backward, unless they lie at equal distances.
-        add: adds their gradients in place to their `main_grad`, and autograd is not told of them. None leaves the
-            gradients to autograd.
+        weights: one matrix [N, K] per expert; copied into one tensor, in forward and backward, unless they are at equal
+            distances in memory.
+        add: adds their gradients in place to their `main_grad`, without autograd. None leaves the gradients to
+            autograd.
 
     Returns:
         [n, N].
     """
-    told = matrices.each if add is None else (matrices.anchor,)
-    out = _GroupedLinear.apply(x, rows, matrices, add, *told)
+    inputs = weights.parameters if add is None else (weights.anchor,)
+    out = _GroupedLinear.apply(x, rows, weights, add, *inputs)
     assert isinstance(out, torch.Tensor)
     return out
 
 
-def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view [E, ...] of tensors of one shape that lie at equal distances in one storage; None if they do not."""
+def as_stacked_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a view [E, ...] of tensors of one shape at equal distances in one storage, or None if they are not."""
     first, shape = tensors[0], tensors[0].shape
-    places = [tensor.data_ptr() for tensor in tensors]
-    step, rest = divmod(places[1] - places[0] if len(places) > 1 else 0, first.element_size())
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    step, rest = divmod(addresses[1] - addresses[0] if len(addresses) > 1 else 0, first.element_size())
     end = first.storage_offset() + step * (len(tensors) - 1) + first.numel()
-    are_regular = places == [places[0] + number * step * first.element_size() for number in range(len(places))]
+    are_regular = addresses == [addresses[0] + number * step * first.element_size() for number in range(len(addresses))]
     if rest or step < 0 or not are_regular or end > first.untyped_storage().nbytes() // first.element_size():
         return None
     if not all(tensor.is_contiguous() and tensor.shape == shape for tensor in tensors):
@@ -211,27 +230,28 @@ def _compiled_add() -> Callable[[torch.Tensor, torch.Tensor], None]:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: torch.Tensor, rows: Rows, matrices: Matrices, add: Add | None, *told: torch.Tensor
+        ctx: Any, x: torch.Tensor, rows: ExpertRows, weights: ExpertWeights, add: Add | None, *inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.rows, ctx.matrices, ctx.add = rows, matrices, add
+        ctx.rows, ctx.weights, ctx.add = rows, weights, add
         if not len(x):
-            return x.new_empty(0, len(matrices.each[0]))
-        return F.grouped_mm(x, matrices.stacked().mT, offs=rows.ends)
+            return x.new_empty(0, len(weights.parameters[0]))
+        return F.grouped_mm(x, weights.stacked().mT, offs=rows.ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), matrices, rows = ctx.saved_tensors, ctx.matrices, ctx.rows
+        (x,), weights, rows = ctx.saved_tensors, ctx.weights, ctx.rows
         if not len(x):
             grad_x, grad_weights = torch.empty_like(x), None
         else:
             grad = grad.contiguous()
-            grad_x = F.grouped_mm(grad, matrices.stacked(), offs=rows.ends)
+            grad_x = F.grouped_mm(grad, weights.stacked(), offs=rows.ends)
             grad_weights = F.grouped_mm(grad.mT, x, offs=rows.ends)
-            if rows.idle is not None:  # what no token reaches, a kernel may leave as it was
+            if rows.idle is not None:  # the kernel may leave the memory of experts without rows uninitialized
                 grad_weights.index_fill_(0, rows.idle, 0.0)
         if ctx.add is not None:
-            matrices.add_gradients(ctx.add, grad_weights)
+            weights.add_gradients(ctx.add, grad_weights)
             return grad_x, None, None, None, None
-        told = [torch.zeros_like(each) for each in matrices.each] if grad_weights is None else grad_weights.unbind()
-        return grad_x, None, None, None, *told
+        if grad_weights is None:
+            return grad_x, None, None, None, *[torch.zeros_like(each) for each in weights.parameters]
+        return grad_x, None, None, None, *grad_weights.unbind()

@@ -1,4 +1,4 @@
-"""Attributes of modules and classes that are replaced while somebody needs it, and put back afterwards."""
+"""Attributes of modules and classes that are replaced while a context is open and restored afterwards."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Changes:
-    """Replaces attributes and remembers what was there."""
+class Attributes:
+    """Replaces attributes and remembers their previous values."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def set(self, owner: Any, name: str, value: object) -> None:
+    def replace(self, owner: Any, name: str, value: object) -> None:
         if name in vars(owner):
             before = vars(owner)[name]
             self._undo.append(lambda: setattr(owner, name, before))
@@ -20,33 +20,35 @@ class Changes:
             self._undo.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         while self._undo:
             self._undo.pop()()
 
 
-class Redirection:
-    """Changes that hold while at least one context is open, for the whole process, as modules are the process's.
+class Monkeypatch:
+    """A patch that is active while at least one of its contexts is open.
+
+    It holds for the whole process, because modules belong to the process.
 
     Args:
-        make: makes them.
+        apply: replaces the attributes.
     """
 
-    def __init__(self, make: Callable[[Changes], None]) -> None:
-        self._make = make
+    def __init__(self, apply: Callable[[Attributes], None]) -> None:
+        self._apply = apply
         self._lock = threading.Lock()
-        self._changes = Changes()
+        self._attributes = Attributes()
         self._num_open = 0
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context in which the changes hold; contexts may overlap."""
+        """A context in which the patch is active; contexts may overlap."""
         with self._lock:
             if self._num_open == 0:
                 try:
-                    self._make(self._changes)
+                    self._apply(self._attributes)
                 except BaseException:
-                    self._changes.undo()
+                    self._attributes.restore()
                     raise
             self._num_open += 1
         try:
@@ -55,4 +57,4 @@ class Redirection:
             with self._lock:
                 self._num_open -= 1
                 if self._num_open == 0:
-                    self._changes.undo()
+                    self._attributes.restore()

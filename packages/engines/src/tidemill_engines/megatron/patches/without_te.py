@@ -1,17 +1,29 @@
-"""Places in which megatron-core 0.16 takes Transformer Engine for granted, or for wanted where it is installed.
+"""Megatron without Transformer Engine or Apex, and with torch's AdamW whatever is installed.
 
-Nothing happens at import. `closed_gaps()` is a context in which they are closed, on any device, and also
-where layers are made of Transformer Engine: what it changes is beside them. Places are those of megatron-core 0.16.1.
+Upstream does:
+    1. Use `te_general_gemm` in every MoE router, but define the name only with Transformer Engine
+       (`moe_utils.py:1192`).
+    2. Copy every entry of the optimizer's state from a checkpoint, including Adam's `step`
+       (`DistributedOptimizer._set_main_param_and_optimizer_states`, `distrib_optimizer.py:938`).
+    3. Take Adam from Transformer Engine or Apex where one is installed (`optimizer/__init__.py:359`,
+       `distrib_optimizer.py:640`).
+    4. Import `TELinear` as None without Transformer Engine, and pass it to `isinstance`
+       (`multi_latent_attention.py:185`).
 
-- `te_general_gemm` is None: the name is undefined otherwise, so every router fails (`moe_utils.py:1192`).
-- Adam's `step` is left alone where parameter and moments are set: torch's AdamW keeps it with them, and looking it up
-  fails (`distrib_optimizer.py:938`).
-- AdamW is torch's, whatever is installed: engine and checkpoints know its state (`optimizer/__init__.py:359`,
-  `distrib_optimizer.py:640`).
-- `CheckpointWithoutOutput`, which computes norms again, takes `fp8=False` for True (`tensor_parallel/random.py:636`).
-- Linear layers that add gradients in their products take the kernel for it from Apex (`layers.py:569`); torch has one.
-- `HAVE_TE` of latent attention is False: it finds names of Transformer Engine that stand for no layer, and asks
-  whether a layer is one (`multi_latent_attention.py:185`).
+Problem:
+    1. NameError in the forward of every router without Transformer Engine.
+    2. KeyError when a checkpoint is loaded: torch's AdamW keeps `step` in its state, checkpoints do not have it there.
+    3. Engine and checkpoints support the state of torch's AdamW only.
+    4. TypeError when latent attention (MLA) is built.
+
+Seen in:
+    megatron-core 0.16.1; places are those of this version.
+
+Remove when:
+    1. `te_general_gemm` is None without Transformer Engine.
+    2. `step` is skipped there.
+    3. A setting selects torch's AdamW.
+    4. `HAVE_TE` is False where `TELinear` is None.
 """
 
 from collections.abc import Callable
@@ -19,30 +31,24 @@ from typing import Any
 
 import torch
 
-from tidemill_engines.megatron.patches.monkeypatch import Changes, Redirection
-from tidemill_engines.megatron.patches.weight_gradients import WeightGradients
+from tidemill_engines.megatron.patches.monkeypatch import Attributes, Monkeypatch
 
 
-def _close(changes: Changes) -> None:
+def _apply(attributes: Attributes) -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if "te_general_gemm" not in vars(moe_utils):
-        changes.set(moe_utils, "te_general_gemm", None)
+        attributes.replace(moe_utils, "te_general_gemm", None)
     name = "_set_main_param_and_optimizer_states"
-    changes.set(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
-    changes.set(optimizer, "USING_PYTORCH_OPTIMIZER", True)
-    changes.set(distrib_optimizer, "HAVE_APEX_OR_TE", False)
-    changes.set(layers, "fused_weight_gradient_mlp_cuda", WeightGradients)
+    attributes.replace(DistributedOptimizer, name, _without_step(getattr(DistributedOptimizer, name)))
+    attributes.replace(optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    attributes.replace(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     if not isinstance(multi_latent_attention.TELinear, type):
-        changes.set(multi_latent_attention, "HAVE_TE", False)
-    make: Any = CheckpointWithoutOutput.__init__
-    changes.set(CheckpointWithoutOutput, "__init__", lambda self: make(self, fp8=None))
+        attributes.replace(multi_latent_attention, "HAVE_TE", False)
 
 
 def _without_step(real: Callable[..., None]) -> Callable[..., None]:
@@ -61,4 +67,5 @@ def _without_step(real: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
-closed_gaps = Redirection(_close)
+without_te = Monkeypatch(_apply)
+"""Context in which Megatron does not need Transformer Engine and uses torch's AdamW."""

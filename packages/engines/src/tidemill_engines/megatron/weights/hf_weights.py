@@ -1,4 +1,4 @@
-"""The weights of Megatron's model under Hugging Face names: in from safetensors, out as local shards or whole."""
+"""Weights of Megatron's model under Hugging Face names: loaded from safetensors, exported as shards or whole."""
 
 import math
 import re
@@ -13,28 +13,29 @@ from tidemill_engines.distributed.agreement import gather, together
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.weights.names import Block, Placement, blocks_of
+from tidemill_engines.megatron.weights.names import blocks_of
+from tidemill_engines.megatron.weights.placement import Block, Placement
 
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 _Key = tuple[str, tuple[int, ...]]
-"""A tensor's name and where a part begins in it."""
+"""Name of a tensor and start of a part in it."""
 
 _Owners = dict[str, dict[tuple[int, ...], tuple[int, tuple[int, ...]]]]
-"""For each tensor the parts by where they begin: the first rank that holds it, and its shape."""
+"""For each tensor its parts by start: the first rank that holds the part, and the part's shape."""
 
 
 class MegatronWeights:
-    """Reads and exports the weights of this rank's part of a model. Every rank makes one: a collective.
+    """Loads and exports the weights of this rank's part of a model. Collective: every rank creates one.
 
     Args:
-        chunks: the `GPTModel`s of this pipeline stage, also inside of Megatron's wrappers.
-        architecture: of the model.
-        placement: of this rank.
-        group: all ranks, in the order of their numbers; for plain data, and for tensors on the model's device.
+        chunks: `GPTModel`s of this pipeline stage, with or without Megatron's wrappers.
+        architecture: architecture of the model.
+        placement: parts that this rank holds.
+        group: group of all ranks in order, for plain data and for tensors on the model's device.
 
     Raises:
-        ValueError: a parameter that no rule covers or whose shape is not what its rule says; on every rank.
+        ValueError: no rule covers a parameter, or its shape differs from that of its rule; raised on every rank.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class MegatronWeights:
     ) -> None:
         self._group = group
         self._is_tied = architecture.tie_word_embeddings
-        behind = range(architecture.num_nextn_predict_layers)
-        self._left_out = tuple(f"model.layers.{architecture.num_hidden_layers + number}." for number in behind)
+        ignored = range(architecture.num_nextn_predict_layers)
+        self._ignored = tuple(f"model.layers.{architecture.num_hidden_layers + number}." for number in ignored)
         self._blocks: list[tuple[torch.Tensor, list[Block]]] = []
-        self._copies: list[tuple[torch.Tensor, list[Block]]] = []  # of tied embeddings, on the last pipeline stage
+        self._copies: list[tuple[torch.Tensor, list[Block]]] = []  # tied embeddings on the last pipeline stage
         with together(group):
             for chunk in map(unwrapped, chunks):
                 biases = ((name, bias) for name, bias in chunk.named_buffers() if name.endswith("router.expert_bias"))
@@ -64,25 +65,25 @@ class MegatronWeights:
 
     @torch.no_grad()
     def load(self, files: SafetensorsFiles, *, new: Sequence[str] = (), unused: Sequence[str] = ()) -> None:
-        """Reads this rank's parts, and nothing else, into the parameters; padding becomes zero.
+        """Load this rank's parts, and nothing else, into the parameters; padding becomes zero.
 
-        Layers for further predictions are left out.
+        Multi-token prediction (MTP) layers are ignored.
 
         Args:
-            new: tensors that the checkpoint may lack; they become zero.
-            unused: tensors of the checkpoint that the model has no place for.
+            new: tensors that may be missing in the checkpoint; they become zero.
+            unused: tensors of the checkpoint that the model does not have.
 
         Raises:
-            ValueError: the checkpoint lacks a tensor, or has one that the model does not have or of another shape.
+            ValueError: a tensor is missing in the checkpoint, unknown to the model, or has another shape.
         """
         wanted = {name for part in self._parts for name, _ in part}
         missing = wanted - files.shapes.keys() - set(new)
         unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set()) - set(unused)
-        unknown = {name for name in unknown if not name.startswith(self._left_out)}
+        unknown = {name for name in unknown if not name.startswith(self._ignored)}
         if missing:
-            raise ValueError(f"the checkpoint lacks {_some(missing)}")
+            raise ValueError(f"the checkpoint lacks {_list_some(missing)}, which the model of its config.json has")
         if unknown:
-            raise ValueError(f"the checkpoint has {_some(unknown)}, but the model of its config.json does not")
+            raise ValueError(f"the checkpoint has {_list_some(unknown)}, but the model of its config.json does not")
         for parameter, blocks in self._blocks + self._copies:
             end = 0
             for block in blocks:
@@ -90,16 +91,20 @@ class MegatronWeights:
                     continue
                 shape = files.shapes[block.name]
                 if shape != block.global_shape:
-                    raise ValueError(f"{block.name} has shape {shape}; config.json says {block.global_shape}")
+                    raise ValueError(
+                        f"{block.name} must have the shape {block.global_shape} that config.json implies, got {shape}"
+                    )
                 end = block.row + block.shape[0]
                 parameter[block.row : end].copy_(files.read(block.name, block.region))
-            parameter[end:].zero_()  # the vocabulary is padded behind its last row
+            parameter[end:].zero_()  # the vocabulary is padded after its last row
 
     @torch.no_grad()
     def draw(self, seed: int, std: float, *, zero: Sequence[str] = ()) -> None:
-        """Draws all weights anew, the same in any layout: matrices from N(0, std), norms are one, biases zero.
+        """Initialize all weights, the same in any layout: matrices from N(0, std), norms one, biases zero.
 
         Args:
+            seed: seed of the random numbers.
+            std: standard deviation.
             zero: tensors that become zero instead.
         """
         for parameter, blocks in self._blocks + self._copies:
@@ -115,12 +120,12 @@ class MegatronWeights:
 
     @torch.no_grad()
     def shards(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, WeightShard]]:
-        """This rank's parts of each tensor that it has a part of. Nothing is communicated.
+        """Yield this rank's parts of all tensors with the tensor's name. No communication.
 
-        A name comes with each part; q, k and v of a layer lie between one another, so they come head by head.
+        A tensor may have several parts: q, k and v of a layer are interleaved, so each has one part per kv head.
 
         Args:
-            dtype: that the values are cast to; None leaves them.
+            dtype: dtype of the yielded values; None for that of the parameters.
         """
         for parameter, blocks in self._blocks:
             values = parameter.detach()
@@ -138,13 +143,13 @@ class MegatronWeights:
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the model, whole, on every rank, in the order of the layers. Collective.
+        """Yield every tensor of the model, whole, on every rank, in the order of the layers. Collective.
 
-        Every rank holds a bucket of them at a time.
+        Every rank holds one bucket of tensors at a time.
 
         Args:
-            dtype: that the values are cast to.
-            bucket_bytes: of the tensors that are gathered together; one that is larger is gathered alone.
+            dtype: dtype of the yielded values.
+            bucket_bytes: size of the buckets; a larger tensor is a bucket of its own.
         """
         own = {(name, shard.start): shard for name, shard in self.shards()}
         owners = self._owners()
@@ -159,7 +164,7 @@ class MegatronWeights:
         yield from self._gather(bucket, owners, own, dtype)
 
     def sizes_bytes(self, dtype: torch.dtype) -> list[tuple[str, int]]:
-        """Names and bytes of `full_tensors`, in its order. Nothing is communicated."""
+        """Names and sizes in bytes of `full_tensors`, in its order. No communication."""
         sizes = {name: sum(math.prod(shape) for _, shape in parts.values()) for name, parts in self._owners().items()}
         return [(name, sizes[name] * dtype.itemsize) for name in sorted(sizes, key=_natural)]
 
@@ -200,14 +205,14 @@ class MegatronWeights:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of Megatron's wrappers (`DistributedDataParallel`, `Float16Module`)."""
+    """Return the model inside Megatron's wrappers (`DistributedDataParallel`, `Float16Module`)."""
     while isinstance(inner := module._modules.get("module"), nn.Module):
         module = inner
     return module
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
-    """A parameter's name in a chunk, with the number of the layer in the whole model, from 0."""
+    """Return the name of a chunk's parameter with the number of the layer in the whole model, from 0."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return name
@@ -221,11 +226,14 @@ def _check_shape(name: str, parameter: torch.Tensor, blocks: Sequence[Block]) ->
     is_padded = name in (_HEAD, _EMBEDDING) and rows < parameter.shape[0]
     if not fits or (rows != parameter.shape[0] and not is_padded):
         shapes = [block.shape for block in blocks]
-        raise ValueError(f"Megatron's {name} has shape {tuple(parameter.shape)}, its rule covers rows of {shapes}")
+        raise ValueError(
+            f"Megatron's parameter {name} must consist of blocks {shapes}, as its rule in weights/names.py gives, got "
+            f"shape {tuple(parameter.shape)}"
+        )
 
 
 def _replica(key: _Key, parts: Sequence[dict[_Key, tuple[int, ...]]], rank: int) -> tuple[int, int]:
-    """Which of the ranks that hold a part a rank is, and how many they are."""
+    """Index of a rank among the ranks that hold a part, and their number."""
     holders = [other for other, part in enumerate(parts) if key in part]
     return holders.index(rank), len(holders)
 
@@ -240,10 +248,10 @@ def _whole_shape(parts: dict[tuple[int, ...], tuple[int, tuple[int, ...]]]) -> t
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name count as numbers."""
+    """Sort key that compares the numbers in a name as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _some(names: set[str]) -> str:
+def _list_some(names: set[str]) -> str:
     first = sorted(names, key=_natural)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,72 +1,27 @@
-"""Where the tensors of a Hugging Face checkpoint lie in the parameters that a Megatron rank holds."""
+"""Names of weights: which tensors of a Hugging Face checkpoint are in which parameter of a Megatron rank.
+
+`_RULES` at the end of this file is the table of names. To support another model, add a rule for each parameter of
+Megatron whose Hugging Face name or layout differs, and its `config.json` to `tidemill_engines.megatron.architecture`.
+"""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tidemill_engines.megatron.architecture import Architecture
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Which of `size` equal parts of a tensor a rank holds."""
-
-    rank: int = 0
-    size: int = 1
-
-    def of(self, length: int, what: str) -> tuple[int, int]:
-        """Start and length of this part of `length` things.
-
-        Raises:
-            ValueError: they cannot be divided evenly.
-        """
-        if length % self.size:
-            raise ValueError(f"{length} {what} cannot be divided among {self.size} ranks")
-        return self.rank * (length // self.size), length // self.size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """What one rank holds: its tensor-parallel part, that of the experts' tensors, and its part of the experts."""
-
-    tp: Part = Part()
-    etp: Part = Part()
-    ep: Part = Part()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """A part of a Hugging Face tensor that lies in a parameter, in consecutive rows of it.
-
-    Attributes:
-        name, global_shape: of the tensor.
-        start, shape: of the part, in the tensor.
-        row: of the parameter, where the part begins.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    row: int
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape, strict=True))
-
+from tidemill_engines.megatron.weights.placement import Block, Part, Placement
 
 Rule = Callable[[Architecture, Placement, str, "re.Match[str]"], list[Block]]
 
 
 def blocks_of(parameter: str, architecture: Architecture, placement: Placement) -> list[Block]:
-    """The tensors of the checkpoint that a rank's parameter is made of; rows that none of them covers are padding.
+    """Return the parts of checkpoint tensors that a rank's parameter consists of. Rows without one are padding.
 
     Args:
-        parameter: as Megatron names it, with the number of the layer in the whole model
-            (`decoder.layers.7.mlp.linear_fc1.weight`) and that of the expert among those of the rank.
+        parameter: Megatron's name, with the number of the layer in the whole model
+            (`decoder.layers.7.mlp.linear_fc1.weight`) and that of the expert among the experts of the rank.
 
     Raises:
-        ValueError: no rule covers the parameter, or its sizes cannot be divided among the ranks.
+        ValueError: no rule covers the parameter, or its sizes are not divisible by the number of ranks.
     """
     for pattern, rule in _RULES:
         match = re.fullmatch(pattern, parameter)
@@ -74,7 +29,10 @@ def blocks_of(parameter: str, architecture: Architecture, placement: Placement) 
             layer = match.groupdict().get("layer")
             prefix = "model." if layer is None else f"model.layers.{layer}."
             return rule(architecture, placement, prefix, match)
-    raise ValueError(f"no rule for Megatron's parameter {parameter!r}; its weights can be neither read nor exported")
+    raise ValueError(
+        f"expected a rule for Megatron's parameter {parameter!r}, found none, so its weights can be neither loaded nor "
+        "exported; add one to _RULES in tidemill_engines/megatron/weights/names.py"
+    )
 
 
 def _whole(name: str, *shape: int) -> list[Block]:
@@ -87,7 +45,7 @@ def _rows(name: str, shape: tuple[int, ...], start: int, length: int, row: int) 
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The rows of Megatron's embedding: as many for each tensor-parallel rank."""
+    """Number of rows of Megatron's embedding, the same for each tensor-parallel rank."""
     return -(-vocab_size // tp_size) * tp_size
 
 
@@ -113,7 +71,7 @@ def _router(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") 
 
 
 def _qkv(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
-    """Group after group: the q heads that share a kv head, then that k and v head."""
+    """Group by group: the q heads that share a kv head, then this k head and v head."""
     per_group = a.num_attention_heads // a.num_key_value_heads * a.head_dim
     first, count = p.tp.of(a.num_key_value_heads, "key and value heads")
     rest = (a.hidden_size,) if match["kind"] == "weight" else ()
@@ -129,7 +87,7 @@ def _qkv(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> 
 
 
 def _columns(name: str, width: int, height: int, part: Part) -> list[Block]:
-    """A matrix [height, width] that is cut along its columns."""
+    """A matrix [height, width] split by columns."""
     start, length = part.of(width, f"columns of {name}")
     return [Block(name=name, global_shape=(height, width), start=(0, start), shape=(height, length), row=0)]
 
@@ -143,7 +101,7 @@ def _gate_and_up(module: str, height: int, width: int, part: Part) -> list[Block
 
 
 def _rows_of(name: str, height: int, width: int, part: Part) -> list[Block]:
-    """A matrix [height, width] that is cut along its rows."""
+    """A matrix [height, width] split by rows."""
     start, length = part.of(height, f"rows of {name}")
     return [_rows(name, (height, width), start, length, 0)]
 
@@ -151,15 +109,15 @@ def _rows_of(name: str, height: int, width: int, part: Part) -> list[Block]:
 def _latent(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
     latent = a.latent
     if latent is None:
-        raise ValueError(f"{match[0]!r} is of latent attention, which a {a.model_type} model does not have")
+        raise ValueError(f"{match[0]!r} belongs to latent attention (MLA), which a {a.model_type} model does not have")
     q_rank, kv_rank = latent.q_lora_rank or 0, latent.kv_lora_rank
-    of_values = a.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    value_size = a.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     name, height, width = {
         "q_proj": ("q_proj", a.num_attention_heads * a.head_dim, a.hidden_size),
         "q_down_proj": ("q_a_proj", q_rank, a.hidden_size),
         "q_up_proj": ("q_b_proj", a.num_attention_heads * a.head_dim, q_rank),
         "kv_down_proj": ("kv_a_proj_with_mqa", kv_rank + latent.qk_rope_head_dim, a.hidden_size),
-        "kv_up_proj": ("kv_b_proj", of_values, kv_rank),
+        "kv_up_proj": ("kv_b_proj", value_size, kv_rank),
     }[match["part"]]
     part = Part() if "down" in match["part"] else p.tp
     return _rows_of(f"{prefix}self_attn.{name}.weight", height, width, part)
@@ -187,8 +145,8 @@ def _router_bias(a: Architecture, p: Placement, prefix: str, match: "re.Match[st
 
 
 def _attention_output(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
-    of_values = a.head_dim if a.latent is None else a.latent.v_head_dim
-    return _columns(f"{prefix}self_attn.o_proj.weight", a.num_attention_heads * of_values, a.hidden_size, p.tp)
+    value_size = a.head_dim if a.latent is None else a.latent.v_head_dim
+    return _columns(f"{prefix}self_attn.o_proj.weight", a.num_attention_heads * value_size, a.hidden_size, p.tp)
 
 
 def _mlp_in(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") -> list[Block]:
@@ -203,7 +161,9 @@ def _expert(a: Architecture, p: Placement, prefix: str, match: "re.Match[str]") 
     first, count = p.ep.of(a.num_experts, "experts")
     local = int(match["expert"])
     if local >= count:
-        raise ValueError(f"{match[0]!r}: a rank has {count} of {a.num_experts} experts")
+        raise ValueError(
+            f"{match[0]!r}: the expert must be below {count}, because each rank has {count} of {a.num_experts} experts"
+        )
     module = f"{prefix}mlp.experts.{first + local}"
     if match["fc"] == "1":
         return _gate_and_up(module, a.moe_intermediate_size, a.hidden_size, p.etp)
@@ -219,11 +179,11 @@ def _head(a: Architecture) -> int:
 
 
 _L = r"decoder\.layers\.(?P<layer>\d+)\."
-# With and without Transformer Engine, which puts norms into the linear layer behind them.
+# Names with and without Transformer Engine, which merges a norm into the linear layer that follows it.
 _RULES: tuple[tuple[str, Rule], ...] = (
     (r"embedding\.word_embeddings\.weight", _vocabulary("model.embed_tokens.weight")),
     (r"output_layer\.weight", _vocabulary("lm_head.weight")),
-    (r"score\.(?P<kind>weight|bias)", _score),  # of a value model
+    (r"score\.(?P<kind>weight|bias)", _score),  # head of a value model
     (r"decoder\.final_layernorm\.weight", _norm("norm.weight", _hidden)),
     (
         _L + r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight",
