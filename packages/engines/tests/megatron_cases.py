@@ -1,4 +1,4 @@
-"""What ranks of a Megatron model do in the tests."""
+"""Models and functions of the Megatron tests; the functions run on ranks."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,21 +16,21 @@ from tidemill_engines.megatron.config import ParallelConfig
 
 
 def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, bool], list[dict[str, Any]]]:
-    """On each of four ranks: `_redirections`, and for every (folder, sizes) what the rank saw."""
-    from tidemill_engines.megatron.patches.cpu import on_cpu
+    """Return, on each rank, the result of `_patch_states`, and that of `_check` for every (folder, sizes)."""
+    from tidemill_engines.megatron.patches.context import apply_patches
 
-    redirections = _redirections()
-    with on_cpu():
-        return redirections, [_check(Path(folder), ParallelConfig(**sizes)) for folder, sizes in layouts]
+    states = _patch_states()
+    with apply_patches(torch.device("cpu")):
+        return states, [_check(Path(folder), ParallelConfig(**sizes)) for folder, sizes in layouts]
 
 
-def _redirections() -> dict[str, bool]:
-    """Whether what megatron-core takes from torch is redirected before, during, between and after contexts."""
+def _patch_states() -> dict[str, bool]:
+    """Whether megatron-core is patched inside of one context, inside of the second of two, and after both."""
     import sys
 
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
-    from tidemill_engines.megatron.patches.cpu import on_cpu
+    from tidemill_engines.megatron.patches.context import apply_patches
 
     def state() -> tuple[object, ...]:
         modules = {
@@ -43,17 +43,18 @@ def _redirections() -> dict[str, bool]:
         )
         return modules, methods, vars(random)["_get_cuda_rng_state"]
 
-    with on_cpu():
-        pass  # imports what it needs
+    device = torch.device("cpu")
+    with apply_patches(device):
+        pass  # imports the modules to patch
     before = state()
-    outer, inner = on_cpu(), on_cpu()
+    outer, inner = apply_patches(device), apply_patches(device)
     outer.__enter__()
-    redirected = state() != before
+    in_one = state() != before
     inner.__enter__()
     outer.__exit__(None, None, None)
-    still = state() != before
+    in_second = state() != before
     inner.__exit__(None, None, None)
-    return {"in one": redirected, "until the last is closed": still, "not after it": state() == before}
+    return {"in one": in_one, "in second": in_second, "after both": state() != before}
 
 
 def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
@@ -68,10 +69,10 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
     chunks = build_chunks(architecture, config)
     weights = MegatronWeights(chunks, architecture, own_placement(), dist.group.WORLD)
     with SafetensorsFiles(folder) as files:
-        read = _counted(files)
+        read = _count_reads(files)
         weights.load(files)
     own = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
-    seen = {
+    result = {
         "read": sum(read),
         "held": sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
         "shards": list(weights.shards()),
@@ -80,11 +81,11 @@ def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
         "full": dict(weights.full_tensors(torch.float32, bucket_bytes=20_000)),
     }
     close_groups(groups)
-    return seen
+    return result
 
 
-def _counted(files: SafetensorsFiles) -> list[int]:
-    """The numbers of elements that are read from now on."""
+def _count_reads(files: SafetensorsFiles) -> list[int]:
+    """Return a list to which every later read appends its number of elements."""
     counts: list[int] = []
     read = files.read
 
@@ -113,7 +114,7 @@ def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
 
 
 def own_rows(engine: Any) -> Any:
-    """This rank's rows of the batch of all tests."""
+    """This rank's rows of the batch that all tests use."""
     from engine_cases import make_batch
 
     size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
@@ -123,13 +124,13 @@ def own_rows(engine: Any) -> Any:
 def save_and_load(
     folder: str, target: str, layouts: Sequence[dict[str, Any]], others: dict[str, Any], bucket_size: int | None = None
 ) -> dict[str, Any]:
-    """Three steps under the first layout, saved after the first; the last two again under every layout.
+    """Run three steps with the first layout, saved after the first; repeat the last two with every layout.
 
     Args:
-        bucket_size: of Megatron's buckets for overlapped gradients, which have 40 million parameters else.
+        bucket_size: elements of Megatron's buckets for overlapped gradients; by default 40 million.
 
     Returns:
-        metrics and weights of the uninterrupted steps, and of those after loading under each layout.
+        metrics and weights after the uninterrupted steps, then after loading with each layout.
     """
     from engine_cases import policy_like_loss
     from tidemill_engines.megatron.parallel import data_parallel
@@ -144,29 +145,31 @@ def save_and_load(
         ]
 
     engine = make_engine(folder, ParallelConfig(**layouts[0]), **others)
-    engine.save_checkpoint(f"{target}/step_0")  # before any step, too
+    engine.save_checkpoint(f"{target}/step_0")  # also possible before any step
     steps(engine, 1)
     engine.save_checkpoint(f"{target}/step_1")
-    seen = {"metrics": [steps(engine, 2)], "weights": [dict(engine.get_per_tensor_param())]}
+    results = {"metrics": [steps(engine, 2)], "weights": [dict(engine.get_per_tensor_param())]}
     engine.save_hf(f"{target}/hf")
     engine.close()
     for layout in layouts:
         engine = make_engine(folder, ParallelConfig(**layout), **others)
         engine.load_checkpoint(f"{target}/step_1")
-        seen["metrics"].append(steps(engine, 2))
-        seen["weights"].append(dict(engine.get_per_tensor_param()))
+        results["metrics"].append(steps(engine, 2))
+        results["weights"].append(dict(engine.get_per_tensor_param()))
         engine.close()
-    return seen
+    return results
 
 
-def check_goes_on(results: Sequence[dict[str, Any]], exported: Path) -> None:
-    """Of what each rank saw in `save_and_load`: that training goes on bit for bit where it was saved, and elsewhere to
-    float32's precision; and that its weights are those exported."""
-    for seen in results:
-        expected, same, *elsewhere = zip(seen["metrics"], seen["weights"], strict=True)
+def check_resumed(results: Sequence[dict[str, Any]], exported: Path) -> None:
+    """Check each rank's result of `save_and_load`.
+
+    Training resumes bitwise in the layout that saved, and to float32 precision in others; exported weights are equal.
+    """
+    for result in results:
+        expected, same, *others = zip(result["metrics"], result["weights"], strict=True)
         assert same[0] == expected[0]
         assert all(torch.equal(same[1][name], weight) for name, weight in expected[1].items())
-        for metrics, weights in elsewhere:
+        for metrics, weights in others:
             for step, wanted in zip(metrics, expected[0], strict=True):
                 assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
             for name, weight in expected[1].items():
@@ -178,3 +181,51 @@ def check_goes_on(results: Sequence[dict[str, Any]], exported: Path) -> None:
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5, "decay_norms_and_biases": False}
 NUM_ROWS = 6
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 16,
+}
+
+
+def deepseek(path: Path, *, num_dense: int = 1, **fields: Any) -> Path:
+    """Create a tiny model whose routers have a bias and whose first layers have no experts."""
+    import transformers
+    from engine_cases import VOCAB
+
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        first_k_dense_replace=num_dense,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        **fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    model.save_pretrained(path)
+    return path

@@ -206,16 +206,17 @@ def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_rotation_as_one_kernel_equals_that_of_several(dtype, atol):
-    from tidemill_engines.megatron.rotary import Rotary, rotate
+    from tidemill_engines.megatron.patches.apply_rotary import apply_rotary
+    from tidemill_engines.megatron.rotary import Rotary
 
     torch.manual_seed(0)
     frequencies = tuple(1e6 ** (-pair / 64) for pair in range(64))
     for num_tokens in (5, 700, 1333):
         x = torch.randn(num_tokens, 8, 128, device="cuda", dtype=dtype)
-        rotary = Rotary(frequencies=frequencies).at(torch.arange(num_tokens, device="cuda")[None], dtype)
+        rotary = Rotary(frequencies=frequencies).cos_sin(torch.arange(num_tokens, device="cuda")[None], dtype)
         plain = x.clone().requires_grad_()
         fused = x.clone().requires_grad_()
-        out, expected = rotate(fused, *rotary, fused=True), rotate(plain, *rotary)
+        out, expected = apply_rotary(fused, *rotary, fused=True), apply_rotary(plain, *rotary)
         direction = torch.randn_like(out)
         torch.testing.assert_close(out, expected, rtol=atol, atol=atol)
         [grad] = torch.autograd.grad((out * direction).sum(), fused)

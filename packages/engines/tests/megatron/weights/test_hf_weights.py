@@ -1,4 +1,4 @@
-"""Weights in and out of Megatron's model on four ranks."""
+"""Loading and exporting the weights of Megatron's model on four ranks."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Of models with an odd vocabulary; Qwen2's is tied."""
+    """Models with an odd vocabulary; Qwen2's embeddings are tied."""
     folder = tmp_path_factory.mktemp("models")
     return {
         family: tiny_model(
@@ -42,21 +42,21 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def ranks(folders) -> list[tuple[dict[str, bool], list[dict[str, Any]]]]:
-    """What each rank saw: one set of processes for all layouts, as importing Megatron takes long."""
+    """Each rank's result of `check_layouts`, for all layouts in one set of processes."""
     layouts = [(str(folders[family]), sizes) for family, sizes in LAYOUTS]
     return run_ranks(check_layouts, 4, layouts, timeout_s=250)
 
 
 @pytest.fixture
-def seen(ranks) -> list[list[dict[str, Any]]]:
-    """For each layout what each rank saw."""
+def results(ranks) -> list[list[dict[str, Any]]]:
+    """Each rank's result for each layout."""
     return [list(layout) for layout in zip(*(layouts for _, layouts in ranks), strict=True)]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
-def test_weights_come_in_and_go_out_bit_for_bit(folders, seen, index):
+def test_exported_weights_equal_loaded_weights_bitwise(folders, results, index):
     checkpoint = load_file(folders[LAYOUTS[index][0]] / "model.safetensors")
-    for rank in seen[index]:
+    for rank in results[index]:
         assert set(rank["full"]) == set(checkpoint)
         assert all(torch.equal(rank["full"][name], tensor) for name, tensor in checkpoint.items())
         assert rank["read"] <= rank["held"]
@@ -64,10 +64,10 @@ def test_weights_come_in_and_go_out_bit_for_bit(folders, seen, index):
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[f"{family} {sizes}" for family, sizes in LAYOUTS])
-def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, index):
+def test_first_replicas_of_all_shards_cover_the_checkpoint_once(folders, results, index):
     checkpoint = load_file(folders[LAYOUTS[index][0]] / "model.safetensors")
     counts = {name: torch.zeros(tensor.shape) for name, tensor in checkpoint.items()}
-    for name, shard in (item for rank in seen[index] for item in rank["shards"]):
+    for name, shard in (item for rank in results[index] for item in rank["shards"]):
         assert shard.global_shape == tuple(checkpoint[name].shape)
         ends = zip(shard.start, shard.tensor.shape, strict=True)
         region = tuple(slice(start, start + size) for start, size in ends)
@@ -75,10 +75,10 @@ def test_the_first_replicas_of_all_shards_make_up_the_checkpoint(folders, seen, 
         assert 0 <= shard.replica < shard.num_replicas
         counts[name][region] += 1 if shard.replica == 0 else 0
     assert all(bool((count == 1).all()) for count in counts.values())
-    assert all(rank["are_views"] for rank in seen[index])
+    assert all(rank["are_views"] for rank in results[index])
 
 
-def test_an_export_gathers_each_tensor_once(folders, tmp_path):
+def test_export_gathers_each_tensor_once(folders, tmp_path):
     engine = build_engine(folders["qwen2"], backend="megatron", optimizer=False)
     gathered, full_tensors = [], engine.weights.full_tensors
 
@@ -99,6 +99,6 @@ def test_an_export_gathers_each_tensor_once(folders, tmp_path):
             assert torch.equal(weight, checkpoint[name].bfloat16())
 
 
-def test_redirections_end_with_the_last_context(ranks):
-    for redirections, _ in ranks:
-        assert redirections == {"in one": True, "until the last is closed": True, "not after it": True}
+def test_megatron_core_is_unpatched_after_the_last_context(ranks):
+    for states, _ in ranks:
+        assert states == {"in one": True, "in second": True, "after both": False}

@@ -1,8 +1,8 @@
-"""Checkpoints of the Megatron engine: loaded in the layout that saved them, and in others."""
+"""Checkpoints of the Megatron engine, loaded in the layout that saved them and in others."""
 
 import pytest
 from engine_cases import VOCAB
-from megatron_cases import check_goes_on, save_and_load
+from megatron_cases import check_resumed, save_and_load
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = pytest.mark.timeout(280)
@@ -29,7 +29,7 @@ WHOLE_EXPERTS = {TP: 2, ETP: 1, "sequence_parallel": True}
     ],
     ids=str,
 )
-def test_training_goes_on_where_it_was_saved(tmp_path, family, layouts, others):
+def test_training_resumes_in_the_same_and_in_other_layouts(tmp_path, family, layouts, others):
     num_layers = 4 if VPP in layouts[0] else 2
     model = tiny_model(
         tmp_path / "model",
@@ -39,7 +39,7 @@ def test_training_goes_on_where_it_was_saved(tmp_path, family, layouts, others):
         tie_word_embeddings=family == "qwen2",
     )
     args = str(model), str(tmp_path), layouts, others
-    check_goes_on(run_ranks(save_and_load, 2, *args, timeout_s=250), tmp_path / "hf")
+    check_resumed(run_ranks(save_and_load, 2, *args, timeout_s=250), tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_training_goes_on_where_it_was_saved(tmp_path, family, layouts, others):
     ],
     ids=str,
 )
-def test_training_goes_on_where_gradients_lie_in_many_buckets(tmp_path, family, layouts, num_ranks):
-    """Buckets end at multiples of 128 elements, between which are parameters of 61 x 64."""
+def test_training_resumes_with_many_gradient_buckets(tmp_path, family, layouts, num_ranks):
+    """Buckets are padded to multiples of 128 elements; a parameter has 61 x 64."""
     model = tiny_model(tmp_path / "model", family, vocab_size=VOCAB)
     args = str(model), str(tmp_path), layouts, OVERLAPPED, 5_000
-    check_goes_on(run_ranks(save_and_load, num_ranks, *args, timeout_s=250), tmp_path / "hf")
+    check_resumed(run_ranks(save_and_load, num_ranks, *args, timeout_s=250), tmp_path / "hf")

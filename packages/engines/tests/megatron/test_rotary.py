@@ -1,4 +1,4 @@
-"""Rotary embeddings of Megatron's models against those of transformers."""
+"""Rotary embeddings of Megatron's models, compared with transformers."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from tidemill_testing import tiny_model
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.rotary import FIXED_TYPES, Rotary, rotate
+from tidemill_engines.megatron.patches.apply_rotary import apply_rotary
+from tidemill_engines.megatron.rotary import FIXED_TYPES, Rotary
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -30,7 +31,7 @@ def rope(kind: str, theta: float = 100.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FIXED_TYPES)
-def test_the_rotation_is_that_of_transformers(kind):
+def test_rotation_equals_transformers(kind):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -41,24 +42,24 @@ def test_the_rotation_is_that_of_transformers(kind):
     expected = apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], *LlamaRotaryEmbedding(config)(q, positions)
     )
-    rotary = Rotary.of(config, 16)
+    rotary = Rotary.from_config(config, 16)
     assert (rotary.scaling > 1.1) == (kind == "yarn")
-    cos, sin = rotary.at(positions, torch.float32)
+    cos, sin = rotary.cos_sin(positions, torch.float32)
     for x, other in zip((q, k), expected, strict=True):
         x.requires_grad_()
-        out, truth = rotate(x, cos, sin), other[0].transpose(0, 1)
+        out, truth = apply_rotary(x, cos, sin), other[0].transpose(0, 1)
         torch.testing.assert_close(out, truth)
         direction = torch.randn_like(out)
         grad = torch.autograd.grad((out * direction).sum(), x)[0]
-        # turning back and forth is the identity
-        torch.testing.assert_close(rotate(grad, cos, sin), direction * rotary.scaling**2)
+        # rotating back and forth is the identity
+        torch.testing.assert_close(apply_rotary(grad, cos, sin), direction * rotary.scaling**2)
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("llama", "llama3"), ("llama", "yarn"), ("llama", "linear"), ("qwen2", "yarn"), ("qwen3_moe", "llama3")],
 )
-def test_log_probs_are_those_of_transformers(tmp_path, family, kind):
+def test_log_probs_equal_transformers(tmp_path, family, kind):
     tiny_model(tmp_path, family, vocab_size=VOCAB, rope_parameters=rope(kind))
     batch = make_batch(6, longest=30)
     engine = build_engine(tmp_path, backend="megatron", optimizer=False)

@@ -1,4 +1,4 @@
-"""Mixtures of experts with Megatron on GPUs: balance, replay, both dispatchers, DeepSeek-V3, against plain loops."""
+"""MoE models with Megatron on GPUs: balance loss, router replay, both dispatchers, DeepSeek-V3."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, check_training, engine_training, make_batch
 from engine_cases import plain_training as plain_dense_training
-from mixture_cases import EXPERTS, LAYERS, TOP_K, plain_training
+from moe_cases import EXPERTS, LAYERS, TOP_K, plain_training
 from tidemill_testing import run_ranks, tiny_model
 
 pytest.importorskip("megatron.core")
@@ -32,7 +32,7 @@ ON_ONE: list[Case] = [
 ON_TWO: list[Case] = [
     ("qwen3_moe", {EP: 2, "max_token_len_per_gpu": 30}),
     ("qwen3_moe", {EP: 2, **ALL, "max_token_len_per_gpu": 30}),
-    ("qwen3_moe", {TP: 2, **SP}),  # experts' matrices divided, too, which gloo cannot
+    ("qwen3_moe", {TP: 2, **SP}),  # experts' matrices are split, too, which gloo does not support
     ("qwen3_moe", {TP: 2, EP: 2, ETP: 1, **SP}),
     ("qwen3_moe", {TP: 2, **SP, **ALL}),
     ("qwen3_moe", {PP: 2, "max_token_len_per_gpu": 30}),
@@ -47,7 +47,7 @@ def deepseek_batches() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    from test_megatron_latent import YARN, deepseek
+    from megatron_cases import YARN, deepseek
 
     folder = tmp_path_factory.mktemp("models")
     fields: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
@@ -68,7 +68,7 @@ def references(folders) -> dict[str, Any]:
 
 
 def train(store: str, folders: dict[str, Path], cases: list[Case]) -> list[Any]:
-    import mixture_cases
+    import moe_cases
     from megatron_gpu_cases import join_gpus
 
     join_gpus(store)
@@ -80,12 +80,12 @@ def train(store: str, folders: dict[str, Path], cases: list[Case]) -> list[Any]:
             history, weights = engine_training(folders[model], deepseek_batches(), backend="megatron", **settings)
             out.append((history, {name: weight.cpu() for name, weight in weights.items()}))
         else:
-            out += mixture_cases.train([(str(folders[model]), settings)])
+            out += moe_cases.train([(str(folders[model]), settings)])
     return out
 
 
 @pytest.mark.parametrize("cases", [ON_ONE, ON_TWO], ids=["one GPU", "two GPUs"])
-def test_mixtures_on_gpus_equal_plain_loops(folders, references, tmp_path, cases):
+def test_training_on_gpus_equals_a_plain_loop(folders, references, tmp_path, cases):
     world_size = 1 if cases is ON_ONE else 2
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")

@@ -1,4 +1,4 @@
-"""Mixtures of experts with Megatron: balance, replayed routing and load, against transformers row by row."""
+"""MoE models with Megatron: balance loss, router replay and expert load, compared with transformers row by row."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import VOCAB
-from mixture_cases import EXPERTS, LAYERS, NUM_ROWS, TOP_K, batches, build, plain_training, refusals, train
+from moe_cases import EXPERTS, LAYERS, NUM_ROWS, TOP_K, batches, build, errors_of, plain_training, train
 from tidemill_dataproto import ragged
 from tidemill_engines import sft_loss
 from tidemill_testing import run_ranks, tiny_model
@@ -46,19 +46,19 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def seen_by_ranks(folders) -> Callable[[int], list[dict[str, Any]]]:
-    """What each rank saw of a case. The quick one is run by itself, all others by one set of processes."""
+def results(folders) -> Callable[[int], list[dict[str, Any]]]:
+    """Function that returns each rank's result of a case. All cases but the quick one share one set of processes."""
 
     @cache
     def run(indices: tuple[int, ...]) -> list[list[dict[str, Any]]]:
         cases = [(folders[model], settings) for model, settings in (CASES[index] for index in indices)]
         return run_ranks(train, 2 if indices == (QUICK,) else 4, cases, timeout_s=250)
 
-    def seen(index: int) -> list[dict[str, Any]]:
+    def of_case(index: int) -> list[dict[str, Any]]:
         together = (QUICK,) if index == QUICK else tuple(other for other in range(len(CASES)) if other != QUICK)
         return [of_rank[together.index(index)] for of_rank in run(together)]
 
-    return seen
+    return of_case
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def references(folders) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("index", EACH)
-def test_balanced_and_replayed_training_equals_a_plain_loop(seen_by_ranks, references, index):
+def test_training_with_balance_loss_and_replay_equals_a_plain_loop(results, references, index):
     reference = references(CASES[index][0])
-    for rank in seen_by_ranks(index):
+    for rank in results(index):
         for step, expected in zip(rank["metrics"], reference["metrics"], strict=True):
             assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert set(rank["weights"]) == set(reference["weights"])
@@ -78,9 +78,9 @@ def test_balanced_and_replayed_training_equals_a_plain_loop(seen_by_ranks, refer
 
 
 @pytest.mark.parametrize("index", EACH)
-def test_the_experts_of_each_token_are_recorded(seen_by_ranks, references, index):
+def test_experts_of_each_token_are_recorded(results, references, index):
     rows = references(CASES[index][0])["recorded"]
-    ranks = seen_by_ranks(index)
+    ranks = results(index)
     size = len({rank["rank"] for rank in ranks})
     for rank in ranks:
         chunks = torch.arange(NUM_ROWS).tensor_split(size)
@@ -90,16 +90,16 @@ def test_the_experts_of_each_token_are_recorded(seen_by_ranks, references, index
         assert torch.equal(rank["recorded"].sort(-1).values, expected.sort(-1).values.int())
 
 
-def test_a_dense_model_has_no_experts(tmp_path):
+def test_moe_settings_are_refused_for_a_dense_model(tmp_path):
     dense = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB)
-    for said in run_ranks(refusals, 1, str(dense), [{"model": {}}, {"model": {"router_aux_loss_coef": 0.0}}], {}):
-        assert said == [
-            "ModelConfig.router_aux_loss_coef is for mixtures of experts; a qwen3 is none",
-            "MegatronConfig.router_replay is for mixtures of experts; a qwen3 is none",
+    for messages in run_ranks(errors_of, 1, str(dense), [{"model": {}}, {"model": {"router_aux_loss_coef": 0.0}}], {}):
+        assert messages == [
+            f"{name} requires a MoE model, but qwen3 is dense; leave it at its default"
+            for name in ("ModelConfig.router_aux_loss_coef", "MegatronConfig.router_replay")
         ]
 
 
-def test_experts_that_nothing_is_done_with_are_refused(folders):
+def test_given_experts_without_router_replay_are_refused(folders):
     engine = build(folders["normalized"], {"router_replay": False})
     given, free = batches()
     log_probs = engine.infer_batch(free)["log_probs"]
@@ -111,21 +111,21 @@ def test_experts_that_nothing_is_done_with_are_refused(folders):
     engine.close()
 
 
-def test_what_cannot_be_routed_is_refused_on_all_ranks(folders):
+def test_invalid_routing_is_refused_on_all_ranks(folders):
     num_tokens = len(ragged.values(batches()[1]["input_ids"]))
     experts = torch.zeros(num_tokens, LAYERS, TOP_K, dtype=torch.int64)
     configs = [{TP: 2}, {TP: 2, **SP}, {PP: 2, **ALL}, {EP: 2, **ALL, TP: 2}]
     wrong = {"layers": experts[:, 1:], "experts": experts + EXPERTS, "lengths": experts, "twice": experts}
-    for said in run_ranks(refusals, 2, folders["normalized"], configs, wrong):
+    for messages in run_ranks(errors_of, 2, folders["normalized"], configs, wrong):
         starts = [
             "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
             "expert_tensor_parallel_size = 2 with moe_token_dispatcher_type='alltoall' gathers unequal ",
             "MegatronConfig.moe_token_dispatcher_type='allgather' needs stages that know each other's ",
             "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
-            "routed_experts must be ragged [B, j, 4, 2]; got (3, 2) a token",
-            "routed_experts must be experts from 0 to 3, or -1 where the router chooses",
-            "routed_experts must have the experts of each token of input_ids; its rows have other lengt",
-            "routed_experts must be 2 different experts of a token in each layer, or all -1",
+            "routed_experts must be ragged [B, j, 4, 2]; (layers, experts per token); got (3, 2) per token",
+            "routed_experts must be between 0 and 3, or -1 where the router chooses; got values from 4 to 4",
+            "routed_experts must have one entry per token of input_ids; got rows of other lengths",
+            "routed_experts must have 2 different experts per token and layer, or only -1; got a token with repeated",
         ]
-        for message, start in zip(said, starts, strict=True):
+        for message, start in zip(messages, starts, strict=True):
             assert message.removeprefix("rank 0: ").startswith(start)

@@ -1,4 +1,4 @@
-"""The norm of Megatron's layers as kernels made by torch.compile, against torch's own."""
+"""RMS norm compiled by torch.compile, compared with torch's."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("megatron.core")
 
-from tidemill_engines.megatron.patches.rms_norm import _Normed, rms_norm
+from tidemill_engines.megatron.patches.rms_norm import _RMSNorm, rms_norm
 
 EPS = 1e-6
 
 
 def _check(norm, shape: tuple[int, ...], *, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Of heads that lie beside others, too, as those of queries and keys do."""
+    """The input is a slice of a wider tensor, like the heads of queries and keys."""
     wide = torch.randn(*shape[:-1], 3 * shape[-1], device=device, dtype=dtype)
     x = wide[..., shape[-1] : 2 * shape[-1]].requires_grad_()
     weight = torch.randn(shape[-1], device=device, dtype=dtype, requires_grad=True)
@@ -26,15 +26,15 @@ def _check(norm, shape: tuple[int, ...], *, device: str, dtype: torch.dtype, tol
 
 
 @pytest.mark.parametrize("shape", [(33, 1, 64), (1, 1, 64), (33, 1, 4, 16)])
-def test_the_norm_is_torchs(shape):
+def test_rms_norm_equals_torchs(shape):
     torch.manual_seed(0)
-    _check(lambda x, w: _Normed.apply(x, w, EPS, False), shape, device="cpu", dtype=torch.float32, tolerance=1e-6)
+    _check(lambda x, w: _RMSNorm.apply(x, w, EPS, False), shape, device="cpu", dtype=torch.float32, tolerance=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
-def test_compiled_norms_are_torchs(dtype, tolerance):
+def test_compiled_rms_norm_equals_torchs(dtype, tolerance):
     torch.manual_seed(0)
     for shape in ((700, 1, 2560), (8192, 1, 2560), (700, 1, 8, 128), (8192, 1, 8, 128), (1333, 1, 2560), (1, 1, 2560)):
         _check(lambda x, w: rms_norm(x, w, EPS), shape, device="cuda", dtype=dtype, tolerance=tolerance)

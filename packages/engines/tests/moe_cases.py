@@ -1,4 +1,4 @@
-"""What ranks of a Megatron mixture of experts do in the tests, and the same with transformers."""
+"""Training of MoE models with Megatron, which runs on ranks, and the same with transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "be
 
 
 def batches() -> list[DataProto]:
-    """One whose experts are given, but for some tokens, and one that the routers send."""
+    """One batch whose experts are given, except for some tokens, and one routed by the routers."""
     from engine_cases import make_batch
 
     given = make_batch(NUM_ROWS, seed=1, temperature=0.8)
@@ -27,7 +27,7 @@ def batches() -> list[DataProto]:
 
 
 def train(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """On each rank: for every (folder, configuration) what an engine did."""
+    """Return, on each rank, the result of `_train` for every (folder, configuration)."""
     return [_train(folder, settings) for folder, settings in cases]
 
 
@@ -40,7 +40,7 @@ def _train(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     own = [shard(engine, batch) for batch in batches()]
     recorded = engine.infer_batch(own[1])["routed_experts"]
     metrics = [engine.train_batch(batch, sft_loss) for batch in own]
-    seen = {
+    result = {
         "rank": engine.get_data_parallel_rank(),
         "lengths": (ragged.lengths(recorded), ragged.lengths(own[1]["input_ids"])),
         "recorded": ragged.values(recorded),
@@ -48,7 +48,7 @@ def _train(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
         "weights": {name: weight.cpu() for name, weight in engine.get_per_tensor_param()},
     }
     engine.close()
-    return seen
+    return result
 
 
 def build(folder: str, settings: dict[str, Any], **model: Any) -> Any:
@@ -67,42 +67,42 @@ def build(folder: str, settings: dict[str, Any], **model: Any) -> Any:
     return engine
 
 
-def refusals(folder: str, configs: Sequence[dict[str, Any]], experts: dict[str, torch.Tensor]) -> list[str]:
-    """What an engine says to each configuration, then to each column of routed experts [N, ...] of one batch.
+def errors_of(folder: str, configs: Sequence[dict[str, Any]], experts: dict[str, torch.Tensor]) -> list[str]:
+    """Return an engine's errors for each configuration, then for each column of routed experts [N, ...] of a batch.
 
-    Those under "lengths" are of other rows.
+    The column "lengths" gets rows of other lengths.
     """
     from engine_cases import shard
 
-    said = []
+    messages = []
     for settings in map(dict, configs):
         try:
             build(folder, settings, **settings.pop("model", {})).close()
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     engine = build(folder, {}) if experts else None
     batch = batches()[1]
-    for what, values in experts.items():
+    for name, values in experts.items():
         lengths = ragged.lengths(batch["input_ids"])
-        column = ragged.ragged(values, lengths.flip(0) if what == "lengths" else lengths)
+        column = ragged.ragged(values, lengths.flip(0) if name == "lengths" else lengths)
         batch.batch["routed_experts"] = column
         try:
             engine.infer_batch(shard(engine, batch))
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     if engine is not None:
         engine.close()
-    return said
+    return messages
 
 
 class GivenRouter(torch.nn.Module):
-    """A router of transformers that sends tokens to given experts [n, K], where they are not -1."""
+    """A router of transformers that uses given experts [n, K] where they are not -1."""
 
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.weight, self.top_k, self.normalizes = router.weight, router.top_k, router.norm_topk_prob
         self.given: torch.Tensor | None = None
-        self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.result: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = hidden_states.reshape(-1, self.weight.shape[1]) @ self.weight.T
@@ -110,7 +110,7 @@ class GivenRouter(torch.nn.Module):
         experts = probabilities.topk(self.top_k, -1).indices
         if self.given is not None:
             experts = experts.where(self.given < 0, self.given)
-        self.seen = probabilities, experts
+        self.result = probabilities, experts
         values = probabilities.gather(-1, experts)
         if self.normalizes:
             values = values / values.sum(-1, keepdim=True)
@@ -118,7 +118,7 @@ class GivenRouter(torch.nn.Module):
 
 
 def plain_training(path: Path) -> dict[str, Any]:
-    """The same steps with transformers, row by row."""
+    """The same steps as `_train`, with transformers, row by row."""
     from engine_cases import checkpoint_weights, plain_model
 
     model = plain_model(path).train()
@@ -170,8 +170,8 @@ def _row(model: Any, routers: list[GivenRouter], row: tuple[Any, ...]) -> tuple[
         router.given = None if given is None else given[:, number]
     logits = model(input_ids=ids[None]).logits[0] / temperature
     log_p = torch.log_softmax(logits, -1)[len(ids) - len(response) - 1 : -1][: len(response)]
-    probabilities = torch.stack([router.seen[0] for router in routers])  # type: ignore[index]
-    experts = torch.stack([router.seen[1] for router in routers])  # type: ignore[index]
+    probabilities = torch.stack([router.result[0] for router in routers])  # type: ignore[index]
+    experts = torch.stack([router.result[1] for router in routers])  # type: ignore[index]
     sent = torch.nn.functional.one_hot(experts, EXPERTS).sum(2).float().mean((0, 1))
     balance = EXPERTS * (sent * probabilities.mean((0, 1))).sum()
     return log_p.gather(-1, response[:, None])[:, 0], balance, experts.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""When Megatron's layers are made of Transformer Engine, and what is said where they cannot be. No GPU is needed."""
+"""Choice between Transformer Engine and Megatron's own layers; no GPU is needed."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def latent(dense):
     return replace(dense, model_type="deepseek_v3", latent=parts)
 
 
-def installed(monkeypatch, is_installed: bool) -> None:
+def set_installed(monkeypatch, is_installed: bool) -> None:
     from tidemill_engines.megatron.model import transformer_engine
 
     monkeypatch.setattr(transformer_engine, "IS_INSTALLED", is_installed)
@@ -45,19 +45,21 @@ def installed(monkeypatch, is_installed: bool) -> None:
         ("transformer_engine", CUDA, torch.float32, True, "transformer_engine"),
     ],
 )
-def test_layers_are_made_of_what_there_is(dense, monkeypatch, wanted, device, dtype, is_installed, chosen):
+def test_implementation_depends_on_device_dtype_and_installation(
+    dense, monkeypatch, wanted, device, dtype, is_installed, chosen
+):
     from tidemill_engines.megatron.model.transformer_engine import implementation
 
-    installed(monkeypatch, is_installed)
+    set_installed(monkeypatch, is_installed)
     assert implementation(wanted, dense, device, dtype) == chosen
 
 
-def test_latent_attention_stays_as_it_is(latent, monkeypatch):
+def test_latent_attention_does_not_use_transformer_engine(latent, monkeypatch):
     from tidemill_engines.megatron.model.transformer_engine import implementation
 
-    installed(monkeypatch, True)
+    set_installed(monkeypatch, True)
     assert implementation("auto", latent, CUDA, torch.bfloat16) == "local"
-    with pytest.raises(ValueError, match="the latent attention of a deepseek_v3 is not made of it"):
+    with pytest.raises(ValueError, match="it does not support the latent attention of deepseek_v3"):
         implementation("transformer_engine", latent, CUDA, torch.bfloat16)
 
 
@@ -65,18 +67,18 @@ def test_latent_attention_stays_as_it_is(latent, monkeypatch):
     ("device", "is_installed", "message"),
     [
         (CPU, True, "is 'transformer_engine', but it has no kernels for a CPU; use 'auto' or 'local'"),
-        (CUDA, False, r"it is not installed, .*: pip install .*transformer_engine"),
+        (CUDA, False, r"it is not installed, .* install it with `pip install .*transformer_engine"),
     ],
 )
-def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(dense, monkeypatch, device, is_installed, message):
+def test_unusable_transformer_engine_is_refused(dense, monkeypatch, device, is_installed, message):
     from tidemill_engines.megatron.model.transformer_engine import implementation
 
-    installed(monkeypatch, is_installed)
+    set_installed(monkeypatch, is_installed)
     with pytest.raises(ValueError, match=message):
         implementation("transformer_engine", dense, device, torch.bfloat16)
 
 
-def test_another_name_is_refused():
+def test_unknown_implementation_is_refused():
     from tidemill_engines.megatron.config import MegatronConfig
 
     with pytest.raises(ValueError, match="transformer_impl must be one of auto, local, transformer_engine; got 'te'"):

@@ -1,0 +1,74 @@
+"""Checks of the Megatron engine's configuration."""
+
+import pytest
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_engines.megatron.config import MegatronConfig, ParallelConfig
+from tidemill_testing import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "world_size", "message"),
+    [
+        ("qwen3", {"tensor_model_parallel_size": 2}, 3, "tp x pp x cp = 2 does not divide the 3 ranks"),
+        ("qwen3", {"tensor_model_parallel_size": 4}, 4, "= 4 does not divide the 2 key and value heads"),
+        ("qwen3", {"pipeline_model_parallel_size": 3}, 3, "pp x vpp = 3 does not divide the 2 layers"),
+        (
+            "qwen3",
+            {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 2},
+            2,
+            "num_layers_in_last_pipeline_stage is 2, the model has 2 layers",
+        ),
+        (
+            "qwen3",
+            {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1},
+            3,
+            "pp - 1 = 2 does not divide the 1 layers of other stages than the last",
+        ),
+        ("qwen3", {"expert_model_parallel_size": 2}, 2, "a qwen3 model has no experts"),
+        (
+            "qwen3_moe",
+            {"expert_model_parallel_size": 3},
+            3,
+            "expert_model_parallel_size = 3 does not divide the 4",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(tmp_path, family, sizes, world_size, message):
+    architecture = Architecture.read(tiny_model(tmp_path, family))
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**sizes).check(architecture, world_size)
+
+
+def test_parallelism_without_its_ranks_is_refused():
+    with pytest.raises(ValueError, match="sequence_parallel needs tensor_model_parallel_size above 1"):
+        ParallelConfig(sequence_parallel=True)
+    with pytest.raises(ValueError, match="needs pipeline_model_parallel_size above 1"):
+        ParallelConfig(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="num_layers_in_last_pipeline_stage needs pipeline_model_parallel_size above"):
+        ParallelConfig(num_layers_in_last_pipeline_stage=1)
+    with pytest.raises(ValueError, match="context_parallel_size must be at least 1; got 0"):
+        ParallelConfig(context_parallel_size=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"max_token_len_per_gpu": "16384"}, TypeError, "max_token_len_per_gpu must be a whole number; got '16384'"),
+        ({"max_token_len_per_gpu": 1.5}, TypeError, "max_token_len_per_gpu must be a whole number; got 1.5"),
+        ({"micro_batch_size_per_gpu": 0}, ValueError, "micro_batch_size_per_gpu must be at least 1; got 0"),
+        ({"tensor_model_parallel_size": True}, TypeError, "parallel_size must be a whole number; got True"),
+        ({"expert_tensor_parallel_size": 2.0}, TypeError, "parallel_size must be a whole number; got 2.0"),
+        ({"timeout_s": "60"}, TypeError, "timeout_s must be a number; got '60'"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be above 0; got 0"),
+        ({"peak_tflops": 0.0}, ValueError, "peak_tflops must be above 0; got 0.0"),
+        ({"seed": 1.0}, TypeError, "seed must be a whole number; got 1.0"),
+        ({"device": "tpu"}, ValueError, "device must be one of auto, cpu, cuda; got 'tpu'"),
+        ({"param_dtype": "float64"}, ValueError, "param_dtype must be one of float32, bfloat16; got 'float64'"),
+        ({"moe_token_dispatcher_type": "flex"}, ValueError, "must be one of alltoall, allgather; got 'flex'"),
+        ({"recompute_modules": "mlp"}, TypeError, r"must be a tuple of names; got 'mlp', write \('mlp',\)"),
+        ({"recompute_modules": ("mlp", "norm")}, ValueError, "must be one of core_attn, .*, moe; got 'norm'"),
+    ],
+)
+def test_invalid_settings_are_refused(settings, kind, message):
+    with pytest.raises(kind, match=f"MegatronConfig.*{message}"):
+        MegatronConfig(**settings)
