@@ -1,4 +1,4 @@
-"""What ranks of a Megatron engine on GPUs do in the tests."""
+"""Training with the Megatron engine on GPUs; the functions run on ranks."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
 SP = {"sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 RECOMPUTE = {"gradient_checkpointing": True}
 SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -50,7 +50,7 @@ def engine_on_gpu(folder: str | Path, engine: dict[str, Any], model: dict[str, A
 
 
 def join_gpus(store: str) -> None:
-    """Instead of the default process group of the tests, one that has NCCL too."""
+    """Replace the default process group of the tests by one with NCCL."""
     import os
 
     import torch.distributed as dist
@@ -63,21 +63,21 @@ def join_gpus(store: str) -> None:
 
 
 def train(store: str, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    """What `trained` gives of each case."""
+    """Return the result of `trained` for each case."""
     join_gpus(store)
     return [trained(*case) for case in cases]
 
 
 def trained(folder: str, settings: dict[str, Any], model: dict[str, Any]) -> Any:
-    """The metrics and weights that `plain_training` gives, the bytes that lay on the GPU meanwhile, and the speed."""
+    """Return metrics and weights like `plain_training`, GPU memory offloaded and onloaded, and the performance."""
     print(f"case {settings} {model}", file=sys.stderr, flush=True)
     engine = engine_on_gpu(folder, settings, model)
     rows = [shard(engine, batch) for batch in batches()]
     history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
     weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
-    away = torch.cuda.memory_allocated()
+    offloaded = torch.cuda.memory_allocated()
     with engine.train_mode():
-        at_hand = torch.cuda.memory_allocated()
+        onloaded = torch.cuda.memory_allocated()
     performance = engine.performance()
     engine.close()
-    return history, weights, away, at_hand, performance
+    return history, weights, offloaded, onloaded, performance

@@ -1,4 +1,4 @@
-"""What the Megatron engine refuses: on every rank, before anything is divided, and fit for another engine after it."""
+"""Errors of the Megatron engine: on every rank, before groups are created, and with no effect on the next engine."""
 
 import os
 import re
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ({}, {"param_groups": (ParamGroup(pattern="*.bias"),)}, "has no OptimizerConfig.param_groups; leave"),
     ],
 )
-def test_what_the_engine_does_not_have_is_refused_at_once(model, optimizer, message):
+def test_unsupported_settings_are_refused(model, optimizer, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         EngineRegistry.new(
             model_type="language_model",
@@ -65,23 +65,23 @@ def test_what_the_engine_does_not_have_is_refused_at_once(model, optimizer, mess
 
 
 def long_rows() -> DataProto:
-    """One of 17 tokens among others, in the part of one rank."""
+    """A batch with one row of 17 tokens, which only one rank has."""
     batch = make_batch(4, seed=1)
     row = ragged.ragged(ragged.values(batch["input_ids"]).new_ones(17), [17])
     columns = {"input_ids": row, "responses": ragged.split_rows(row, [10])[1]}
     return DataProto.concat([batch.select(["input_ids", "responses"]), DataProto.from_dict(columns)])
 
 
-def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
-    """What is said to each case, then to a row that is too long; how many rows an engine still infers then; and how
-    many threads another engine leaves behind."""
+def errors_of(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
+    """Return the error of each case, that of a row that is too long, the number of rows that the engine infers after
+    it, and the number of threads that other engines leave behind."""
     from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
-    said = []
+    messages = []
     for model, settings, _ in CASES:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared outside
             build_engine(paths[model], backend="megatron", **settings)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     is_last = os.environ["RANK"] == "1"
     with pytest.raises(ValueError, match=r"damaged/model.safetensors is damaged") as caught:
         build_engine(paths["damaged" if is_last else "dense"], backend="megatron")
@@ -99,18 +99,18 @@ def refusals(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
     assert engine.find_nonfinite() == ["rank 1: decoder.layers.1.mlp.linear_fc2.weight"]  # the second of the model
     engine.close()
     build_engine(paths["dense"], backend="megatron", **{CP: 2}).close()
-    return said, str(caught.value), len(rows), len(os.listdir("/proc/self/task")) - before
+    return messages, str(caught.value), len(rows), len(os.listdir("/proc/self/task")) - before
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
+def test_layouts_and_rows_that_do_not_fit_are_refused_on_every_rank(tmp_path):
     paths = {
         name: tiny_model(tmp_path / name, family, vocab_size=VOCAB, **fields)
         for name, (family, fields) in MODELS.items()
     }
     paths["damaged"] = tiny_model(tmp_path / "damaged", "qwen3", vocab_size=VOCAB, **MODELS["dense"][1])
     (paths["damaged"] / "model.safetensors").write_bytes(b"cut off")
-    for said, too_long, num_rows, num_threads in run_ranks(refusals, 2, paths, timeout_s=250):
-        for message, (_, _, expected) in zip(said, CASES, strict=True):
+    for messages, too_long, num_rows, num_threads in run_ranks(errors_of, 2, paths, timeout_s=250):
+        for message, (_, _, expected) in zip(messages, CASES, strict=True):
             assert expected in message
         assert "row 4 has 17 tokens, the model's max_position_embeddings are 16" in too_long
         assert num_rows == 4

@@ -1,4 +1,4 @@
-"""A step of the Megatron engine that fails: every rank is told, and the next step is as if there had been none."""
+"""Steps of the Megatron engine that fail: the error is raised on every rank, and the next step is unaffected."""
 
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ def step(engine: Any, batch: Any) -> float:
 
 
 def failing_step(engine: Any, batch: Any, where: str, number: int) -> None:
-    """One that fails in the forward or the backward of its `number`th micro-batch."""
+    """Run a step that fails in the forward or the backward of its `number`th micro-batch."""
     from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
     calls = []
@@ -55,11 +55,11 @@ def failing_step(engine: Any, batch: Any, where: str, number: int) -> None:
 NONE = (3, "nowhere", 0)
 INTERRUPTIONS = [NONE, *[(0, "backward", 1), (0, "backward", 3), (1, "backward", 3), (2, "backward", 2)]]
 INTERRUPTIONS += [(0, "forward", 3), (1, "forward", 1), (2, "forward", 3)]
-"""After how many steps one fails, in what of which micro-batch."""
+"""Number of steps before one fails, and the pass and the micro-batch in which it fails."""
 
 
 def run_failing_steps(path: Path, batch: Any) -> Any:
-    """With several buckets: norms and weights of an engine without a failure, and of others with one."""
+    """Norms and weights of an engine without a failed step, and of others with one. There are several buckets."""
     from tidemill_engines.megatron.parallel import data_parallel
 
     config = data_parallel.DistributedDataParallelConfig
@@ -77,18 +77,18 @@ def run_failing_steps(path: Path, batch: Any) -> Any:
     return out
 
 
-def test_a_step_that_fails_leaves_nothing_behind(tmp_path):
+def test_failed_step_does_not_affect_later_steps(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
-    for seen in run_ranks(run_failing_steps, 2, path, make_batch(6, seed=1), timeout_s=250):
-        assert seen[0][0] > 5
-        for expected, *others in zip(*[iter(seen)] * len(INTERRUPTIONS), strict=True):
+    for results in run_ranks(run_failing_steps, 2, path, make_batch(6, seed=1), timeout_s=250):
+        assert results[0][0] > 5
+        for expected, *others in zip(*[iter(results)] * len(INTERRUPTIONS), strict=True):
             for _, norms, weights in others:
                 assert norms == pytest.approx(expected[1], rel=1e-6)
                 assert all(relative_error(weights[name], weight) < 1e-6 for name, weight in expected[2].items())
 
 
-def raising(fails: Any) -> Any:
-    """A loss that raises where `fails()`."""
+def loss_that_raises(fails: Any) -> Any:
+    """A loss that raises an error if `fails()` is true."""
 
     def loss(*arguments: Any) -> Any:
         if fails():
@@ -98,12 +98,12 @@ def raising(fails: Any) -> Any:
     return loss
 
 
-def vector_metric(*arguments: Any) -> Any:
+def loss_with_vector_metric(*arguments: Any) -> Any:
     loss, metrics = policy_like_loss(*arguments)
     return loss, {**metrics, "vector": arguments[0].log_probs.detach()}
 
 
-def other_metrics() -> Any:
+def loss_with_varying_metrics() -> Any:
     calls: list[int] = []
 
     def loss(*arguments: Any) -> Any:
@@ -114,7 +114,7 @@ def other_metrics() -> Any:
     return loss
 
 
-def second_time() -> Any:
+def on_second_call() -> Any:
     calls: list[int] = []
 
     def is_due() -> bool:
@@ -134,37 +134,42 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def run_failing_losses(paths: dict[str, Path], batch: Any) -> Any:
-    """For each layout the errors of some losses, and the norms of steps before and after."""
+    """For each layout the errors of some losses, and the norms of steps before and after them."""
     out = []
     for family, settings in LAYOUTS:
         engine = build_engine(paths[family], backend="megatron", micro_batch_size_per_gpu=1, timeout_s=30.0, **settings)
-        rows, said = shard(engine, batch), []
+        rows, errors = shard(engine, batch), []
         is_last_rank = torch.distributed.get_rank() == 1
-        losses = [raising(second_time()), raising(lambda last=is_last_rank: last), vector_metric, other_metrics()]
+        losses = [
+            loss_that_raises(on_second_call()),
+            loss_that_raises(lambda last=is_last_rank: last),
+            loss_with_vector_metric,
+            loss_with_varying_metrics(),
+        ]
         norms = [step(engine, batch)]
         for loss in losses:
             with pytest.raises(Exception) as caught:  # noqa: PT011 - kinds and texts are compared outside
                 engine.train_batch(rows, loss, calculate_entropy=True)
-            said.append((type(caught.value).__name__, str(caught.value)))
+            errors.append((type(caught.value).__name__, str(caught.value)))
         norms.append(step(engine, batch))
         engine.close()
         engine = build_engine(paths[family], backend="megatron", micro_batch_size_per_gpu=1, **settings)
         expected = [step(engine, batch) for _ in range(2)]
         engine.close()
-        out.append((said, norms, expected))
+        out.append((errors, norms, expected))
     return out
 
 
-def test_an_error_of_a_loss_is_one_on_every_rank(tmp_path):
+def test_error_of_a_loss_is_raised_on_every_rank(tmp_path):
     paths = {
         family: tiny_model(tmp_path / family, family, vocab_size=VOCAB, num_hidden_layers=4)
         for family in ("qwen3", "qwen3_moe")
     }
     results = run_ranks(run_failing_losses, 2, paths, make_batch(8, seed=1), timeout_s=250)
     for number, (_, settings) in enumerate(LAYOUTS):
-        for rank, (said, norms, expected) in enumerate(of_rank[number] for of_rank in results):
+        for rank, (errors, norms, expected) in enumerate(of_rank[number] for of_rank in results):
             has_loss = rank == 1 or PP not in settings
-            first, one_rank, vector, others = said
+            first, one_rank, vector, others = errors
             own, other = ("KeyError", "'a bug in the loss'"), ("RuntimeError", "rank 1: KeyError: 'a bug in the loss'")
             assert first == (own if has_loss else other)
             assert one_rank == (own if rank == 1 else other)
@@ -177,15 +182,15 @@ def test_an_error_of_a_loss_is_one_on_every_rank(tmp_path):
 def run_after_close(path: Path, batch: Any) -> list[str]:
     engine = build_engine(path, backend="megatron")
     engine.close()
-    said = []
+    messages = []
     for call in (engine.infer_batch, partial(engine.train_batch, loss_fn=policy_like_loss)):
         with pytest.raises(RuntimeError) as caught:
             call(batch)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_a_closed_engine_says_so(tmp_path):
+def test_closed_engine_is_not_initialized(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB)
-    for said in run_ranks(run_after_close, 1, path, make_batch(3)):
-        assert said == ["the engine is not initialized; call initialize() first"] * 2
+    for messages in run_ranks(run_after_close, 1, path, make_batch(3)):
+        assert messages == ["the engine is not initialized; call initialize() first"] * 2

@@ -1,4 +1,4 @@
-"""The Megatron engine on GPUs: its kernels, and training on one and two of them against a plain loop on the CPU."""
+"""The Megatron engine on GPUs: its kernels, and training on one and two GPUs, compared with a plain loop on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 import torch
 from engine_cases import plain_training, policy_like_loss, relative_error, shard, weights_of
 from megatron_gpu_cases import (
-    ALL_AWAY,
     CP,
     EP,
+    OFFLOAD_ALL,
     OVERLAP,
     PP,
     RECOMPUTE,
@@ -36,7 +36,7 @@ pytestmark = [
 ON_ONE: list[Case] = [
     ("qwen3", {}, {}),
     ("qwen3", {"use_distributed_optimizer": False, "max_token_len_per_gpu": 30}, RECOMPUTE),
-    ("qwen3", {**OVERLAP, **ALL_AWAY, "micro_batch_size_per_gpu": 2}, SELECTIVE),
+    ("qwen3", {**OVERLAP, **OFFLOAD_ALL, "micro_batch_size_per_gpu": 2}, SELECTIVE),
     ("qwen2", {"fuse_elementwise": False}, {}),
     ("qwen3_moe", {"max_token_len_per_gpu": 30}, {}),
 ]
@@ -127,15 +127,15 @@ def test_two_gpus_in_bfloat16_stay_near_a_plain_loop(two_in_bfloat16, references
     _check(two_in_bfloat16, references[ON_TWO[index][0]], index, rel=0.1, of_weights=0.25)
 
 
-def test_what_is_offloaded_leaves_the_gpu(one_in_bfloat16):
-    _, weights, away, at_hand, _ = one_in_bfloat16[0][2]
+def test_offloading_frees_gpu_memory(one_in_bfloat16):
+    _, weights, offloaded, onloaded, _ = one_in_bfloat16[0][2]
     num_params = sum(weight.numel() for weight in weights.values())
     # bfloat16 weights, float32 gradients and masters and two moments
-    assert at_hand - away >= (2 + 4 + 4 + 8) * num_params
+    assert onloaded - offloaded >= (2 + 4 + 4 + 8) * num_params
 
 
 def save_and_load(store: str, folder: str, target: str) -> list[Any]:
-    """Metrics and weights of two steps, uninterrupted and after loading what was saved in the background."""
+    """Metrics and weights of two steps, uninterrupted and after loading a checkpoint saved in the background."""
     from tidemill_engines import CheckpointConfig
 
     join_gpus(store)
@@ -150,19 +150,19 @@ def save_and_load(store: str, folder: str, target: str) -> list[Any]:
     engine = engine_on_gpu(folder, settings, {}, checkpoint=CheckpointConfig(asynchronous=True))
     steps(engine)
     engine.save_checkpoint(f"{target}/two")
-    seen = [steps(engine)]
+    results = [steps(engine)]
     engine.finish_checkpoint()
     engine.save_hf(f"{target}/hf")
     engine.close()
     engine = engine_on_gpu(folder, settings, {})
     engine.load_checkpoint(f"{target}/two")
-    seen.append(steps(engine))
+    results.append(steps(engine))
     engine.close()
-    return seen
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_where_it_was_saved(folders, tmp_path, world_size):
+def test_training_resumes_from_a_checkpoint(folders, tmp_path, world_size):
     from safetensors.torch import load_file
 
     if torch.cuda.device_count() < world_size:
@@ -180,7 +180,7 @@ def test_training_goes_on_where_it_was_saved(folders, tmp_path, world_size):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
+def test_varlen_kernel_for_parts_of_rows_equals_padded_attention(rank):
     from tidemill_engines.megatron.parallel.context_parallel import PartLayout, _padded, _varlen
 
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_the_kernel_for_parts_of_rows_equals_the_padded_path(rank):
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_the_rotation_as_one_kernel_equals_that_of_several(dtype, atol):
+def test_compiled_rotation_equals_eager_rotation(dtype, atol):
     from tidemill_engines.megatron.patches.apply_rotary import apply_rotary
     from tidemill_engines.megatron.rotary import Rotary
 

@@ -1,4 +1,4 @@
-"""Memory of the Megatron engine: no way of saving it changes a number."""
+"""Offloading and recomputation with the Megatron engine: they save memory and do not change results."""
 
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,15 @@ from tidemill_testing import run_ranks, tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 TP = "tensor_model_parallel_size"
-ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 OFFLOADS = [
     ({}, {}),
     ({}, {"param_offload": True}),
     ({}, {"grad_offload": True, "optimizer_offload": True}),
-    ({"overlap_grad_reduce": True, "overlap_param_gather": True}, ALL_AWAY),
+    ({"overlap_grad_reduce": True, "overlap_param_gather": True}, OFFLOAD_ALL),
     ({TP: 2, "param_dtype": "bfloat16"}, {}),
-    ({TP: 2, "param_dtype": "bfloat16"}, ALL_AWAY),
-    ({TP: 2, "param_dtype": "bfloat16", "use_distributed_optimizer": False}, ALL_AWAY),
+    ({TP: 2, "param_dtype": "bfloat16"}, OFFLOAD_ALL),
+    ({TP: 2, "param_dtype": "bfloat16", "use_distributed_optimizer": False}, OFFLOAD_ALL),
 ]
 
 
@@ -60,7 +60,7 @@ def device_bytes(engine: Any) -> tuple[int, int, int]:
 
 def run_offload(path: Path, batches: list[Any], layout: dict[str, Any], offload: dict[str, Any], folder: Path) -> Any:
     engine = megatron_engine(path, **layout, **offload)
-    seen = {"start": device_bytes(engine)}
+    sizes = {"start": device_bytes(engine)}
     if offload.get("param_offload"):
         with pytest.raises(RuntimeError, match=r"params: offloaded to the CPU; call this within .* eval_mode"):
             engine.forward_backward_batch(batches[0], None, forward_only=True)
@@ -70,37 +70,37 @@ def run_offload(path: Path, batches: list[Any], layout: dict[str, Any], offload:
     rows = [shard(engine, batch) for batch in batches]
 
     def loss(output: Any, micro_batch: Any, normalizer: Any) -> Any:
-        seen["in a step"] = device_bytes(engine)
+        sizes["in a step"] = device_bytes(engine)
         return policy_like_loss(output, micro_batch, normalizer)
 
     history = [engine.train_batch(rows[0], loss, calculate_entropy=True)]
-    seen["after a step"] = device_bytes(engine)
+    sizes["after a step"] = device_bytes(engine)
     log_probs = engine.infer_batch(rows[1])["log_probs"].values()
     with engine.eval_mode():
-        seen["evaluating"] = device_bytes(engine)
+        sizes["evaluating"] = device_bytes(engine)
     assert engine.streams_weights is offload.get("param_offload", False)
     shards = [(name, shard.tensor) for name, shard in engine.get_per_tensor_shards()]
-    held = sum(tensor.double().sum().item() for _, tensor in shards)  # still valid, now that all is away again
+    held = sum(tensor.double().sum().item() for _, tensor in shards)  # still valid after parameters are offloaded
     weights = weights_of(engine)
     engine.save_checkpoint(folder)
-    seen["after saving"] = device_bytes(engine)
+    sizes["after saving"] = device_bytes(engine)
     engine.train_batch(rows[1], policy_like_loss, calculate_entropy=True)
     engine.load_checkpoint(folder)
-    seen["after loading"] = device_bytes(engine)
+    sizes["after loading"] = device_bytes(engine)
     again = weights_of(engine)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     with engine.train_mode():
         engine.forward_backward_batch(rows[1], policy_like_loss, calculate_entropy=True)
-    seen["gradients away"] = device_bytes(engine)
+    sizes["gradients offloaded"] = device_bytes(engine)
     with engine.train_mode():
         history.append({"grad_norm": engine.optimizer_step(), "lr": engine.lr_scheduler_step()})
         engine.optimizer_zero_grad()
     engine.reset_optimizer(engine.optimizer_config)
-    seen["after a reset"] = device_bytes(engine)
+    sizes["after a reset"] = device_bytes(engine)
     history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
     weights = weights_of(engine)
     engine.close()
-    return seen, history, log_probs, weights, held
+    return sizes, history, log_probs, weights, held
 
 
 def run_offloads(path: Path, batches: list[Any], folder: Path) -> list[Any]:
@@ -110,12 +110,12 @@ def run_offloads(path: Path, batches: list[Any], folder: Path) -> list[Any]:
     ]
 
 
-def test_offload_returns_memory_and_changes_no_number(tmp_path):
+def test_offloading_frees_memory_and_does_not_change_results(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batches = [make_batch(9, seed=1), make_batch(7, seed=2)]
     for results in run_ranks(run_offloads, 2, path, batches, tmp_path, timeout_s=250):
         assert all(size > 0 for size in results[0][0]["start"])
-        for (layout, offload), (seen, history, log_probs, weights, held) in zip(OFFLOADS, results, strict=True):
+        for (layout, offload), (sizes, history, log_probs, weights, held) in zip(OFFLOADS, results, strict=True):
             expected = results[4 if TP in layout else 0]
             is_same = layout.keys() <= OFFLOADS[4 if TP in layout else 0][0].keys()
             same = torch.equal if is_same else partial(torch.allclose, rtol=1e-2 if TP in layout else 1e-4, atol=1e-5)
@@ -125,16 +125,23 @@ def test_offload_returns_memory_and_changes_no_number(tmp_path):
             assert all(same(weights[name], weight) for name, weight in expected[3].items())
             assert held == pytest.approx(expected[4], rel=1e-3, abs=1e-3)
             wanted = [offload.get(f"{kind}_offload", False) for kind in ("param", "grad", "optimizer")]
-            for moment in ("start", "after a step", "after saving", "after loading", "gradients away", "after a reset"):
-                assert [size == 0 for size in seen[moment]] == wanted, moment
-            assert all(size > 0 for size in seen["in a step"])
-            assert [size == 0 for size in seen["evaluating"]] == [False, *wanted[1:]]
+            for moment in (
+                "start",
+                "after a step",
+                "after saving",
+                "after loading",
+                "gradients offloaded",
+                "after a reset",
+            ):
+                assert [size == 0 for size in sizes[moment]] == wanted, moment
+            assert all(size > 0 for size in sizes["in a step"])
+            assert [size == 0 for size in sizes["evaluating"]] == [False, *wanted[1:]]
 
 
 EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 SELECTIVE = {"gradient_checkpointing": True, "recompute": "selective"}
 LAYERS, NORMS = "TransformerLayer", "RMSNorm"
-# Of two layers with four norms each, and a norm behind them: which modules run again in the backward.
+# How often modules run, for two layers with four norms each and a norm after them.
 SAVINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = [
     ("qwen3", {}, {}, {LAYERS: 2, NORMS: 9, "MLP": 2}),
     ("qwen3", {"gradient_checkpointing": True}, {}, {LAYERS: 4, NORMS: 17, "MLP": 4}),
@@ -165,7 +172,7 @@ def run_savings(paths: dict[str, Path], batch: Any) -> list[Any]:
     return out
 
 
-def test_recomputing_changes_no_number(tmp_path):
+def test_recomputation_does_not_change_results(tmp_path):
     paths = {family: tiny_model(tmp_path / family, family, vocab_size=VOCAB) for family in ("qwen3", "qwen3_moe")}
     for results in run_ranks(run_savings, 2, paths, make_batch(4, seed=1), timeout_s=250):
         expected = dict(zip((family for family, *_ in reversed(SAVINGS)), reversed(results), strict=True))
@@ -178,14 +185,14 @@ def test_recomputing_changes_no_number(tmp_path):
 
 
 def run_reference(path: Path, batch: Any, folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Log-probabilities of a policy, those of an engine without an optimizer, and what its gradients take."""
+    """Log-probabilities of a policy, and those of an engine without an optimizer with the size of its gradients."""
     from tidemill_engines.megatron.parallel.data_parallel import grad_buffers
 
     engine = build_engine(path, backend="megatron", **{TP: 2})
     expected = engine.infer_batch(batch)["log_probs"].values()
     engine.save_checkpoint(folder)
     engine.close()
-    engine = build_engine(path, backend="megatron", optimizer=False, **{TP: 2}, **ALL_AWAY)
+    engine = build_engine(path, backend="megatron", optimizer=False, **{TP: 2}, **OFFLOAD_ALL)
     engine.load_checkpoint(folder)
     actual = engine.infer_batch(batch)["log_probs"].values()
     num_bytes = sum(buffer.nbytes for buffer in grad_buffers(engine.chunks))
@@ -195,8 +202,8 @@ def run_reference(path: Path, batch: Any, folder: Path) -> tuple[torch.Tensor, t
     return expected, actual, num_bytes
 
 
-def test_an_engine_without_optimizer_has_no_gradients(tmp_path):
+def test_engine_without_optimizer_has_no_gradients(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for expected, actual, num_bytes in run_ranks(run_reference, 2, path, make_batch(5), tmp_path / "saved"):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # weights lie elsewhere in memory
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # weights have other addresses
         assert num_bytes == 0

@@ -1,4 +1,4 @@
-"""Megatron's layers made of Transformer Engine, against a plain loop on the CPU, and beside those made without it."""
+"""Transformer Engine in Megatron's layers, compared with a plain loop on the CPU and with Megatron's own layers."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 import torch
 from engine_cases import plain_training, policy_like_loss, relative_error, shard, weights_of
 from megatron_gpu_cases import (
-    ALL_AWAY,
     CP,
     EP,
+    OFFLOAD_ALL,
     OVERLAP,
     PP,
     RECOMPUTE,
@@ -37,7 +37,7 @@ pytestmark = [
 
 ETP = "expert_tensor_parallel_size"
 ON_ONE: list[Case] = [
-    ("qwen3", {**OVERLAP, **ALL_AWAY, "micro_batch_size_per_gpu": 2}, SELECTIVE),
+    ("qwen3", {**OVERLAP, **OFFLOAD_ALL, "micro_batch_size_per_gpu": 2}, SELECTIVE),
     ("qwen2", {"use_distributed_optimizer": False, "max_token_len_per_gpu": 30}, RECOMPUTE),
     ("qwen3_moe", {"max_token_len_per_gpu": 30, "fuse_elementwise": True}, {}),
 ]
@@ -71,7 +71,7 @@ CHECKPOINTS = {
         ("qwen3_moe", {EP: 2}, TE, LOCAL),
     ],
 }
-"""Family, configuration, of what layers are when it is saved and when it is loaded."""
+"""Family, configuration, and implementation of the layers when saving and when loading."""
 BF16 = {"param_dtype": "bfloat16"}
 EAGER = {"fuse_elementwise": False}
 
@@ -92,8 +92,8 @@ def references(folders) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(folders, tmp_path_factory) -> Any:
-    """By number of GPUs what all ranks did, by what it is for. They do all at once, as starting takes the longest."""
+def results(folders, tmp_path_factory) -> Any:
+    """Function that returns each rank's results for a number of GPUs. One set of processes runs everything."""
     known: dict[int, Any] = {}
 
     def of(world_size: int) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def norms(path: str, kind: dict[str, str]) -> list[float]:
 
 
 def export(path: str, settings: dict[str, Any]) -> Any:
-    """What the engine hands out whole, and this rank's shards."""
+    """Whole tensors and this rank's shards, as the engine exports them."""
     engine = engine_on_gpu(path, settings | EAGER | BF16 | TE, {})
     whole = {name: weight.cpu() for name, weight in engine.get_per_tensor_param()}
     shards = [
@@ -162,7 +162,7 @@ def export(path: str, settings: dict[str, Any]) -> Any:
 def save_and_load(
     path: str, target: str, settings: dict[str, Any], saver: dict[str, str], loader: dict[str, str]
 ) -> Any:
-    """Weights when they are saved and after they were loaded, and the metrics of the next steps of both."""
+    """Weights when saved and after loading, and the metrics of the next steps of both."""
 
     def steps(engine: Any) -> list[Any]:
         rows = [shard(engine, batch) for batch in batches()]
@@ -184,7 +184,7 @@ def save_and_load(
 
 
 def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
-    """Of all metrics, relative to the expected number or 0.1; and of all weights, relative to the largest of each."""
+    """Largest error of metrics, relative to the expected value or 0.1, and of weights, relative to their maximum."""
     (history, weights), (expected_history, expected_weights) = actual[:2], expected[:2]
     assert weights.keys() == expected_weights.keys()
     of_metrics = max(
@@ -196,51 +196,51 @@ def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(CASES))
-def test_training_stays_near_a_plain_loop(seen, references, world_size, index):
-    """Within the bounds of bfloat16 without Transformer Engine."""
-    for rank in seen(world_size):
+def test_training_equals_a_plain_loop_to_bfloat16(results, references, world_size, index):
+    """The bounds are those of bfloat16 without Transformer Engine."""
+    for rank in results(world_size):
         of_metrics, of_weights = largest_errors(rank["te"][index], references[CASES[world_size][index][0]])
         assert of_metrics < 0.1
         assert of_weights < 0.25
 
 
 @pytest.mark.parametrize("world_size", IN_TF32)
-def test_float32_is_multiplied_in_tf32(seen, references, world_size):
+def test_float32_uses_tf32(results, references, world_size):
     """TF32 has three bits more than bfloat16, so the bounds are an eighth of those."""
     family = CASES[world_size][IN_TF32[world_size]][0]
-    for rank in seen(world_size):
+    for rank in results(world_size):
         of_metrics, of_weights = largest_errors(rank["tf32"], references[family])
         assert 1e-5 < of_metrics < 0.1 / 8
         assert of_weights < 0.25 / 8
 
 
 @pytest.mark.parametrize("index", range(len(ON_ONE)))
-def test_weights_become_as_exact_as_without(seen, references, index):
-    """Either misses the plain loop by its roundings, of which there are as many."""
+def test_weights_are_as_exact_as_with_local_layers(results, references, index):
+    """Both differ from the plain loop only by rounding."""
     expected = references[ON_ONE[index][0]]
-    local, te = (largest_errors(seen(1)[0][kind][index], expected)[1] for kind in ("local", "te"))
+    local, te = (largest_errors(results(1)[0][kind][index], expected)[1] for kind in ("local", "te"))
     assert te < 2 * local
 
 
-def test_bfloat16_takes_it_by_itself_and_float32_does_not(seen):
+def test_auto_uses_it_for_bfloat16_only(results):
     norms = "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
-    for names, own, other in zip(seen(1)[0]["names"], norms, reversed(norms), strict=True):
+    for names, own, other in zip(results(1)[0]["names"], norms, reversed(norms), strict=True):
         assert any(name.endswith(own) for name in names)
         assert not any(name.endswith(other) for name in names)
 
 
-def test_gradients_of_several_batches_add_up(seen):
-    local, te = seen(1)[0]["sums"]
-    assert abs(local[2] - local[1]) > 0.1 * local[2]  # that of the last batch alone would be told
+def test_gradients_of_several_batches_add_up(results):
+    local, te = results(1)[0]["sums"]
+    assert abs(local[2] - local[1]) > 0.1 * local[2]  # so the norm of the last batch alone would be noticed
     assert te == pytest.approx(local, rel=0.05)
 
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(EXPORTS))
-def test_weights_come_out_as_they_went_in(seen, folders, world_size, index):
+def test_exported_weights_equal_loaded_weights(results, folders, world_size, index):
     from safetensors.torch import load_file
 
     saved = load_file(folders[EXPORTS[world_size][index][0]] / "model.safetensors")
-    for whole, shards in (rank["export"][index] for rank in seen(world_size)):
+    for whole, shards in (rank["export"][index] for rank in results(world_size)):
         assert whole.keys() == saved.keys()
         for name, weight in whole.items():
             assert torch.equal(weight, saved[name].bfloat16()), name
@@ -252,9 +252,9 @@ def test_weights_come_out_as_they_went_in(seen, folders, world_size, index):
 
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(CHECKPOINTS))
-def test_a_checkpoint_of_either_goes_on_with_the_other(seen, world_size, index):
-    """Weights are the same bit for bit; metrics of the next steps as near as both stay to a plain loop."""
-    for saved, loaded, history, resumed in (rank["checkpoint"][index] for rank in seen(world_size)):
+def test_checkpoint_resumes_with_the_other_implementation(results, world_size, index):
+    """Weights are bitwise equal; metrics of the next steps within the bounds of bfloat16."""
+    for saved, loaded, history, resumed in (rank["checkpoint"][index] for rank in results(world_size)):
         assert saved.keys() == loaded.keys()
         for name, weight in saved.items():
             assert torch.equal(loaded[name], weight), name

@@ -1,4 +1,4 @@
-"""Attention of context-parallel ranks on their parts of rows, without processes."""
+"""Attention of context-parallel ranks on their parts of rows, in one process."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tidemill_engines.megatron.parallel.context_parallel import PartLayout, _pad
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_together_attend_as_one_does_to_whole_rows(size):
+def test_ranks_together_equal_attention_on_whole_rows(size):
     torch.manual_seed(0)
     lengths = [2 * size * n for n in (1, 5, 2, 9)]
     q, direction = (torch.randn(sum(lengths), 4, 8) for _ in range(2))
@@ -38,9 +38,9 @@ def test_ranks_together_attend_as_one_does_to_whole_rows(size):
     out = torch.cat(parts)[torch.cat(own).argsort()]
     for actual, truth in zip(grads(inputs, out), expected, strict=True):
         torch.testing.assert_close(actual, truth)
-    assert len(set(pairs)) == 1  # equally much work
-    assert sum(pairs) == sum(length * (length + 1) // 2 for length in lengths)  # and no more than one rank has
+    assert len(set(pairs)) == 1  # all ranks have the same work
+    assert sum(pairs) == sum(length * (length + 1) // 2 for length in lengths)  # and together no more than one rank
 
 
-def test_one_rank_has_rows_of_any_length():
+def test_one_rank_supports_rows_of_any_length():
     assert own_tokens([3, 1, 5], 1, 0).tolist() == list(range(9))

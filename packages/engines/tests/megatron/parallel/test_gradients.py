@@ -1,4 +1,4 @@
-"""What a step of the Megatron engine adds up and starts from: several batches, a new phase, in any layout."""
+"""Gradients of the Megatron engine over several batches and after a reset, in several layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def make_batches() -> list[Any]:
 
 
 def step_on_both(path: Path, settings: dict[str, Any]) -> Any:
-    """Norm and weights after one step on the gradients of two batches, which come in contexts of their own."""
+    """Norms and weights after one step on the gradients of two batches, each with its own context."""
     engine = build_engine(path, micro_batch_size_per_gpu=2, **settings)
     for batch in make_batches():
         with engine.train_mode():
@@ -63,11 +63,11 @@ def run_sums(paths: dict[str, Path]) -> Any:
     ]
 
 
-def test_gradients_of_several_batches_add_up_in_any_layout(tmp_path):
+def test_gradients_of_several_batches_add_up(tmp_path):
     fields = {"qwen3": {"tie_word_embeddings": False}, "qwen2": {"tie_word_embeddings": True}, "qwen3_moe": {}}
     paths = {family: tiny_model(tmp_path / family, family, vocab_size=VOCAB, **fields[family]) for family in fields}
-    for seen in run_ranks(run_sums, 2, paths, timeout_s=250):
-        for case, ((expected, weights), (norms, actual)) in zip(SUMS, seen, strict=True):
+    for results in run_ranks(run_sums, 2, paths, timeout_s=250):
+        for case, ((expected, weights), (norms, actual)) in zip(SUMS, results, strict=True):
             assert norms == pytest.approx(expected, rel=1e-5), case
             for name, weight in weights.items():
                 assert relative_error(actual[name], weight) < 1e-5, (case, name)
@@ -77,7 +77,7 @@ REFUSED = "call optimizer_zero_grad\\(\\) before another one"
 
 
 def run_refusals(path: Path) -> Any:
-    """With overlap, and without, the norms of steps, the second of which follows a refusal."""
+    """Norms of steps without and with overlap; the second step follows a refused backward."""
     out = []
     for settings in ({}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
         engine = build_engine(path, backend="megatron", **settings)
@@ -99,12 +99,12 @@ def run_refusals(path: Path) -> Any:
     return out
 
 
-def test_a_backward_that_would_be_reduced_twice_is_refused(tmp_path):
+def test_backward_after_reduction_is_refused(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB)
     first, second = make_batches()
     history, expected = plain_training(path, [first, first, second])
-    for seen in run_ranks(run_refusals, 2, path, timeout_s=250):
-        for norms, weights in seen:
+    for results in run_ranks(run_refusals, 2, path, timeout_s=250):
+        for norms, weights in results:
             assert norms == pytest.approx([metrics["grad_norm"] for metrics in history], rel=1e-5)
             assert all(relative_error(weights[name], weight) < 1e-5 for name, weight in expected.items())
 
@@ -115,7 +115,7 @@ FIRST = {"lr": 0.1, "lr_warmup_steps": 3, "weight_decay": 0.3, "decay_norms_and_
 
 
 def run_phase(path: Path, batches: list[Any], settings: dict[str, Any], folder: Path) -> Any:
-    """A first phase, then a second, from the weights at its end."""
+    """Train a first phase, then reset the optimizer and train a second phase from the same weights."""
     engine = build_engine(path, backend="megatron", optimizer=FIRST, **settings)
     engine.train_batch(shard(engine, batches[0]), policy_like_loss, calculate_entropy=True)
     engine.save_hf(folder)
@@ -127,7 +127,7 @@ def run_phase(path: Path, batches: list[Any], settings: dict[str, Any], folder: 
 
 
 def masters_around_a_reset(path: Path, batches: list[Any], settings: dict[str, Any]) -> Any:
-    """Masters before and after a reset, and the largest number in the rest of the state after it."""
+    """Master weights before and after a reset, and the largest number in the rest of the state after it."""
     from tidemill_engines.megatron.optimizer import torch_optimizers
 
     def masters() -> torch.Tensor:
@@ -157,20 +157,20 @@ def run_resets(path: Path, batches: list[Any], folder: Path) -> Any:
     ]
 
 
-def test_a_new_phase_starts_from_the_weights_and_from_nothing_else(tmp_path):
+def test_reset_optimizer_keeps_only_the_weights(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen2", vocab_size=VOCAB)
     results = run_ranks(run_resets, 2, path, make_batches(), tmp_path, timeout_s=250)
     for number, settings in enumerate(RESETS):
         expected = plain_training(tmp_path / str(number), make_batches())
         check_training([of_rank[number][0] for of_rank in results], expected, settings)
         for before, after, largest in (of_rank[number][1] for of_rank in results):
-            assert not torch.equal(before, before.bfloat16().float())  # masters are finer than parameters
+            assert not torch.equal(before, before.bfloat16().float())  # masters are more exact than parameters
             assert torch.equal(after, before)
             assert largest == 0
 
 
 def run_outputs(path: Path) -> list[list[str]]:
-    """For each call of the loss, which outputs of micro-batches before it are still in memory."""
+    """For each call of the loss, the outputs of earlier micro-batches that are still in memory."""
     engine = build_engine(path, backend="megatron", micro_batch_size_per_gpu=1)
     outputs: list[dict[str, Any]] = []
     kept = []
@@ -185,6 +185,6 @@ def run_outputs(path: Path) -> list[list[str]]:
     return kept
 
 
-def test_a_training_step_keeps_no_outputs(tmp_path):
+def test_training_step_keeps_no_outputs(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB)
     assert run_ranks(run_outputs, 1, path) == [[[], [], [], []]]
