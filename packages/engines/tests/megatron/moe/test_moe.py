@@ -122,7 +122,7 @@ def test_invalid_routing_is_refused_on_all_ranks(folders):
             "expert_tensor_parallel_size = 2 with moe_token_dispatcher_type='alltoall' gathers unequal ",
             "MegatronConfig.moe_token_dispatcher_type='allgather' needs stages that know each other's ",
             "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
-            "routed_experts must be ragged [B, j, 4, 2]; (layers, experts per token); got (3, 2) per token",
+            "routed_experts must be ragged [B, j, 4, 2] (layers, experts per token); got (3, 2) per token",
             "routed_experts must be between 0 and 3, or -1 where the router chooses; got values from 4 to 4",
             "routed_experts must have one entry per token of input_ids; got rows of other lengths",
             "routed_experts must have 2 different experts per token and layer, or only -1; got a token with repeated",
