@@ -52,39 +52,46 @@ def failing_step(engine: Any, batch: Any, where: str, number: int) -> None:
     hook.remove()
 
 
-NONE = (3, "nowhere", 0)
-INTERRUPTIONS = [NONE, *[(0, "backward", 1), (0, "backward", 3), (1, "backward", 3), (2, "backward", 2)]]
-INTERRUPTIONS += [(0, "forward", 3), (1, "forward", 1), (2, "forward", 3)]
-"""Number of steps before one fails, and the pass and the micro-batch in which it fails."""
+Failures = dict[int, tuple[str, int]]
+RUNS: list[Failures] = [
+    {},
+    {0: ("backward", 1), 1: ("backward", 3), 2: ("backward", 2)},
+    {0: ("backward", 3), 1: ("forward", 1), 2: ("forward", 3)},
+    {0: ("forward", 3)},
+]
+"""For each run, the pass and the micro-batch that fail, by the number of steps before."""
 
 
 def run_failing_steps(path: Path, batch: Any) -> Any:
-    """Norms and weights of an engine without a failed step, and of others with one. There are several buckets."""
+    """For each setting the number of buckets, norms and weights of an engine for each of `RUNS`."""
     from tidemill_engines.megatron.parallel import data_parallel
 
     config = data_parallel.DistributedDataParallelConfig
     data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=3000)  # type: ignore[misc]
     out = []
     for settings in (OVERLAP, {**OVERLAP, "grad_offload": True}, {}):
-        for num_steps, where, number in INTERRUPTIONS:
+        runs = []
+        for failures in RUNS:
             engine = build_engine(path, backend="megatron", micro_batch_size_per_gpu=1, **settings)
-            norms = [step(engine, batch) for _ in range(num_steps)]
-            if number:
-                failing_step(engine, batch, where, number)
-            norms += [step(engine, batch) for _ in range(3 - num_steps)]
-            out.append((len(engine.chunks[0].bucket_groups), norms, weights_of(engine)))
+            norms = []
+            for number in range(3):
+                if number in failures:
+                    failing_step(engine, batch, *failures[number])
+                norms.append(step(engine, batch))
+            runs.append((len(engine.chunks[0].bucket_groups), norms, weights_of(engine)))
             engine.close()
+        out.append(runs)
     return out
 
 
 def test_failed_step_does_not_affect_later_steps(tmp_path):
     path = tiny_model(tmp_path, "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
     for results in run_ranks(run_failing_steps, 2, path, make_batch(6, seed=1), timeout_s=250):
-        assert results[0][0] > 5
-        for expected, *others in zip(*[iter(results)] * len(INTERRUPTIONS), strict=True):
+        assert results[0][0][0] > 5
+        for (_, expected_norms, expected_weights), *others in results:
             for _, norms, weights in others:
-                assert norms == pytest.approx(expected[1], rel=1e-6)
-                assert all(relative_error(weights[name], weight) < 1e-6 for name, weight in expected[2].items())
+                assert norms == pytest.approx(expected_norms, rel=1e-6)
+                assert all(relative_error(weights[name], weight) < 1e-6 for name, weight in expected_weights.items())
 
 
 def loss_that_raises(fails: Any) -> Any:
