@@ -150,7 +150,7 @@ class MegatronConfig(ParallelConfig):
         overlap_param_gather: gather the weights that other ranks have updated while the next forward goes on.
         recompute_modules: what `ModelConfig.recompute="selective"` computes again in the backward, by Megatron's names:
             "layernorm", "mlp", "core_attn", and of a mixture of experts "moe".
-        fuse_elementwise: on CUDA make few kernels of norms, activation and rotary embedding, with torch.compile.
+        fuse_elementwise: on CUDA make few kernels of activation and rotary embedding, with torch.compile.
         param_offload: keep weights on the CPU except while a context needs them: `train_mode`, `eval_mode`, or a method
             that reads or writes weights.
         grad_offload: likewise for gradients, which `train_mode` needs.

@@ -43,8 +43,8 @@ def transformer_config(
 
     Args:
         implementation: implementation of the layers.
-        fused: compile norms, activation, rotary embedding and sums of expert outputs to few kernels. Megatron's other
-            fusions need Apex, or have no effect without biases and dropout.
+        fused: compile activation, rotary embedding and sums of expert outputs to few kernels. Megatron's other fusions
+            need Apex, or have no effect without biases and dropout.
         recompute: modules that the backward recomputes, by Megatron's names, or ("full",) for whole layers.
     """
     a = architecture

@@ -11,7 +11,7 @@ of megatron-core's modules; the others are classes and functions that the engine
 | `checkpoint_without_output` | a default argument | recomputing norms fails |
 | `bucket_padding` | sizes of gradient buckets in checkpoints | optimizer state is saved wrong |
 | `data_parallel` | flags of parameters and buckets | gradients or weights are wrong, or a failed step blocks |
-| `rms_norm` | Megatron's norm | refuses sequence parallelism; slow |
+| `rms_norm` | Megatron's norm | refuses sequence parallelism |
 | `apply_rotary` | `apply_rotary_pos_emb` | slow for packed rows |
 | `dispatcher` | the alltoall token dispatcher | slow |
 | `experts` | `SequentialMLP` | slow |
