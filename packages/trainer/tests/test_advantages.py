@@ -11,13 +11,13 @@ from tidemill_trainer.advantages import frac_zero_std_groups, grpo_advantages
         ([1.0, 1, 1, 1], [0.0, 0, 0, 0], [0.0, 0, 0, 0]),
     ],
 )
-def test_one_group(rewards, grpo, dr_grpo):
+def test_advantages_of_one_group(rewards, grpo, dr_grpo):
     scores, uid = torch.tensor(rewards), ["a"] * 4
     torch.testing.assert_close(grpo_advantages(scores, uid, norm_by_std=True), torch.tensor(grpo), atol=1e-5, rtol=0)
     torch.testing.assert_close(grpo_advantages(scores, uid, norm_by_std=False), torch.tensor(dr_grpo))
 
 
-def test_groups_do_not_depend_on_the_order_of_rows():
+def test_advantages_do_not_depend_on_the_order_of_rows():
     torch.manual_seed(0)
     scores, uid = torch.rand(24), [f"{n % 5}" for n in range(24)]
     whole = grpo_advantages(scores, uid, norm_by_std=True)
@@ -32,16 +32,16 @@ def test_groups_do_not_depend_on_the_order_of_rows():
 
 
 @pytest.mark.parametrize(("score", "n"), [(0.7, 8), (0.7, 16), (100.1, 8), (1 / 3, 5)])
-def test_equal_scores_that_floats_cannot_hold_have_no_advantage(score, n):
+def test_equal_scores_that_float32_rounds_have_zero_advantage(score, n):
     scores, uid = torch.full((n,), score), ["a"] * n
     assert grpo_advantages(scores, uid, norm_by_std=True).abs().max() < 1e-6
     assert frac_zero_std_groups(scores, uid) == 1.0
 
 
-def test_a_group_of_one_teaches_nothing():
+def test_group_of_one_has_zero_advantage():
     assert grpo_advantages(torch.tensor([3.0, 1.0]), ["a", "b"], norm_by_std=True).tolist() == [0.0, 0.0]
 
 
-def test_frac_zero_std_groups():
+def test_fraction_of_groups_with_equal_scores():
     scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     assert frac_zero_std_groups(scores, ["a", "a", "b", "b", "c", "c"]) == pytest.approx(2 / 3)

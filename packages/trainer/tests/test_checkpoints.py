@@ -13,7 +13,7 @@ def _fill(text):
     return lambda folder: (folder / "weights").write_text(text)
 
 
-def test_save_keep_and_find(tmp_path):
+def test_newest_checkpoints_are_kept_and_found(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", max_to_keep=2)
     assert checkpoints.steps() == []
     for step in (4, 8, 12):
@@ -25,7 +25,7 @@ def test_save_keep_and_find(tmp_path):
     assert (checkpoints.path(12) / "weights").read_text() == "again"
 
 
-def test_a_prepared_checkpoint_does_not_count(tmp_path):
+def test_prepared_checkpoint_does_not_count_before_commit(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, _fill("old"))
     checkpoints.prepare(2, _fill("new"))
@@ -35,7 +35,7 @@ def test_a_prepared_checkpoint_does_not_count(tmp_path):
     assert (checkpoints.path(2) / "weights").read_text() == "new"
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, _fill("old"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -62,7 +62,7 @@ Checkpoints(Path(sys.argv[1]), max_to_keep=1).save(2, write)
 """
 
 
-def test_a_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
+def test_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, _fill("old"))
     process = subprocess.Popen([sys.executable, "-c", _KILLED, str(tmp_path)], env=os.environ)
@@ -79,7 +79,7 @@ def test_a_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
     assert not list(Path(tmp_path).glob(".partial*"))
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(tmp_path):
+def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=3)
     checkpoints.save(1, _fill("a"))
     path = checkpoints.save(2, _fill("b"))

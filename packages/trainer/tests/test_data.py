@@ -8,12 +8,6 @@ import pytest
 from tidemill_dataproto import ragged
 from tidemill_trainer.config import DataConfig
 from tidemill_trainer.data import DataError, PromptLoader, load_prompts, with_responses
-from tidemill_trainer.demo.model import character_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return character_tokenizer("0123456789+=")
 
 
 def _write(path, rows):
@@ -21,7 +15,7 @@ def _write(path, rows):
     return str(path)
 
 
-def test_rows_of_jsonl_and_parquet_are_equal(tmp_path, tokenizer):
+def test_jsonl_and_parquet_give_equal_rows(tmp_path, tokenizer):
     rows = [
         {"prompt": "1+2=", "ground_truth": "3", "data_source": "sums", "extra_info": {"level": 1}, "response": "3"},
         {"prompt": "10+2=", "ground_truth": "12", "data_source": "sums", "extra_info": {"level": 2}, "response": "12"},
@@ -48,21 +42,21 @@ def test_parquet_values_reach_the_reward_function_as_python_objects(tmp_path, to
     assert {type(value) for value in actual} == {type(ground_truth)}
 
 
-def test_verl_files_are_read(tmp_path, tokenizer):
+def test_verl_ground_truth_is_read(tmp_path, tokenizer):
     row = {"prompt": "1+1=", "data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "2"}}
     data, _ = load_prompts([_write(tmp_path / "v.jsonl", [row])], tokenizer, DataConfig())
     assert data.non_tensor_batch["ground_truth"].tolist() == ["2"]
     assert data.non_tensor_batch["data_source"].tolist() == ["openai/gsm8k"]
 
 
-def test_list_ground_truths_stay_lists(tmp_path, tokenizer):
+def test_ground_truths_that_are_lists_stay_lists(tmp_path, tokenizer):
     rows = [{"prompt": "1=", "ground_truth": [1, 2]}, {"prompt": "2=", "ground_truth": [3, 4]}]
     data, _ = load_prompts([_write(tmp_path / "l.jsonl", rows)], tokenizer, DataConfig())
     assert data.non_tensor_batch["ground_truth"].shape == (2,)
     assert data.non_tensor_batch["ground_truth"][1] == [3, 4]
 
 
-def test_long_prompts(tmp_path, tokenizer):
+def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
     file = _write(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1000+1000="}])
     with pytest.raises(
         DataError, match=r"p\.jsonl, row 2: the prompt must have at most .*max_prompt_length=8 tokens, got 10"
@@ -93,20 +87,20 @@ def test_long_prompts(tmp_path, tokenizer):
         ("a.parquet", "PAR1 and no more", r"a\.parquet cannot be read as parquet: "),
     ],
 )
-def test_bad_files(tmp_path, tokenizer, name, text, message):
+def test_invalid_file_is_rejected_with_file_and_row(tmp_path, tokenizer, name, text, message):
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=message):
         load_prompts([str(tmp_path / name)], tokenizer, DataConfig())
 
 
-def test_a_missing_file_and_no_file(tokenizer):
+def test_missing_file_and_empty_list_of_files_are_rejected(tokenizer):
     with pytest.raises(DataError, match=r"data file /.*/nowhere\.jsonl does not exist"):
         load_prompts(["nowhere.jsonl"], tokenizer, DataConfig())
     with pytest.raises(DataError, match="an empty list of files"):
         load_prompts([], tokenizer, DataConfig())
 
 
-def test_each_epoch_has_every_problem_once(tmp_path, tokenizer):
+def test_each_epoch_contains_every_problem_once(tmp_path, tokenizer):
     rows = [{"prompt": f"{n}="} for n in range(7)]
     data, _ = load_prompts([_write(tmp_path / "e.jsonl", rows)], tokenizer, DataConfig())
     loader = PromptLoader(data, batch_size=3, seed=5)
@@ -123,7 +117,7 @@ def test_each_epoch_has_every_problem_once(tmp_path, tokenizer):
     assert len(set(uid)) == 9
 
 
-def test_with_responses(tmp_path, tokenizer):
+def test_warm_up_columns_are_prompt_response_and_end_token(tmp_path, tokenizer):
     file = _write(tmp_path / "r.jsonl", [{"prompt": "1+1=", "response": "2"}, {"prompt": "9+9=", "response": "18"}])
     data, _ = load_prompts([file], tokenizer, DataConfig())
     batch = with_responses(data, tokenizer)

@@ -19,7 +19,7 @@ def _batch(log_ratio, advantage, mask, lengths):
     ("mode", "expected"),
     [("token-mean", 3.6), ("seq-mean-token-sum", 9.0), ("seq-mean-token-mean", 3.25)],
 )
-def test_aggregation(mode, expected):
+def test_token_weights_give_the_aggregation_and_add_up_over_micro_batches(mode, expected):
     mask = ragged.ragged(torch.tensor([1.0, 1, 0, 1, 1, 1]), [3, 3])
     values = torch.tensor([1.0, 2, 3, 4, 5, 6])
     normalizer = Normalizer(num_tokens=5, num_sequences=2)
@@ -30,7 +30,7 @@ def test_aggregation(mode, expected):
     assert sum(shares).item() == pytest.approx(expected)
 
 
-def test_an_unknown_aggregation_lists_the_known():
+def test_unknown_aggregation_is_rejected_with_the_known_ones():
     with pytest.raises(ValueError, match=r"must be one of token-mean, .*, got 'mean'"):
         token_weights(ragged.ragged(torch.ones(1), [1]), Normalizer(num_tokens=1, num_sequences=1), "mean")
 
@@ -46,7 +46,7 @@ def test_an_unknown_aggregation_lists_the_known():
         (1.0, 1, -1.0, 0, 0),
     ],
 )
-def test_clip(ratio, advantage, expected, clipped, lower):
+def test_clip_and_dual_clip(ratio, advantage, expected, clipped, lower):
     batch, out = _batch([math.log(ratio)], [advantage], [1], [1])
     loss, metrics = PPOLoss(clip_ratio_c=3.0)(out, batch, Normalizer(num_tokens=1, num_sequences=1))
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -56,7 +56,7 @@ def test_clip(ratio, advantage, expected, clipped, lower):
     assert metrics["actor/ppo_kl"].item() == pytest.approx(-math.log(ratio), abs=1e-7)
 
 
-def test_on_policy_the_gradient_is_that_of_reinforce():
+def test_on_policy_gradient_equals_reinforce():
     advantages, mask = [0.5, 0.5, -1.0, -1.0, -1.0], [1, 1, 1, 0, 1]
     batch, out = _batch([0.0] * 5, advantages, mask, [2, 3])
     loss, metrics = PPOLoss()(out, batch, Normalizer(num_tokens=4, num_sequences=2))
@@ -67,7 +67,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce():
     assert metrics["actor/pg_clipfrac"].item() == 0.0
 
 
-def test_masked_tokens_change_nothing():
+def test_masked_tokens_do_not_change_loss_or_metrics():
     normalizer = Normalizer(num_tokens=2, num_sequences=1)
     results = [
         PPOLoss()(*reversed(_batch([0.1, lr, -0.1], [1.0, adv, 1.0], [1, 0, 1], [3])), normalizer)
@@ -77,7 +77,7 @@ def test_masked_tokens_change_nothing():
     assert {k: v.item() for k, v in results[0][1].items()} == {k: v.item() for k, v in results[1][1].items()}
 
 
-def test_a_broken_ratio_stays_finite():
+def test_extreme_ratio_gives_a_finite_loss_and_gradient():
     batch, out = _batch([500.0], [-1.0], [1], [1])
     loss, _ = PPOLoss()(out, batch, Normalizer(num_tokens=1, num_sequences=1))
     loss.backward()
@@ -85,7 +85,7 @@ def test_a_broken_ratio_stays_finite():
     assert torch.isfinite(out.log_probs.grad).all()
 
 
-def test_the_entropy_bonus_lowers_the_loss():
+def test_entropy_bonus_lowers_the_loss():
     batch, out = _batch([0.0, 0.0], [1.0, 1.0], [1, 0], [2])
     out = ModelOutput(log_probs=out.log_probs, entropy=torch.tensor([2.0, 9.0]))
     loss, metrics = PPOLoss(entropy_coeff=0.1)(out, batch, Normalizer(num_tokens=1, num_sequences=1))

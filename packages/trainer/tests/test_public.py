@@ -5,13 +5,13 @@ import tidemill_trainer
 from tidemill_trainer import cli, demo, rollout
 
 
-def test_the_public_names():
+def test_public_names():
     assert tidemill_trainer.__all__ == ["main"]
     assert tidemill_trainer.main is cli.main
     assert demo.__all__ == ["write_assets"]
     assert rollout.__all__ == ["EngineFiles", "RayEngine", "RolloutWorker"]
 
 
-def test_importing_it_is_light():
+def test_import_does_not_load_torch_ray_sglang_or_transformers():
     code = "import sys, tidemill_trainer; print(*sorted({'torch', 'ray', 'sglang', 'transformers'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""

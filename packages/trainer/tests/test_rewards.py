@@ -1,6 +1,5 @@
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.config import RewardConfig
-from tidemill_trainer.demo.model import character_tokenizer
 from tidemill_trainer.rewards import RewardError, RewardScorer, load_reward, register_reward
 
 _FILE = """
@@ -37,11 +35,6 @@ def file(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return character_tokenizer("0123456789+=")
-
-
 def _batch(tokenizer, texts, truths):
     rows = [torch.tensor([*tokenizer.encode(text), tokenizer.eos_token_id]) for text in texts]
     objects = {"data_source": ["d"] * len(texts), "ground_truth": truths, "extra_info": [None] * len(texts)}
@@ -54,21 +47,21 @@ def _scorer(function, tokenizer, on_error="zero"):
     return RewardScorer(RewardConfig(function=function, on_error=on_error), load_reward(function), tokenizer)
 
 
-def test_exact_match_sees_the_text_without_the_end_token(tokenizer):
+def test_exact_match_ignores_the_end_token(tokenizer):
     scores = _scorer("exact_match", tokenizer)(_batch(tokenizer, ["12", "13"], ["12", "12"]))
     assert scores.score.tolist() == [1.0, 0.0]
     assert scores.acc.tolist() == [1.0, 0.0]
     assert scores.texts == ["12", "13"]
 
 
-def test_a_dict_gives_accuracy_apart_from_score(file, tokenizer):
+def test_dict_result_sets_score_and_accuracy(file, tokenizer):
     scorer = _scorer(f"{file}:by_length", tokenizer)
     scores = scorer(_batch(tokenizer, ["12", "123"], ["12", "12"]))
     assert scores.score.tolist() == pytest.approx([0.2, 0.3])
     assert scores.acc.tolist() == [1.0, 0.0]
 
 
-def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
+def test_error_is_counted_and_other_samples_are_scored(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer)
     scores = scorer(_batch(tokenizer, ["6", "7", "8", "9"], ["0"] * 4))
     assert scores.score.tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -78,7 +71,7 @@ def test_an_error_is_counted_and_the_rest_goes_on(file, tokenizer):
     assert "the function must return finite numbers within float32, got 1e+39" in scores.errors[2]
 
 
-def test_a_function_that_fails_on_the_whole_first_batch_ends_the_run(file, tokenizer):
+def test_function_that_fails_on_the_whole_first_batch_raises(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer)
     with pytest.raises(RewardError, match=r"failed for all 2 responses of the first batch; first error: .*'seven'"):
         scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2))
@@ -86,7 +79,7 @@ def test_a_function_that_fails_on_the_whole_first_batch_ends_the_run(file, token
     assert len(scorer(_batch(tokenizer, ["7", "7"], ["0"] * 2)).errors) == 2  # a bad batch later on is only counted
 
 
-def test_code_that_exits_costs_its_own_sample_and_ctrl_c_ends_the_run(file, tokenizer):
+def test_system_exit_counts_as_error_and_keyboard_interrupt_propagates(file, tokenizer):
     scores = _scorer(f"{file}:exits", tokenizer)(_batch(tokenizer, ["6", "7", "8"], ["0"] * 3))
     assert scores.score.tolist() == [1.0, 0.0, 1.0]
     assert "at my_rewards.py:12: SystemExit: 0" in scores.errors[0]
@@ -94,7 +87,7 @@ def test_code_that_exits_costs_its_own_sample_and_ctrl_c_ends_the_run(file, toke
         _scorer(f"{file}:interrupts", tokenizer)(_batch(tokenizer, ["6"], ["0"]))
 
 
-def test_a_deadline_that_cannot_be_is_no_failure_of_each_response(tokenizer):
+def test_deadline_in_another_thread_raises_instead_of_counting_errors(tokenizer):
     batch = _batch(tokenizer, ["6", "7"], ["6", "7"])
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(RuntimeError, match=r"a deadline of 60 s requires the main thread"):
@@ -104,13 +97,13 @@ def test_a_deadline_that_cannot_be_is_no_failure_of_each_response(tokenizer):
         assert pool.submit(unlimited, batch).result().score.tolist() == [1.0, 1.0]
 
 
-def test_an_error_stops_if_so_configured(file, tokenizer):
+def test_error_raises_if_on_error_is_stop(file, tokenizer):
     scorer = _scorer(f"{file}:fails_on_7", tokenizer, on_error="stop")
     with pytest.raises(RewardError, match=r"KeyError: 'seven'; set reward\.on_error=\"zero\" to count such"):
         scorer(_batch(tokenizer, ["7"], ["0"]))
 
 
-def test_a_module_path_and_a_registered_name(tokenizer):
+def test_function_loads_by_registered_name_and_by_module_path(tokenizer):
     assert load_reward("tidemill_trainer.rewards:exact_match") is load_reward("exact_match")
     with pytest.raises(ValueError, match="'exact_match' is registered already"):
         register_reward("exact_match")(lambda *_: 0.0)
@@ -125,12 +118,12 @@ def test_a_module_path_and_a_registered_name(tokenizer):
         ("tidemill_trainer.rewards:nothing", "has no function 'nothing'"),
     ],
 )
-def test_a_function_that_is_not_there(name, message):
+def test_missing_function_is_rejected(name, message):
     with pytest.raises(RewardError, match=message):
         load_reward(name)
 
 
-def test_a_file_that_cannot_be_imported_and_one_with_a_dataclass(tmp_path):
+def test_function_loads_from_file_and_import_errors_are_reported(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
     with pytest.raises(RewardError, match=r"cannot import '.*bad\.py:f': SyntaxError"):
         load_reward(f"{tmp_path / 'bad.py'}:f")
@@ -149,7 +142,7 @@ import re, time
 
 def sleeps(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "7":
-        time.sleep(60)
+        time.sleep(1000)
     return 1.0
 
 def loops(data_source, solution_str, ground_truth, extra_info):
@@ -168,7 +161,7 @@ def backtracks(data_source, solution_str, ground_truth, extra_info):
 def swallows(data_source, solution_str, ground_truth, extra_info):
     for _ in range(3 if solution_str == "7" else 0):
         try:
-            time.sleep(60)
+            time.sleep(1000)
         except:
             pass
     return 1.0
@@ -179,17 +172,17 @@ _PLACE = {"sleeps": "slow", "loops": "slow", "backtracks": r"\w+", "swallows": "
 
 
 @pytest.mark.parametrize("function", ["sleeps", "loops", "backtracks", "swallows"])
-def test_a_function_that_takes_too_long_counts_as_failed(function, tmp_path, tokenizer):
+def test_function_that_exceeds_the_timeout_counts_as_error(function, tmp_path, tokenizer):
     (tmp_path / "slow.py").write_text(_SLOW)
     config = RewardConfig(function=f"{tmp_path / 'slow.py'}:{function}", timeout_s=0.2)
-    threads, started = threading.active_count(), time.monotonic()
+    num_threads = threading.active_count()
     scores = RewardScorer(config, load_reward(config.function), tokenizer)(
         _batch(tokenizer, ["6", "7", "8"], ["0", "0", "0"])
     )
-    assert time.monotonic() - started < 10
+
     assert scores.score.tolist() == [1.0, 0.0, 1.0]
     assert re.search(
         rf"failed for response '7' .* at {_PLACE[function]}\.py:\d+: DeadlineError: no result within 0\.2 s",
         scores.errors[0],
     )
-    assert threading.active_count() == threads
+    assert threading.active_count() == num_threads

@@ -1,9 +1,9 @@
 import json
 import math
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
+import time
 from datetime import date
 from decimal import Decimal
 
@@ -31,7 +31,7 @@ def _begin(run, *, saved=True):
         Checkpoints(run.checkpoints, max_to_keep=1).save(1, lambda folder: None)
 
 
-def test_a_run_folder_is_not_used_twice(tmp_path):
+def test_folder_of_a_run_is_not_reused_by_a_new_run(tmp_path):
     config = _config(tmp_path, "trainer.name=a")
     run = _open(config, "x", resume=False)
     _begin(run)
@@ -45,7 +45,7 @@ def test_a_run_folder_is_not_used_twice(tmp_path):
     assert _open(config, "x", resume=True).path == run.path
 
 
-def test_the_saved_configuration_means_the_same_in_another_folder(tmp_path, monkeypatch):
+def test_saved_config_has_absolute_paths(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -62,11 +62,11 @@ def test_the_saved_configuration_means_the_same_in_another_folder(tmp_path, monk
 
 
 @pytest.mark.parametrize("function", ["exact_match", "pkg.mod:score"])
-def test_a_reward_function_that_is_no_file_keeps_its_name(tmp_path, function):
+def test_reward_function_that_is_not_a_file_keeps_its_name(tmp_path, function):
     assert with_absolute_paths(_config(tmp_path, f"reward.function={function}")).reward.function == function
 
 
-def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
+def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     _begin(_open(_config(tmp_path, "trainer.name=a"), "x", resume=False))
     with pytest.raises(ConfigError, match=r"cannot resume .*a with other values of optimizer\.lr, rollout\.n; use"):
         _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
@@ -77,7 +77,7 @@ def test_resume_refuses_another_experiment_and_allows_more_steps(tmp_path):
     assert load_config(run.config).trainer.total_steps == 999
 
 
-def test_resume_without_a_name_takes_the_newest_of_the_stem(tmp_path):
+def test_resume_without_a_name_uses_the_newest_run_of_the_stem(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a run to resume at .*mine-\*, found none; check"):
         _open(_config(tmp_path), "mine", resume=True)
     run = _open(_config(tmp_path), "mine", resume=False)
@@ -89,7 +89,7 @@ def test_resume_without_a_name_takes_the_newest_of_the_stem(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_what_was_measured_is_not_erased_without_a_checkpoint_to_resume_from(tmp_path, resume):
+def test_run_with_metrics_but_no_checkpoint_is_not_overwritten(tmp_path, resume):
     config = _config(tmp_path, "trainer.name=a")
     run = _open(config, "x", resume=False)
     _begin(run, saved=False)
@@ -101,7 +101,7 @@ def test_what_was_measured_is_not_erased_without_a_checkpoint_to_resume_from(tmp
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_whose_start_failed_is_started_over_with_other_settings(tmp_path, resume):
+def test_run_whose_start_failed_can_start_again_with_other_settings(tmp_path, resume):
     run = _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0"), "x", resume=False)
     run.metrics.write_text('{"step": 0, "ph')
     assert _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=0.5"), "x", resume=resume).path == run.path
@@ -110,7 +110,7 @@ def test_a_run_whose_start_failed_is_started_over_with_other_settings(tmp_path, 
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
+def test_run_in_use_is_rejected_and_unchanged(tmp_path, resume):
     config = _config(tmp_path, "trainer.name=a")
     with open_run(config, "x", resume=False) as run:
         before = run.config.read_bytes()
@@ -120,7 +120,7 @@ def test_a_run_that_is_open_is_refused_and_left_alone(tmp_path, resume):
     _open(config, "x", resume=True)
 
 
-def test_a_run_that_ended_too_soon_says_how_to_continue(tmp_path):
+def test_message_of_a_stopped_run_explains_how_to_continue(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
     assert f"before its first step. Start it again with: tidemill train {run.config}" in run.how_to_continue()
     assert _open(load_config(run.config), "config", resume=False).path == run.path
@@ -130,29 +130,27 @@ def test_a_run_that_ended_too_soon_says_how_to_continue(tmp_path):
     assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue()
 
 
-_HOLDS = """
-import sys, time
-from tidemill_trainer.config_file import load_config
-from tidemill_trainer.run_dir import open_run
-with open_run(load_config(sys.argv[1]), "x", resume=True):
-    print("open", flush=True)
-    time.sleep(60)
-"""
+def _hold(config, opened):
+    with open_run(config, "x", resume=True):
+        opened.set()
+        time.sleep(1000)
 
 
-def test_a_killed_process_holds_no_run(tmp_path):
+def test_killed_process_releases_the_lock_of_its_run(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
-    process = subprocess.Popen([sys.executable, "-c", _HOLDS, str(run.config)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
+    fork = multiprocessing.get_context("fork")
+    opened = fork.Event()
+    process = fork.Process(target=_hold, args=(load_config(run.config), opened))
+    process.start()
+    assert opened.wait(60)
     with pytest.raises(ConfigError, match=f"in use by process {process.pid} "):
         _open(load_config(run.config), "x", resume=True)
     process.kill()
-    process.communicate()
+    process.join()
     assert _open(load_config(run.config), "x", resume=True).path == run.path
 
 
-def test_lines_are_json_whatever_was_measured_or_is_in_a_parquet_file(tmp_path):
+def test_nonfinite_metrics_and_parquet_types_are_written_as_json(tmp_path):
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -168,7 +166,7 @@ def test_lines_are_json_whatever_was_measured_or_is_in_a_parquet_file(tmp_path):
     assert run.read_rollouts() == [{"step": 1, "ground_truth": ["1.5", "2026-01-02", "b'x'"]}]
 
 
-def test_forget_after_drops_later_steps_and_half_a_line(tmp_path):
+def test_remove_after_removes_later_steps_and_an_incomplete_line(tmp_path):
     run = RunDir(tmp_path)
     for step in (0, 1, 2, 3):
         run.append_metrics({"step": step, "x": step / 3})

@@ -10,7 +10,7 @@ def _methods(protocol):
     }
 
 
-def test_worker_and_client_have_every_method_of_the_updaters_protocols():
+def test_worker_and_client_implement_the_protocols_of_the_updater():
     for protocol in (EngineClient, AdapterClient):
         methods = _methods(protocol)
         assert len(methods) >= 3

@@ -18,7 +18,7 @@ def rows(*lengths):
     return ragged.ragged(torch.arange(sum(lengths)), list(lengths))
 
 
-def test_every_token_has_its_experts_but_the_last_of_a_row():
+def test_all_tokens_except_the_last_of_a_row_have_experts():
     read = [torch.randint(0, 8, (length - 1, LAYERS, TOP_K)) for length in (4, 2, 7)]
     column = routed_experts_column([encoded(row) for row in read], rows(4, 2, 7), num_layers=LAYERS, top_k=TOP_K)
     assert column.dtype == torch.int32
@@ -28,7 +28,7 @@ def test_every_token_has_its_experts_but_the_last_of_a_row():
         assert torch.equal(row[-1], torch.full((LAYERS, TOP_K), -1, dtype=torch.int32))
 
 
-def test_no_rows_and_a_row_of_one_token():
+def test_zero_rows_and_a_row_with_one_token():
     empty = routed_experts_column([], rows(), num_layers=LAYERS, top_k=TOP_K)
     assert ragged.values(empty).shape == (0, LAYERS, TOP_K)
     assert len(ragged.lengths(empty)) == 0
@@ -36,13 +36,13 @@ def test_no_rows_and_a_row_of_one_token():
     assert (ragged.values(one) == -1).all()
 
 
-def test_experts_of_another_number_of_tokens_are_refused():
+def test_wrong_number_of_experts_is_rejected():
     read = torch.zeros(4, LAYERS, TOP_K)
     with pytest.raises(ValueError, match=r"row 1: expected 30 expert ids .*5 tokens x 3 layers x 2 experts\), got 24"):
         routed_experts_column([encoded(read), encoded(read)], rows(5, 6), num_layers=LAYERS, top_k=TOP_K)
 
 
-def test_only_an_engine_that_is_asked_for_experts_keeps_them():
+def test_engine_returns_experts_only_if_requested():
     config = parse_config({"model": {"path": "m"}, "rollout": {"device": "cpu"}})
     assert engine_arguments(config.rollout, config.model, return_routed_experts=True)["enable_return_routed_experts"]
     assert "enable_return_routed_experts" not in engine_arguments(config.rollout, config.model)

@@ -61,7 +61,7 @@ def rollouts(*, with_experts):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
-def test_old_log_probs_and_update_are_given_the_experts_that_the_mode_says(mode, tmp_path):
+def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode, tmp_path):
     overrides = ["model.path=m", "engine.backend=megatron", f"actor.router_replay.mode={mode}"]
     config = load_config(DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}"])
     actor = Actor(replays=mode != "disabled")

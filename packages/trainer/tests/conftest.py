@@ -1,0 +1,37 @@
+import io
+
+import pytest
+from rich.console import Console
+from tidemill_trainer.demo import write_assets
+from tidemill_trainer.demo.model import character_tokenizer
+from tidemill_trainer.progress import Progress
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return character_tokenizer("0123456789+=")
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory):
+    """Overrides with the paths of the demo's model and problems."""
+    return write_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture
+def terminal():
+    """The text that `progress` prints."""
+    return io.StringIO()
+
+
+@pytest.fixture
+def progress(terminal):
+    return Progress(Console(file=terminal, width=200))
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """A configuration with nothing but the model's path."""
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "m"\n')
+    return path

@@ -1,0 +1,21 @@
+import pytest
+from tidemill_trainer.cli import main
+
+
+def test_overrides_are_accepted_before_and_after_options(config_file, capsys):
+    for args in (["trainer.x=1", "--resume"], ["--resume", "trainer.x=1"]):
+        assert main(["train", str(config_file), *args, "--shuffle-rewards"]) == 1
+        assert "unknown config key trainer.x" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(config_file), "--resume", "trainer.seed=1", "--bogus"])
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(config_file), "--res"])
+    assert "unrecognized arguments: --res" in capsys.readouterr().err
+
+
+def test_help_lists_the_options(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    assert "--resume" in capsys.readouterr().out

@@ -1,0 +1,104 @@
+import pytest
+from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_trainer.actor import engine_config
+from tidemill_trainer.config_file import ConfigError, load_config, save_config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temprature=1", r"unknown config key rollout\.temprature; did you mean rollout\.temperature\?"),
+        ("optimzer.lr=1", r"unknown config key optimzer; did you mean optimizer\?"),
+        ("zzz=1", r"unknown config key zzz; known keys: model, data"),
+        ("optimizer.lr=fast", r"optimizer\.lr must be a valid number, got 'fast'"),
+        ("rollout.n=true", r"rollout\.n must be a valid integer, got True"),
+        ("rollout.n='8'", r"rollout\.n must be a valid integer, got '8'"),
+        ("rollout.n=1", r"rollout\.n must be >= 2 \(GRPO compares the responses to one prompt\), got 1"),
+        ("actor.ppo_mini_batch_size=-4", r"actor\.ppo_mini_batch_size must be >= 1, got -4"),
+        ("actor.ppo_mini_batch_size=65", r"^actor\.ppo_mini_batch_size must be <= data\.train_batch_size=64, got 65"),
+        ("trainer.max_ckpt_to_keep=0", r"trainer\.max_ckpt_to_keep must be >= 1, got 0"),
+        ("reward.timeout_s=0", r"reward\.timeout_s must be > 0, got 0"),
+        ("trainer.seed=-1", r"trainer\.seed must be >= 0, got -1"),
+        (
+            "trainer.seed=18446744073709551616",
+            r"trainer\.seed must be < 18446744073709551616, got 18446744073709551616",
+        ),
+        ("engine.max_token_len_per_gpu=100", r"must be <= engine\.max_token_len_per_gpu=100, got 1024"),
+        ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy requires data\.val_files"),
+        ("rollout.top_k=0", r"rollout\.top_k must be >= 1, or -1 for all tokens, got 0"),
+        ("rollout.max_total_tokens=-3", r"rollout\.max_total_tokens must be >= 1, got -3"),
+        ("rollout.num_gpus_per_engine=-1", r"rollout\.num_gpus_per_engine must be > 0, got -1"),
+        ("rollout.mem_fraction_static=3", r"rollout\.mem_fraction_static must be < 1, got 3"),
+        ("rollout.timeout_s=0", r"rollout\.timeout_s must be > 0, got 0"),
+        ("actor.clip_ratio_low=-0.2", r"actor\.clip_ratio_low must be >= 0, got -0\.2"),
+        ("actor.clip_ratio_high=-0.2", r"actor\.clip_ratio_high must be >= 0, got -0\.2"),
+        ("actor.entropy_coeff=nan", r"actor\.entropy_coeff must be a finite number, got nan"),
+        ("actor.num_gpus_per_worker=0", r"actor\.num_gpus_per_worker must be > 0, got 0"),
+        ("actor.omp_num_threads=0", r"actor\.omp_num_threads must be >= 1, got 0"),
+        ("actor.timeout_s=-1", r"actor\.timeout_s must be > 0, got -1"),
+        ("warmup.lr=-1", r"warmup\.lr must be >= 0, got -1"),
+        ("warmup.lr=inf", r"warmup\.lr must be a finite number, got inf"),
+        ("optimizer.lr=inf", r"^optimizer\.lr must be a finite number, got inf"),
+        ("warmup.until_accuracy=2", r"warmup\.until_accuracy must be <= 1, got 2"),
+        ("trainer.stop_at_accuracy=90", r"trainer\.stop_at_accuracy must be <= 1, got 90"),
+        ("trainer.stop_at_accuracy=nan", r"trainer\.stop_at_accuracy must be .*, got nan"),
+        ("warmup.test_freq=-1", r"warmup\.test_freq must be >= 0, got -1"),
+        ("weight_update.bucket_bytes=0", r"weight_update\.bucket_bytes must be >= 1, got 0"),
+        ("weight_update.timeout_s=0", r"weight_update\.timeout_s must be > 0, got 0"),
+        (
+            "weight_update.timeout_s=600",
+            r"weight_update\.timeout_s must be < engine\.timeout_s=600, got 600: rank 0 must time out",
+        ),
+        ("trainer.test_freq=-1", r"trainer\.test_freq must be >= 0, got -1"),
+        ("trainer.save_freq=-1", r"trainer\.save_freq must be >= 0, got -1"),
+        ("trainer.save_samples=-4", r"trainer\.save_samples must be >= 0, got -4"),
+        ("rollout.max_total_tokens=1023", r"^rollout\.max_total_tokens must be >= .* = 1024, got 1023"),
+        ("engine.fsdp_size=2", r"^engine\.fsdp_size = 2 must divide actor\.num_workers=1"),
+        (
+            "engine.ulysses_sequence_parallel_size=4",
+            r"^engine\.ulysses_sequence_parallel_size = 4 must divide actor\.num_workers=1",
+        ),
+        ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
+        ("rollout.device=tpu", r"rollout\.device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ("optimizer=3", r"config key optimizer must be a table of keys, got 3"),
+        ("optimizer.lr.x=3", r"config key optimizer\.lr must be a valid number"),
+        ("rollout.n", r"expected an argument of the form section\.key=value, got 'rollout\.n'"),
+        ("model.lora.rnk=4", r"unknown config key model\.lora\.rnk; did you mean model\.lora\.rank\?"),
+        ("model.lora=4", r"config key model\.lora must be a table of keys, got 4"),
+        (
+            "optimizer.param_groups=[{pattern='x',lr_ratio=1},{pattern='y',lr_ratios=1}]",
+            r"key optimizer\.param_groups\.1\.lr_ratios; did you mean optimizer\.param_groups\.1\.lr_ratio\?",
+        ),
+    ],
+)
+def test_invalid_value_is_rejected_with_key_expectation_and_value(config_file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, [override])
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_router_replay_requires_megatron(config_file, mode, tmp_path):
+    replay = f"actor.router_replay.mode={mode}"
+    with pytest.raises(ConfigError, match=rf'mode="{mode}" requires engine\.backend="megatron"; the FSDP2'):
+        load_config(config_file, [replay])
+    config = load_config(config_file, [replay, "engine.backend=megatron"])
+    assert engine_config(config) == MegatronConfig(router_replay=True)
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+    assert engine_config(load_config(config_file, ["engine.backend=megatron"])) == MegatronConfig()
+
+
+def test_megatron_parallel_sizes_must_divide_workers(config_file):
+    sizes = ["engine.backend=megatron", "engine.tp=2", "engine.cp=2", "actor.num_workers=6"]
+    with pytest.raises(ConfigError, match=r"^engine\.tensor_model_.* = 4 must divide actor\.num_workers=6"):
+        load_config(config_file, sizes)
+    load_config(config_file, [*sizes, "actor.num_workers=8"])
+
+
+def test_router_replay_of_engine_alone_is_rejected(config_file):
+    with pytest.raises(
+        ConfigError, match=r"engine\.router_replay has no effect by itself; set actor\.router_replay\.mode"
+    ):
+        load_config(config_file, ["engine.backend=megatron", "engine.router_replay=true"])
+    with pytest.raises(ConfigError, match=r"actor\.router_replay\.mode must be 'disabled', 'R2' or 'R3', got 'R4'"):
+        load_config(config_file, ["engine.backend=megatron", "actor.router_replay.mode=R4"])

@@ -1,0 +1,78 @@
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.preflight import check_machine, check_model
+
+
+def _check(assets, progress, *overrides):
+    config = load_config(DEMO_CONFIG, [*assets, *overrides])
+    check_machine(config, progress)
+    check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=nowhere", r"model\.path: expected .* model in /.*/nowhere, found no config\.json; .*hf download"),
+        ("rollout.response_length=60", r"must be <= 64, the number of positions of the model, got 76"),
+        ("rollout.tensor_parallel_size=3", r"rollout\.tensor_parallel_size=3 must divide the 4 attention heads"),
+    ],
+)
+def test_config_that_does_not_match_the_model_is_rejected(assets, progress, override, message):
+    with pytest.raises(ConfigError, match=message):
+        _check(assets, progress, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine\.ulysses_.*=3 must divide"),
+        (["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"], r"config key engine: pp x vpp = 3 does"),
+        (["engine.backend=megatron", "model.frozen=['x']"], r"config key engine: .*has no ModelConfig\.frozen"),
+    ],
+)
+def test_engine_settings_that_do_not_match_the_model_are_rejected(assets, progress, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        _check(assets, progress, *overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.parametrize("key", ["engine.device", "rollout.device"])
+def test_cuda_is_rejected_without_a_gpu(assets, progress, key):
+    with pytest.raises(ConfigError, match=rf'{key}="cuda" requires a GPU, but torch finds no CUDA device'):
+        _check(assets, progress, f"{key}=cuda")
+
+
+def test_more_workers_than_cpus_are_warned_about_or_rejected(assets, progress, terminal):
+    cpus = len(os.sched_getaffinity(0))
+    with pytest.raises(
+        ConfigError, match=rf"num_workers must be <= {8 * cpus}, 8 for each of the {cpus} CPUs .* got {9 * cpus}"
+    ):
+        _check(assets, progress, f"actor.num_workers={9 * cpus}", "engine.device=cpu")
+    assert terminal.getvalue() == ""
+    _check(assets, progress, f"actor.num_workers={cpus + 1}", "engine.device=cpu")
+    assert f"actor.num_workers={cpus + 1} is larger than the {cpus} CPUs" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", r"model\.path: expected JSON in .*config\.json: "),
+        ("config.json", "[]", r"model\.path: expected a JSON object in .*config\.json, got \[\]"),
+        ("model.safetensors", "cut off", r"model\.path: .*model\.safetensors is damaged"),
+        ("model.safetensors", None, r"model\.path: expected model\.safetensors or "),
+    ],
+)
+def test_damaged_model_is_rejected(assets, progress, tmp_path, file, text, message):
+    model = Path(assets[0].removeprefix("model.path="))
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / file).unlink()
+    if text is not None:
+        (tmp_path / "model" / file).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        _check(assets, progress, f"model.path={tmp_path / 'model'}")
