@@ -1,4 +1,4 @@
-"""One cluster of the trainer for all end-to-end tests: Ray, two FSDP2 workers and an SGLang engine."""
+"""One cluster of the trainer for all tests of the loop: Ray, two FSDP2 workers and an SGLang engine."""
 
 import os
 
@@ -11,7 +11,7 @@ from tidemill_trainer.demo import write_assets
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
 
-# Exact matches are too rare for a model that has hardly been warmed up: every group should have a gradient.
+# Exact matches are too rare after a short warm-up. With partial rewards, every group has a gradient.
 _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     right = sum(a == b for a, b in zip(solution_str, ground_truth)) / max(len(solution_str), len(ground_truth))
@@ -22,19 +22,19 @@ calls = 0
 def broken(data_source, solution_str, ground_truth, extra_info):
     global calls
     calls += 1
-    return 0.0 if calls == 1 else 1 / 0  # one that fails from the first call on would end the run
+    return 0.0 if calls == 1 else 1 / 0  # a function that fails on the whole first batch stops the run
 """
 
 
 @pytest.fixture(scope="session")
 def quiet():
-    with open(os.devnull, "w") as nowhere:
-        yield Progress(Console(file=nowhere))
+    with open(os.devnull, "w") as devnull:
+        yield Progress(Console(file=devnull))
 
 
 @pytest.fixture(scope="session")
 def make_config(tmp_path_factory):
-    """A small configuration of the demo: 8 prompts with 8 responses."""
+    """Return a small configuration of the demo: 8 prompts with 8 responses each."""
     folder = tmp_path_factory.mktemp("assets")
     assets = write_assets(folder)
     (folder / "rewards.py").write_text(_REWARDS)

@@ -1,7 +1,7 @@
-"""Router replay in processes of its own: `python replay_run.py FOLDER DTYPE` writes what it saw to FOLDER/seen.json.
+"""Router replay in a separate process: `python replay_run.py FOLDER DTYPE` writes its results to FOLDER/seen.json.
 
-Rollouts of a tiny Qwen3-MoE by stock SGLang in DTYPE, trained in float32 by Megatron: two tensor-parallel ranks that
-have half of the experts each.
+Stock SGLang generates rollouts of a tiny Qwen3-MoE in DTYPE. Megatron trains it in float32 on two tensor-parallel
+ranks, each with half of the experts.
 """
 
 import json
@@ -36,14 +36,14 @@ _WATCHED = ("rollout/log_prob_abs_diff/mean", "rollout/log_prob_abs_diff/max", "
 
 
 class Shifted(Trainer):
-    """Sends tokens elsewhere than the rollout did."""
+    """Replaces the experts of the rollout by other ones."""
 
     def _generate(self, step: int) -> DataProto:
         return shifted(super()._generate(step))
 
 
-class Forgetful(Trainer):
-    """Knows nothing of where the rollout sent tokens."""
+class WithoutRolloutExperts(Trainer):
+    """Drops the experts of the rollout, as R2 does not use them."""
 
     def _generate(self, step: int) -> DataProto:
         batch = super()._generate(step)
@@ -51,8 +51,8 @@ class Forgetful(Trainer):
         return batch
 
 
-class ForgetfulShifted(Forgetful):
-    """Sends tokens elsewhere in the update than for the old log-probabilities."""
+class ShiftedUpdate(WithoutRolloutExperts):
+    """Uses other experts in the update than for the old log-probs."""
 
     def _add_old_log_probs(self, batch: DataProto) -> DataProto:
         return shifted(super()._add_old_log_probs(batch))
@@ -67,7 +67,7 @@ def shifted(batch: DataProto) -> DataProto:
 def make_config(folder: Path, dtype: str) -> Config:
     assets = write_assets(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    special_tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     tiny_model(
         folder / "model",
         "qwen3_moe",
@@ -75,7 +75,7 @@ def make_config(folder: Path, dtype: str) -> Config:
         num_hidden_layers=3,
         num_experts=EXPERTS,
         moe_intermediate_size=64,
-        **ends,
+        **special_tokens,
     )
     (folder / "rewards.py").write_text(_REWARD)
     megatron = [
@@ -87,13 +87,13 @@ def make_config(folder: Path, dtype: str) -> Config:
     ]
     small = ["data.train_batch_size=16", "warmup.max_steps=0", "trainer.val_before_train=false"]
     steps = [f"trainer.total_steps={STEPS}", "trainer.test_freq=0", "optimizer.lr_warmup_steps=1"]
-    of_run = [f"reward.function={folder / 'rewards.py'}:right_digits", f"rollout.dtype={dtype}"]
-    return load_config(DEMO_CONFIG, [*assets, *megatron, *small, *steps, *of_run, "actor.router_replay.mode=R3"])
+    files = [f"reward.function={folder / 'rewards.py'}:right_digits", f"rollout.dtype={dtype}"]
+    return load_config(DEMO_CONFIG, [*assets, *megatron, *small, *steps, *files, "actor.router_replay.mode=R3"])
 
 
 def watch(folder: Path, config: Config) -> dict[str, Any]:
-    with open(os.devnull, "w") as nowhere:
-        progress = Progress(Console(file=nowhere))
+    with open(os.devnull, "w") as devnull:
+        progress = Progress(Console(file=devnull))
         inputs = load_inputs(config, progress)
         with Cluster(config, RunDir(folder / "cluster"), progress) as cluster:
             cluster.wait_ready()
@@ -108,31 +108,32 @@ def watch(folder: Path, config: Config) -> dict[str, Any]:
 
             seen: dict[str, Any] = {
                 "R3": train("R3", Trainer, "R3"),
-                "R3 shifted": train("R3-shifted", Shifted, "R3"),
-                "R2": train("R2", Forgetful, "R2"),
-                "R2 shifted": train("R2-shifted", ForgetfulShifted, "R2"),
+                "R3_shifted": train("R3_shifted", Shifted, "R3"),
+                "R2": train("R2", WithoutRolloutExperts, "R2"),
+                "R2_shifted": train("R2_shifted", ShiftedUpdate, "R2"),
             }
             trainer = Trainer(config, cluster, inputs, RunDir(folder / "one"), progress)
             batch = trainer._generate(1)
             columns = ["input_ids", "responses"]
-            for name, sent in (("replayed", [*columns, COLUMN]), ("free", columns)):
-                seen[name] = compare(batch, cluster.actor.compute_log_prob(batch.select(sent)))
+            for name, inputs in (("replayed", [*columns, COLUMN]), ("free", columns)):
+                seen[name] = compare(batch, cluster.actor.compute_log_prob(batch.select(inputs)))
     return seen
 
 
-def compare(batch: DataProto, told: DataProto) -> dict[str, Any]:
-    """How a batch of rollouts differs from what training made of it."""
-    theirs, ours = ragged.values(batch[COLUMN]), ragged.values(told[COLUMN])
+def compare(rollouts: DataProto, training: DataProto) -> dict[str, Any]:
+    """Compare experts and log-probs of rollouts with those of training."""
+    theirs, ours = ragged.values(rollouts[COLUMN]), ragged.values(training[COLUMN])
     known = theirs >= 0
-    differences = ragged.values(batch["rollout_log_probs"]) - ragged.values(told["old_log_probs"])
+    differences = ragged.values(rollouts["rollout_log_probs"]) - ragged.values(training["old_log_probs"])
     is_last = torch.zeros(len(theirs), dtype=torch.bool)
-    is_last[ragged.offsets(batch["input_ids"])[1:] - 1] = True
+    is_last[ragged.offsets(rollouts["input_ids"])[1:] - 1] = True
+    is_known = known.any((1, 2))
     return {
         "choices": int(known.sum()),
-        "other choices": int((theirs != ours)[known].sum()),
-        "other experts": int((theirs.sort(-1).values != ours.sort(-1).values)[known].sum()),
-        "unknown are the last": bool((known.all((1, 2)) == ~is_last).all() and (known.any((1, 2)) == ~is_last).all()),
-        "chosen by a router": bool((ours >= 0).all()),
+        "different_choices": int((theirs != ours)[known].sum()),
+        "different_experts": int((theirs.sort(-1).values != ours.sort(-1).values)[known].sum()),
+        "only_last_tokens_are_unknown": bool((known.all((1, 2)) == ~is_last).all() and (is_known == ~is_last).all()),
+        "unknown_are_filled": bool((ours >= 0).all()),
         "log_prob_abs_diff": differences.abs().mean().item(),
     }
 

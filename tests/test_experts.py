@@ -1,4 +1,4 @@
-"""Experts that training keeps fused and sharded reach an engine by the names of the checkpoint."""
+"""Fused and sharded experts of the training engine are sent to an engine with the names of the checkpoint."""
 
 import threading
 
@@ -13,7 +13,7 @@ from tidemill_weight_update.receive.receiver import Receiver
 
 
 class ByName(torch.nn.Module):
-    """A model whose parameters are the tensors of the checkpoint."""
+    """A model with one parameter per tensor of the checkpoint."""
 
     def __init__(self, checkpoint):
         super().__init__()
@@ -29,7 +29,7 @@ class ByName(torch.nn.Module):
 
 
 class Server:
-    """An engine of one rank, which is a thread of this process."""
+    """An engine with one rank, in a thread of this process."""
 
     has_loader, tp_size = True, 1
 
@@ -83,7 +83,7 @@ def run_updates(path, checkpoint):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_fused_experts_reach_an_engine_by_the_names_of_the_checkpoint(tmp_path, world_size):
+def test_engine_receives_fused_experts_with_checkpoint_names(tmp_path, world_size):
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=61)
     checkpoint = load_file(path / "model.safetensors")
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in checkpoint

@@ -1,4 +1,4 @@
-"""The real loop: Ray actors, FSDP2 on two gloo ranks, a stock SGLang engine, the weight update between them."""
+"""The training loop with real components: Ray actors, two FSDP2 ranks on gloo, and a stock SGLang engine."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.xdist_group("cluster")]
 
 _TIMES = (
     "timing_s/",
@@ -28,7 +28,7 @@ _TIMES = (
 
 @pytest.fixture(scope="session")
 def train_in(cluster, make_config, quiet):
-    """Trains in a folder, from the checkpoint that is there or else after a warm-up of the weights the cluster has."""
+    """Train in a folder, from its newest checkpoint, or else from the cluster's current weights after a warm-up."""
 
     def train(path, *overrides, progress=quiet):
         config = make_config(*overrides)
@@ -48,7 +48,7 @@ def eight_steps(train_in, tmp_path_factory):
 
 @pytest.fixture
 def warmed_up(eight_steps, tmp_path):
-    """A folder with the checkpoint from which `eight_steps` started after its warm-up."""
+    """A folder with the checkpoint that `eight_steps` saved after its warm-up."""
     run, _ = eight_steps
     shutil.copytree(run.checkpoints / "step_000000", tmp_path / "checkpoints" / "step_000000")
     return tmp_path
@@ -68,7 +68,7 @@ def test_rollout_and_training_agree_at_every_step(eight_steps):
         assert row["weight_update/version"] == row["step"]
 
 
-def test_metrics_have_their_names_and_are_finite(eight_steps):
+def test_metrics_have_verl_names_and_are_finite(eight_steps):
     row = _steps(eight_steps[0])[4]
     expected = {
         *(
@@ -91,7 +91,7 @@ def test_metrics_have_their_names_and_are_finite(eight_steps):
     assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
     assert row["prompt_length/mean"] == 6.0  # "12+34="
     assert row["perf/mfu/actor"] == pytest.approx(row["perf/tflops/actor"] / 0.5)
-    assert row["perf/tokens_per_s/actor"] > 2 * row["perf/throughput"]  # of both ranks, while they train
+    assert row["perf/tokens_per_s/actor"] > 2 * row["perf/throughput"]  # both ranks, training phase only
     assert 0.1 < row["perf/max_memory_allocated_gb"] < 20
 
 
@@ -101,15 +101,15 @@ def test_one_optimizer_step_per_batch_is_on_policy(eight_steps):
         assert row["actor/pg_clipfrac"] == 0.0
 
 
-def test_mini_batches_are_optimizer_steps(train_in, warmed_up, make_config):
+def test_each_mini_batch_is_one_optimizer_step(train_in, warmed_up, make_config):
     run, _ = train_in(warmed_up, "actor.ppo_mini_batch_size=4", "trainer.total_steps=1")
     row = _steps(run)[1]
     optimizer = make_config().optimizer
     assert row["actor/lr"] == pytest.approx(optimizer.lr * 1.5 / optimizer.lr_warmup_steps)  # the mean of two steps
-    assert abs(row["actor/ppo_kl"]) > 1e-6  # the second is not on policy any more
+    assert abs(row["actor/ppo_kl"]) > 1e-6  # the second step is off policy
 
 
-def test_the_checkpoint_loads_in_transformers_and_answers_as_the_engine_did(eight_steps, make_config):
+def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, make_config):
     run, result = eight_steps
     folder = run.checkpoints / "step_000008" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -140,14 +140,14 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
         assert torch.equal(weights[1][name], value), name
 
 
-def test_calls_about_adapters_reach_the_engine(cluster):
+def test_adapter_calls_reach_the_engine(cluster):
     engine = RayEngine(cluster.rollout.workers[0], "rank 0 of group 'rollout'", tp_size=1, timeout_s=60)
     assert engine.adapters() == []
     with pytest.raises(RuntimeError, match="LoRA is not enabled"):
         engine.unload_adapter("policy")
 
 
-def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, warmed_up, make_config):
+def test_failed_rewards_are_counted_and_the_run_continues(train_in, warmed_up, make_config):
     run, result = train_in(warmed_up, _broken(make_config), "trainer.total_steps=1")
     assert result.steps == 1
     assert _steps(run)[1]["reward/num_errors"] == 63
@@ -155,13 +155,13 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(train_in, warmed_up,
 
 
 class _Crash(Progress):
-    """Ends the run when it reports the failed rewards of a step, just before that step's metrics are written."""
+    """Stop the run when it reports the failed rewards of a step, before it writes the metrics of that step."""
 
     def warn(self, text):
         raise KeyboardInterrupt
 
 
-def test_a_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, make_config, quiet):
+def test_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, make_config, quiet):
     overrides = [_broken(make_config), "trainer.save_freq=1", "trainer.test_freq=0", "trainer.total_steps=2"]
     with pytest.raises(KeyboardInterrupt):
         train_in(warmed_up, *overrides, progress=_Crash(quiet.console))
