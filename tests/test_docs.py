@@ -1,0 +1,18 @@
+"""The documentation names files that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/*.md"), ROOT / "testing/README.md"]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
+def test_links_and_paths_exist(doc):
+    text = re.sub(r"^```.*?^```", "", doc.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = [doc.parent / target for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]
+    paths = [ROOT / path for path in re.findall(r"`((?:packages|docs|recipes|bench|\.ci|\.github)/[\w./-]+)`", text)]
+    missing = [str(path) for path in [*links, *paths] if not path.exists()]
+    assert not missing
