@@ -1,12 +1,13 @@
-"""What a batch costs beside its bytes: each operation against the plain one on the same bytes, in turns, in one run.
+"""Overhead of a batch: each operation against the plain operation on the same bytes, alternating, in one run.
 
-    python bench/dataproto.py           two minutes, 3 GiB of memory, a Ray cluster of its own
-    python bench/dataproto.py --tiny    seconds; sizes whose ratios say nothing
-    python bench/dataproto.py --no-ray  without the object store
+    python bench/dataproto.py             three minutes, 5 GiB of memory, starts its own Ray
+    python bench/dataproto.py --tiny      seconds; checks that the benchmark runs, the ratios mean nothing
+    python bench/dataproto.py --no-ray    without the object store
+    python bench/dataproto.py --only-ray  the object store alone
 
-Batches have 10 columns of 256 MiB in all, 6 of 4 bytes and 4 of 2 per element: dense ones of 1024 x 8192, ragged ones
-of rows of 1 to 8192, whose columns share one layout or have one each. Prints the median of both sides, the median ratio
-of a turn, and the bound.
+Batches have 10 columns, 256 MiB in total, 6 of 4 bytes and 4 of 2 bytes per element: dense ones of 1024 x 8192, ragged
+ones with rows of 1 to 8192, whose columns share one layout or have one each. Prints the median of both sides, the
+median of the ratios of neighbouring runs, and the bound.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,7 @@ class Sizes:
 
 
 def main() -> int:
-    """Returns 0 if everything is within its bound."""
+    """Return 0 if every ratio and time is within its bound."""
     args = _arguments()
     if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > CORES:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
@@ -53,9 +55,11 @@ def main() -> int:
         "ragged, one layout": ragged_batch(sizes, own_layouts=False),
         "ragged, ten layouts": ragged_batch(sizes, own_layouts=True),
     }
-    within = [*operations(batches, sizes), *planning(batches, sizes)]
+    within = []
+    if not args.only_ray:
+        within += [*operations(batches, sizes), *planning(batches, sizes)]
     if args.ray:
-        within += object_store(batches, sizes)
+        within += [*warm_store(batches, sizes), *cold_store(batches, sizes)]
     return 0 if all(within) else 1
 
 
@@ -63,6 +67,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-ray", dest="ray", action="store_false")
+    parser.add_argument("--only-ray", action="store_true")
     return parser.parse_args()
 
 
@@ -73,7 +78,7 @@ def dense_batch(sizes: Sizes) -> DataProto:
 
 
 def ragged_batch(sizes: Sizes, *, own_layouts: bool) -> DataProto:
-    """Twice as many rows as the dense one, of half its length on average."""
+    """Make a batch of twice as many rows as the dense one, of half its length on average."""
     rows = 2 * sizes.rows
     columns: dict[str, torch.Tensor] = {}
     for i, dtype in enumerate(DTYPES):
@@ -113,11 +118,11 @@ def operations(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
 
 
 def plain_columns(batch: DataProto) -> list[torch.Tensor]:
-    """Dense tensors of as many rows and elements as the columns have, or up to one element per row more.
+    """Make dense tensors with the rows and elements of the columns, or up to one element per row more.
 
-    Never fewer: glibc takes 32 MiB and more from the kernel anew each time, which takes longer than filling them, and
-    less from its heap. The columns are about as large, so a few bytes less would make the plain side several times
-    faster.
+    Never fewer: glibc requests 32 MiB and more from the kernel every time, which takes longer than filling them, and
+    smaller sizes from its heap. The columns are about as large, so a few bytes less would make the plain side several
+    times faster.
     """
     flats = [ragged.values(batch[f"c{i}"]) if batch[f"c{i}"].is_nested else batch[f"c{i}"] for i in range(len(DTYPES))]
     rows = len(batch)
@@ -125,7 +130,7 @@ def plain_columns(batch: DataProto) -> list[torch.Tensor]:
 
 
 def planning(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
-    """What does not depend on the bytes: cutting, and balancing."""
+    """Operations whose time does not depend on the bytes: cutting and balancing."""
     within = [
         measure(f"chunk(8), {name}", lambda batch=batch: batch.chunk(8), bound_ms=0.2, turns=500)
         for name, batch in batches.items()
@@ -144,33 +149,62 @@ def planning(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
     return within
 
 
-def object_store(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
-    """Ray's put and get of a batch against one numpy array of as many bytes."""
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+def warm_store(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
+    """Put, and put and get, a batch against one numpy array of the same size, into memory that the store has used."""
     import ray
 
-    ray.init(num_cpus=1, object_store_memory=max(6 * sizes.num_bytes, 200 << 20), include_dashboard=False,
-             log_to_driver=False, logging_level="ERROR")  # fmt: skip
-
-    def there_and_back(value: Any) -> None:
-        reference = ray.put(value)
-        ray.get(reference)
+    def put_and_get(value: Any) -> None:
+        ray.get(ray.put(value))
 
     array = np.ones(sizes.num_bytes, dtype=np.uint8)
     within = []
-    for name, batch in batches.items():
-        within.append(
-            compare(
-                f"Ray put and get, {name}",
-                lambda batch=batch: there_and_back(batch),
-                lambda: there_and_back(array),
-                bound=1.3,
-                turns=sizes.turns,
-                pause_s=0.2,  # the store frees what nobody holds a moment later
-            )
-        )
-    ray.shutdown()
+    with local_ray(max(6 * sizes.num_bytes, 200 << 20)):
+        for what, call in (("put", ray.put), ("put and get", put_and_get)):
+            for name, batch in batches.items():
+                within.append(
+                    compare(
+                        f"Ray {what}, warm, {name}",
+                        lambda batch=batch, call=call: call(batch),
+                        lambda call=call: call(array),
+                        bound=1.3,
+                        turns=sizes.turns,
+                        pause_s=0.2,  # the store frees unreferenced objects a moment later
+                    )
+                )
     return within
+
+
+def cold_store(batches: dict[str, DataProto], sizes: Sizes) -> list[bool]:
+    """Put a batch against one numpy array of the same size, into memory that the store uses for the first time."""
+    import ray
+
+    array = np.ones(sizes.num_bytes, dtype=np.uint8)
+    turns = 3
+    within = []
+    for name, batch in batches.items():
+        held: list[Any] = []  # the store does not reuse the memory of these objects
+
+        def put(value: Any, held: list[Any] = held) -> None:
+            held.append(ray.put(value))
+
+        with local_ray(max(2 * (turns + 3) * sizes.num_bytes, 200 << 20)):
+            name = f"Ray put, cold, {name}"
+            within.append(compare(name, lambda b=batch: put(b), lambda: put(array), bound=1.3, turns=turns))
+            held.clear()
+    return within
+
+
+@contextmanager
+def local_ray(store_bytes: int) -> Iterator[None]:
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    ray.init(address="local", num_cpus=1, object_store_memory=store_bytes, include_dashboard=False,
+             log_to_driver=False, logging_level="ERROR")  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def compare(
@@ -182,7 +216,7 @@ def compare(
     turns: int,
     pause_s: float = 0.0,
 ) -> bool:
-    """Times both in turns, after two of each that do not count."""
+    """Time both alternately, after two warm-up runs of each."""
     pairs = [(timed(ours, pause_s), timed(plain, pause_s)) for _ in range(turns + 2)][2:]
     ratio = statistics.median(a / b for a, b in pairs)
     mine, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
@@ -197,7 +231,7 @@ def measure(name: str, ours: Callable[[], object], *, bound_ms: float, turns: in
 
 
 def timed(fn: Callable[[], object], pause_s: float) -> float:
-    """Seconds of one call; what it returns is freed before the next one."""
+    """Return the seconds of one call; its result is freed before the next one."""
     started = time.perf_counter()
     result = fn()
     seconds = time.perf_counter() - started

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=1, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False,
+    ray.init(address="local", num_cpus=1, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False,
              logging_level="ERROR")  # fmt: skip
     yield
     ray.shutdown()

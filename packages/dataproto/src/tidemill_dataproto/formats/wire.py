@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_dataproto import pieces
+from tidemill_dataproto.formats import pieces
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.tensors import Column
 
