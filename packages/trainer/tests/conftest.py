@@ -31,7 +31,7 @@ def progress(terminal):
 
 @pytest.fixture
 def config_file(tmp_path):
-    """A configuration with nothing but the model's path."""
+    """A configuration with only the path of the model."""
     path = tmp_path / "run.toml"
     path.write_text('[model]\npath = "m"\n')
     return path

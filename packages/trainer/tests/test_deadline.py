@@ -10,7 +10,7 @@ from tidemill_trainer.deadline import DeadlineError, deadline
 def test_block_within_its_deadline_is_not_interrupted_later():
     with deadline(0.05):
         pass
-    time.sleep(0.1)  # nothing is armed any more
+    time.sleep(0.1)  # the alarm is disarmed
 
 
 def test_block_is_interrupted_at_its_deadline():

@@ -1,4 +1,4 @@
-"""Which batches of a step have the experts that tokens are sent to."""
+"""Router replay: the experts in the batches of a step."""
 
 import io
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 
 N, ROWS = 4, 8
-OF_ROLLOUT, OF_ROUTER = 5, 7
+ROLLOUT_EXPERT, ROUTER_EXPERT = 5, 7
 
 
 class Actor:
-    """Answers as a worker does: with router replay it tells where tokens were sent, which is where they had to go."""
+    """Computes log-probs like the workers. With router replay, it returns the given experts, or else the router's."""
 
     def __init__(self, *, replays):
         self.replays = replays
@@ -38,12 +38,12 @@ class Actor:
         if self.replays:
             given = batch["routed_experts"] if "routed_experts" in batch.batch else experts(batch, -1)
             values = ragged.values(given)
-            columns["routed_experts"] = ragged.like(torch.where(values < 0, OF_ROUTER, values), given)
+            columns["routed_experts"] = ragged.like(torch.where(values < 0, ROUTER_EXPERT, values), given)
         return DataProto.from_dict(columns)
 
 
 def experts(batch, number):
-    """[B, j, layers, top_k]: `number` for all tokens but the last of each row."""
+    """Return [B, j, layers, top_k] with `number` for all tokens except the last of each row, which have -1."""
     column = torch.full((5 * ROWS, 2, 2), number, dtype=torch.int32)
     column[4::5] = -1
     return ragged.like(column, batch["input_ids"])
@@ -57,7 +57,9 @@ def rollouts(*, with_experts):
     for name in ("response_mask", "advantages"):
         columns[name] = ragged.like(torch.ones(3 * ROWS), responses)
     batch = DataProto.from_dict(columns)
-    return batch.union(DataProto.from_dict({"routed_experts": experts(batch, OF_ROLLOUT)})) if with_experts else batch
+    return (
+        batch.union(DataProto.from_dict({"routed_experts": experts(batch, ROLLOUT_EXPERT)})) if with_experts else batch
+    )
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
@@ -79,8 +81,8 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
     assert all(("routed_experts" in mini_batch.batch) == (mode != "disabled") for mini_batch in mini_batches)
     if mode == "disabled":
         return
-    expected = OF_ROLLOUT if mode == "R3" else OF_ROUTER
+    expected = ROLLOUT_EXPERT if mode == "R3" else ROUTER_EXPERT
     for mini_batch in mini_batches:
         sent = ragged.values(mini_batch["routed_experts"]).view(N, 5, 2, 2)
         assert (sent[:, :4] == expected).all()
-        assert (sent[:, 4] == OF_ROUTER).all()  # of the last tokens the rollout knows nothing
+        assert (sent[:, 4] == ROUTER_EXPERT).all()  # the rollout has no experts for the last tokens
