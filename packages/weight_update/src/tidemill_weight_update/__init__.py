@@ -1,4 +1,4 @@
-"""Bucketed weight updates from any trainer into SGLang."""
+"""Bucketed weight updates from a trainer into running SGLang engines."""
 
 from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode, PausingClient
 from tidemill_weight_update.control.request import Request

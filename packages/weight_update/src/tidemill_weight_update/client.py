@@ -1,4 +1,4 @@
-"""What the updater needs from an engine."""
+"""The interface between the updater and an engine."""
 
 from collections.abc import Collection
 from typing import Literal, Protocol, runtime_checkable
@@ -8,13 +8,15 @@ from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""SGLang's modes of pausing: running requests end, are computed anew afterwards, or go on from their old cache."""
+"""Pause modes of SGLang. "abort" ends running requests, "retract" recomputes them after the pause, "in_place" continues
+them with their old KV cache.
+"""
 
 
 class EngineClient(Protocol):
-    """An engine as the updater sees it. Its `repr` names it in error messages.
+    """An engine as the updater sees it. Its `repr` names the engine in error messages.
 
-    Every method raises on failure (any exception) and returns within a deadline of its own.
+    Every method raises on failure (any exception type) and returns within its own timeout.
     """
 
     @property
@@ -28,92 +30,96 @@ class EngineClient(Protocol):
         ...
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Hands `request`, signed with the run's token, to our loader on all ranks of the engine.
+        """Pass `request`, signed with the run's token, to the tidemill loader on all ranks of the engine.
 
-        Returns once all ranks have dealt with it, whether they succeeded or not: they report by themselves. With
-        `flush_cache` the prefix cache is emptied before the engine takes the next request; not by SGLang's option of
-        that name, with which it ends if a request still runs.
+        Return when all ranks have processed it, successfully or not: the ranks report their results to the trainer
+        themselves. With `flush_cache`, empty the prefix cache before the engine accepts the next request. Do not use
+        SGLang's option of that name: with it SGLang crashes if a request is still running.
         """
         ...
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Loads all tensors of `bucket` on all ranks of the engine, and stamps `bucket.weight_version` if it is set.
+        """Load all tensors of `bucket` on all ranks of the engine, and set `bucket.weight_version` if it is not None.
 
-        After it returns, no rank reads host memory of the bucket any more. GPU memory may still be read by copies that
-        were queued on the device: each call waits, on every rank of the engine, for the copies of the call before it.
+        After the return no rank reads host memory of the bucket. GPU memory may still be read by copies that are queued
+        on the device: each call waits, on every rank, for the copies of the previous call.
         """
         ...
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache; raises if the engine could not, for example because of running requests."""
+        """Empty the prefix cache. Raise if the engine could not, for example because requests are running."""
         ...
 
     def pause(self, mode: PauseMode) -> None:
-        """Makes the engine stop generating; requests that come wait."""
+        """Stop generation; new requests wait."""
         ...
 
     def resume(self) -> None:
-        """Ends a pause, if there is one: called also after a `pause` that raised, which may have taken effect."""
+        """End a pause, if there is one. Also called after a `pause` that raised, because the pause may have taken
+        effect.
+        """
         ...
 
     def set_weight_version(self, version: str) -> None:
-        """Makes the engine report `version` with its outputs."""
+        """Make the engine report `version` with its outputs."""
         ...
 
     def get_weight_version(self) -> str:
-        """The version that the engine reports with its outputs."""
+        """Return the version that the engine reports with its outputs."""
         ...
 
 
 @runtime_checkable
 class HoldingClient(Protocol):
-    """An `EngineClient` whose engine could begin a request between the end of `load` and what follows it.
+    """An `EngineClient` whose engine could start a request between the end of `load` and the following calls.
 
-    With `in_flight="wait"` it gets `load(flush_cache=False)`, `hold` meanwhile, `flush_cache` and in the end `resume`.
-    Others empty their cache in `load`, before the engine begins another request.
+    With `in_flight="wait"`, the updater calls `load(flush_cache=False)`, then `hold` while the load runs, then
+    `flush_cache` and finally `resume`. Other clients empty their cache inside `load`, before the engine starts another
+    request.
     """
 
     def hold(self) -> None:
-        """Makes requests that wait for the end of `load` wait for `resume`.
+        """Make requests that wait for the end of `load` wait for `resume` instead.
 
-        Called from another thread while `load` runs, once all ranks have begun it: those whose end `load` waits for
-        have ended. No rank comes to its end before this returns.
+        Called from another thread while `load` runs, after all ranks have started it: requests that `load` waits for
+        have finished. No rank finishes its load before this method returns.
         """
         ...
 
 
 @runtime_checkable
 class PausingClient(Protocol):
-    """An `EngineClient` that remembers its own pauses, for the next updater that is given it.
+    """An `EngineClient` that remembers its own pauses across updaters.
 
-    An updater leaves an engine paused, with "abort", that may hold a mix of versions. Another, made after that was
-    closed, lets the engine go on when it has updated it completely, if its client remembers the pause. Before, it
-    refuses it an adapter, and a partial update unless the engine is named. If the client does not remember a pause, or
-    one of another mode, the engine stays paused: somebody else has paused it.
+    An updater pauses an engine that may hold a mix of versions with mode "abort" and leaves it paused. If the client
+    remembers that pause, a later updater resumes the engine after a complete update. Until then it refuses adapters for
+    the engine, and partial updates unless the engine is listed in `engines`. An engine stays paused if its client does
+    not remember the pause, or if the mode is another one: then somebody else paused it.
     """
 
     @property
     def paused(self) -> PauseMode | None:
-        """The mode of the last `pause` of this object (that of `hold` is "retract"), also if that raised; None if there
-        was none, or `resume` has ended it. Nothing is asked for it."""
+        """Mode of the last `pause` of this object, also if that call raised (`hold` counts as "retract"). None if there
+        was no pause, or `resume` has ended it. Must not contact the engine.
+        """
         ...
 
 
 @runtime_checkable
 class AdapterClient(Protocol):
-    """What `WeightUpdater.update_adapter` needs from an engine besides."""
+    """What `WeightUpdater.update_adapter` requires in addition to `EngineClient`."""
 
     def adapters(self) -> Collection[str]:
-        """The names of the adapters that requests can ask for."""
+        """Return the names of the adapters that requests can select."""
         ...
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        """Makes the adapter whose tensors are those of `bucket` available as `name`, which must be free.
+        """Load the tensors of `bucket` as the adapter `name`, which must not be loaded yet.
 
-        The engine may keep the bucket's memory: nothing is written there any more.
+        The engine may keep a reference to the bucket's memory: the updater does not write to it again.
         """
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Takes `name` from new requests, waits for those that use it, and forgets the adapter."""
+        """Refuse new requests for `name`, wait for the running ones, then remove the adapter."""
         ...

@@ -1,10 +1,10 @@
-"""Errors that have to be agreed on before they are raised."""
+"""An exception that is kept until all ranks agree on it."""
 
 from types import TracebackType
 
 
 class Failure:
-    """Holds the first exception raised in its `with` blocks."""
+    """Keeps the first exception raised in its `with` blocks. Other `BaseException`s (an interrupt) propagate."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

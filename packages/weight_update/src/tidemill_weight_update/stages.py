@@ -1,4 +1,4 @@
-"""Where the time of an update goes."""
+"""Wall time of an update, by stage."""
 
 import time
 from collections import defaultdict
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Stages:
-    """Adds up wall time by stage."""
+    """Accumulates wall time by stage name."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -1,33 +1,34 @@
-"""What an update reports."""
+"""The result of an update."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
-    """One update, as this rank saw it. `_s` are seconds of wall time.
+    """One update as this rank saw it. Values that end in `_s` are seconds of wall time.
 
     Attributes:
-        seconds: from the call of `update` to its return; includes waiting for other ranks.
-        num_bytes: bytes of what this rank sent (after a cast), without alignment; on the stock path, of all tensors.
-            If engines of both paths were updated, what was sent on both.
-        num_tensors: tensors of which this rank sent a part; on the stock path, all tensors.
-        num_buckets: of which `num_bytes` consist.
-        verified: whether all engines compared checksums of what was sent with those of what they read as they copied it
-            to their parameters; these are not read again.
-        num_unverified: tensors of which that tells nothing: they lie in unequal parts on the ranks of an engine, or are
-            in `through_loader`, so that other code put them there.
-        through_loader: tensors that engines gave to SGLang's own loader, with the reason. Of thousands it names some
-            hundreds, and the last reason tells how many it does not name.
-        quarantined: name of an engine that failed -> why. It is paused if it may hold a mix of versions, and left out
-            further updates until it is named in `update(engines=...)`, or no other is left.
-        prepare_s: describing the tensors to the engines.
-        gather_s: making full tensors of DTensors; stock path only.
-        fill_s: copying (and casting) into shared memory, and checksums of what is sent.
-        load_s: waiting for engines.
-        finish_s: making the version visible, on the stock path also flushing the prefix caches.
-        engine_s: where the slowest engine rank spent its time, within `load_s`: "wait" for the trainer, "check" plans,
-            "copy", "finish" (what the model derives from its weights), "verify".
+        seconds: time from the call of `update` to its return, including the wait for other ranks.
+        num_bytes: bytes this rank sent (after the cast), without alignment; on the stock path, bytes of all tensors. If
+            engines of both paths were updated, the sum.
+        num_tensors: number of tensors this rank sent a part of; on the stock path, number of all tensors.
+        num_buckets: number of buckets that carried `num_bytes`.
+        weight_version: version the engines report after this update.
+        verified: whether all engines compared the checksums of what was sent with the checksums of what they read while
+            they copied it into their parameters. The parameters are not read again after the copy.
+        num_unverified: number of tensors that the checksums do not cover: tensors spread unevenly over the ranks of an
+            engine, and tensors in `through_loader`, which other code writes.
+        through_loader: name -> reason, for tensors that engines loaded with SGLang's own loader. A long list is
+            truncated to some hundred names; the last reason then contains the number of omitted names.
+        quarantined: name of each engine that failed -> error. A quarantined engine is paused if it may hold a mix of
+            versions. Later updates skip it until it is listed in `update(engines=...)` or no other engine is left.
+        prepare_s: time to describe the tensors to the engines.
+        gather_s: time to gather DTensors into full tensors; stock path only.
+        fill_s: time to copy (and cast) into shared memory and to compute the checksums of what is sent.
+        load_s: time spent waiting for engines.
+        finish_s: time to set the version; on the stock path also to flush the prefix caches.
+        engine_s: seconds by stage of the slowest engine rank, within `load_s`: "wait" for the trainer, "check" plans,
+            "copy", "finish" (tensors derived from weights), "verify".
     """
 
     seconds: float
@@ -48,5 +49,5 @@ class UpdateStats:
 
     @property
     def gb_per_s(self) -> float:
-        """num_bytes / seconds, in 1e9 bytes per second."""
+        """Return num_bytes / seconds, in 1e9 bytes per second."""
         return self.num_bytes / self.seconds / 1e9

@@ -1,4 +1,4 @@
-"""The updater: from named tensors to engines that serve them."""
+"""The public entry point: sends named tensors from a trainer to engines."""
 
 import json
 import time
@@ -33,36 +33,38 @@ if TYPE_CHECKING:
 
 
 class WeightUpdater:
-    """Sends weights to engines.
+    """Sends weights from a trainer to inference engines.
 
-    All ranks of `process_group` (None: the default group, or this process alone) make it and call `update` together;
-    rank 0 of the group talks to the engines. Engines that were launched with `sglang_launch_args()` take what they need
-    from each rank directly (the fast path); others get full tensors from rank 0 (the stock path).
+    All ranks of `process_group` (None: the default group, or this process alone) create it and call `update` together;
+    rank 0 of the group calls the engines. Each rank of an engine that was launched with `sglang_launch_args()` reads
+    what it needs from each trainer rank directly (the fast path). Other engines receive full tensors from rank 0 (the
+    stock path).
 
     Args:
-        engines: where the weights go; used on rank 0 only, other ranks may pass an empty sequence.
-        bucket_bytes: tensors that cannot be read where they are travel through shared memory of twice this size on each
-            rank, however large they are. On the stock path a tensor larger than a bucket travels alone, and the shared
-            memory grows to its size.
-        process_group: the ranks that update together, over a small gloo group that they make for it. Its timeout bounds
-            their wait for the last to call `update` and for what rank 0 still has to wait for when all is sent.
-        dtype: floating-point tensors are sent as `tensor.to(dtype)`, unless they have one byte an element. None: as
-            they are; the fast path casts them to the dtype of the engine's parameter.
-        device: where the shared memory lives, "cpu" or a CUDA device; None: where the first tensor is. Engines on GPUs
-            read both kinds, engines on CPUs only host memory.
-        in_flight: what becomes of requests that run when an update comes. "wait": they end first; "abort": they are
-            ended; "retract": they are computed anew with the new weights, except their prompts, which SGLang finds in
-            its prefix cache; "in_place": they go on with what they have computed. With the last two that cache is not
-            flushed; give requests the version as `extra_key`.
-        allow_non_finite: whether infinite and not-a-number elements may be sent (fast path; the stock path does not
-            look).
-        link: to engines on other machines, and between trainer ranks on several; the same on all ranks. All ranks and
-            engines need the run's token.
-        timeout_s: longest wait for an engine that makes no progress, be it because of running requests; then the others
-            load without it. `update` still returns, and what it paused goes on, when its client has given up, too. Less
-            than what clients wait for an answer, else these give up all engines while they wait for one. (Engines wait
-            as long for a trainer rank that lives and sends nothing if there is a link, else three times as long; ranks
-            of the fast path that have sent all wait three times as long for the others.)
+        engines: engines to update; used on rank 0 only, other ranks may pass an empty sequence.
+        bucket_bytes: size of a bucket. On the fast path each rank uses shared memory of at most twice this size for
+            tensors that the engines cannot read in place; larger tensors are split. On the stock path a tensor larger
+            than a bucket is sent alone, and the shared memory grows to its size.
+        process_group: ranks that update together. They communicate over an extra gloo group with the same timeout. The
+            timeout limits how long they wait for the last rank to call `update`, and how long they wait for rank 0
+            after all tensors are sent.
+        dtype: dtype in which floating-point tensors are sent, except dtypes of one byte per element. None: send tensors
+            as they are; the fast path casts them to the dtype of the engine's parameter.
+        device: device of the shared memory, "cpu" or a CUDA device. None: the device of the first tensor. Engines on
+            GPUs read both kinds, engines on CPUs only host memory.
+        in_flight: what happens to running requests. "wait": the update waits for them. "abort": they are ended.
+            "retract": they are recomputed with the new weights, except their prompts, which SGLang finds in its prefix
+            cache. "in_place": they continue with their old KV cache. With the last two modes the prefix cache is not
+            flushed; pass the version as `extra_key` of your requests.
+        allow_non_finite: whether infinite and NaN elements may be sent (checked on the fast path and for adapters).
+        link: connection to engines on other machines, and between trainer ranks on several machines; the same on all
+            ranks. All ranks and engines need the run's token.
+        timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
+            the other engines load without that engine; `update` returns, and paused engines resume, when the client of
+            that engine has timed out too. Must be less than the timeout of the clients, otherwise they time out for all
+            engines while these wait for one. (An engine waits for a trainer rank that is alive but sends nothing as
+            long with a link, three times as long without one. A trainer rank of the fast path that has sent everything
+            waits three times as long for the other ranks.)
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class WeightUpdater:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype must be a floating-point dtype as torch.bfloat16, got {dtype!r}")
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
         if timeout_s <= 0:
@@ -116,35 +118,41 @@ class WeightUpdater:
         partial: bool = False,
         engines: Sequence[EngineClient] | None = None,
     ) -> UpdateStats:
-        """Loads `named_tensors` into the engines and makes `weight_version` visible on those that have all of it.
+        """Load `named_tensors` into the engines and set `weight_version` on those that loaded all of it.
 
-        Collective. The prefix caches are flushed. The tensors must not change until this returns.
+        Collective. Flushes the prefix caches. The tensors must not change until this call returns.
 
-        On the fast path each rank passes what it holds, under Hugging Face names: plain tensors (rank 0's count, so it
-        has all of them), DTensors, `LocalShard`s; in any order. If `named_tensors` is a collection (a list,
-        `state_dict().items()`), all of it is checked before an engine changes anything. A generator is read as it is
-        sent, so its tensors may be temporary; then a missing tensor is found when the others are loaded. On the stock
-        path every rank passes the same names in the same order, as plain tensors or DTensors.
+        On the fast path each rank passes what it holds, under Hugging Face names and in any order: plain tensors (those
+        of rank 0 are sent, so it must have all of them), DTensors, and `LocalShard`s. If `named_tensors` is a
+        collection (a list, `state_dict().items()`), everything is checked before an engine changes anything. A
+        generator is read while it is sent, so its tensors may be temporary; a missing tensor is then found after the
+        others are loaded. On the stock path every rank passes the same names in the same order, as plain tensors or
+        DTensors.
 
         Args:
-            named_tensors: all parameters of the model, as pairs of name and tensor.
-            weight_version: what the engines report afterwards, as a string.
-            partial: parameters that nothing was sent for keep their values; else that is an error. Engines that failed
-                in an earlier update take part only if they are named: then nothing else may be older in them.
-            engines: update these only, quarantined ones and new ones too; they take part in later updates. On rank 0.
+            named_tensors: pairs of name and tensor, for all parameters of the model.
+            weight_version: version that the engines report afterwards, as a string.
+            partial: whether parameters without a tensor keep their values; otherwise they are an error. An engine that
+                failed in an earlier update takes part only if it is listed in `engines`: then no other parameter of it
+                may be outdated.
+            engines: update only these engines. They may be quarantined or new; they take part in later updates. Used on
+                rank 0.
+
+        Returns:
+            The statistics of this update. An engine that fails while others succeed raises nothing; it is listed in
+            `UpdateStats.quarantined`.
 
         Raises:
-            ValueError: no tensors, a name twice, an empty version, no engines, an engine twice, more engine ranks than
-                can be updated at once (256, without a link), tensors that are not finite, a LocalShard that does not
-                fit its tensor, plain tensors that another rank has and rank 0 has not (found when the others are sent),
-                a partial update of an engine that failed before and is not named.
+            ValueError: no tensors, a duplicate name, an empty version, no engines, a duplicate engine, more engine
+                ranks than one update supports (256, without a link), non-finite tensors, a LocalShard that does not fit
+                its tensor, plain tensors on another rank that rank 0 does not have (found after the other tensors are
+                sent), or a partial update of an engine that failed before and is not listed.
             TypeError: an item that is not `(name, dense tensor)`, a generator for engines of both paths, or (fast path)
-                on some ranks only.
-            RuntimeError: no engine could be updated (each is named with its reason), another rank failed, the ranks
-                passed different tensors on the stock path, or the updater is closed. What the iterable raises is raised
-                as it is. An error on one rank is an error on all. If a rank is lost (`RankLostError`), close the
-                updater; those that are left can make another.
-            An engine that fails while others do not raises nothing: see `UpdateStats.quarantined`.
+                a generator on some ranks only.
+            RuntimeError: no engine could be updated (the message contains the error of each), another rank failed, the
+                ranks passed different tensors on the stock path, or the updater is closed. Exceptions of the iterable
+                propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`, close the updater;
+                the remaining ranks can create another one.
         """
         started = time.perf_counter()
         version = str(weight_version)
@@ -166,7 +174,7 @@ class WeightUpdater:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 try:
                     fast = self._send(named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages)
-                except RankLostError as error:  # which one it was, engines may know
+                except RankLostError as error:  # engines may know which rank was lost
                     raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
                 with torch.inference_mode(False), torch.no_grad():
@@ -188,27 +196,32 @@ class WeightUpdater:
         replaces: str | None = None,
         engines: Sequence[EngineClient] | None = None,
     ) -> UpdateStats:
-        """Makes the engines serve a LoRA adapter as `name` (`lora_path` of SGLang's requests), then `weight_version`.
+        """Make the engines serve a LoRA adapter as `name` (`lora_path` of SGLang's requests), then set
+        `weight_version`.
 
-        Collective; all ranks pass the same tensors in the same order. The engines' own weights stay as they are. If
-        they serve an adapter of that name, it is unloaded first: SGLang waits for the requests that use it, whatever
-        `in_flight` says unless that is "abort", and refuses new ones until the new adapter is there. To have no such
-        gap, pass a new name and the old one as `replaces`. SGLang keeps a prefix cache for each load of an adapter.
+        Collective; all ranks pass the same tensors in the same order. The engines' own weights do not change. An
+        adapter of that name is unloaded first: SGLang waits for the requests that use it, for every `in_flight` except
+        "abort", and refuses new ones until the new adapter is loaded. To avoid that gap, pass a new name and the old
+        one as `replaces`. SGLang keeps a separate prefix cache for each load of an adapter.
 
-        SGLang compares an adapter with its model when a request first uses it, and ends if they do not fit.
+        SGLang compares an adapter with its model when a request first uses it, and crashes if they do not fit.
 
         Args:
-            named_tensors: its matrices, named as PEFT does in files or in models, plain tensors or DTensors.
-            config: its settings.
-            replaces: an adapter that is unloaded when the new one is there.
-            engines: update these only; those that failed at an earlier adapter or were left out of it, too. On rank 0.
+            named_tensors: matrices of the adapter, named as PEFT names them in files or in models; plain tensors or
+                DTensors.
+            name: name under which requests select the adapter.
+            config: settings of the adapter.
+            weight_version: version that the engines report afterwards, as a string.
+            replaces: adapter to unload after the new one is loaded.
+            engines: update only these engines, including engines that failed at an earlier adapter or missed it. Used
+                on rank 0.
 
         Raises:
-            ValueError: a matrix is missing or has another shape than `config` says, is not finite, or `update` raises
-                it; an engine of `engines` failed in `update` and has to be brought up to date by that first.
+            ValueError: a matrix is missing, has another shape than `config` requires, or is not finite; an error that
+                `update` raises too; or an engine of `engines` failed in `update` and must be updated by it first.
             TypeError: an item that is not `(name, dense tensor)`, or a LocalShard.
-            RuntimeError: as in `update`. An engine that fails serves its own weights as before; requests for the
-                adapter reach the old one or the new one, or are refused.
+            RuntimeError: as in `update`. An engine that fails continues to serve its own weights; requests for the
+                adapter use the old one or the new one, or are refused.
         """
         started = time.perf_counter()
         version = str(weight_version)
@@ -229,7 +242,7 @@ class WeightUpdater:
         return self._report(fleet, version, (1, *counts), started, stages)
 
     def close(self) -> None:
-        """Releases the shared memory. The engines are left as they are. May be called twice; not collective."""
+        """Release the shared memory and do not touch the engines. Not collective; may be called twice."""
         self._closed = True
         self._ranks.close()
         self._fast.close()
@@ -237,42 +250,43 @@ class WeightUpdater:
 
     def _check_ready(self, version: str) -> None:
         if self._closed:
-            raise RuntimeError("this WeightUpdater is closed; make a new one")
+            raise RuntimeError("this WeightUpdater is closed; create a new one")
         if not version:
             raise ValueError("weight_version must not be empty")
 
     def _assemble(
         self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight, *, catches_up: bool
     ) -> Fleet:
-        """The engines of this update, on rank 0.
+        """Return the engines of this update; empty on ranks other than 0.
 
         Args:
-            catches_up: engines get all that they lack, so that those that failed before can take part.
+            catches_up: whether engines receive everything they may lack, so that engines that failed before can take
+                part.
         """
         if self._ranks.rank != 0:
             return Fleet([], in_flight)
         chosen = self._quarantine.eligible(self._engines, operation) if engines is None else distinct(engines)
         if not chosen:
-            raise ValueError("rank 0 talks to the engines, but was given none")
+            raise ValueError("expected at least one engine on rank 0, got none; pass engine clients as engines=[...]")
         fleet = Fleet(chosen, in_flight)
         if operation == "update" and self._link is None and fleet.num_receivers > MAX_RECEIVERS:
             raise ValueError(
-                f"engines of {MAX_RECEIVERS} ranks in all can be updated at once, these have {fleet.num_receivers}; "
-                f"pass some of them as engines=... and then the others"
+                f"one update supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; "
+                f"update some engines with engines=[...] and then the others"
             )
         for member in fleet.members:
             self._quarantine.restore(member)
             if member.paused and not catches_up:
                 raise ValueError(
-                    f"{member.name} failed in update() or is still paused; bring it up to date with "
-                    f"update(engines=[it]) first, and with all tensors that may be older in it"
+                    f"{member.name} failed in update() or is still paused; first call "
+                    f"update(..., engines=[that engine]) with all tensors that may be outdated in it"
                 )
         self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         return fleet
 
     @contextmanager
     def _paused(self, fleet: Fleet, operation: Operation) -> Iterator[None]:
-        """Pauses the engines, and fences or resumes them in the end."""
+        """Pause the engines; finally resume them and record which of them failed."""
         try:
             fleet.pause()
             yield
@@ -288,7 +302,7 @@ class WeightUpdater:
     def _report(
         self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages
     ) -> UpdateStats:
-        """Raises on all ranks if no engine could be updated."""
+        """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
         return UpdateStats(
             seconds=time.perf_counter() - started,
@@ -305,7 +319,7 @@ class WeightUpdater:
         )
 
     def _connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
-        """The paths of all ranks' mailboxes, once they can be opened."""
+        """Return the paths of all ranks' mailboxes, once they can be opened."""
         failure = Failure()
         mailboxes: tuple[str, ...] = ()
         with failure:
@@ -324,7 +338,7 @@ class WeightUpdater:
         partial: bool,
         stages: Stages,
     ) -> tuple[int, int, int]:
-        """The fast path: all engines read while all ranks publish."""
+        """Run the fast path: all engines read while all ranks publish."""
         is_stream = isinstance(named_tensors, Iterator)
 
         def request(member: Member) -> Request:
@@ -334,12 +348,14 @@ class WeightUpdater:
         failure = Failure()
         counts, is_sent = (0, 0, 0), False
         try:
-            with failure, torch.inference_mode(False), torch.no_grad():  # what is kept is written to again
+            # Buffers are kept and written again later, so they must not be inference tensors.
+            with failure, torch.inference_mode(False), torch.no_grad():
                 if is_stream and num_stock:
                     raise TypeError(
-                        "a generator can be read once, but engines of both paths need it; pass a collection"
+                        "got a generator, but engines of both the fast and the stock path are updated and each path "
+                        "reads the tensors; pass a collection, for example list(named_tensors)"
                     )
-                # One rank alone has more to read, and the way to its engine is shorter: its GPU begins first.
+                # A single rank has more to read and a shorter path to its engine: its GPU starts first.
                 if self._ranks.size > 1:
                     load_calls.start()
                 buckets: Iterable[PreparedBucket]
@@ -353,12 +369,12 @@ class WeightUpdater:
                 is_sent = True
             if not is_sent:  # the engines would wait
                 load_calls.cancel()
-            # While the engines compare. What the others may wait for now, engines, they give up after a while.
+            # The engines compare checksums meanwhile. Other ranks may wait for engines now, with a timeout.
             self._plain.exchange(failure.error, self._fast.plain, 3 * self._timeout_s)
         except RankLostError:
             is_sent = False
             raise
-        finally:  # after an interrupt, too
+        finally:  # also after an interrupt
             if not is_sent:
                 load_calls.cancel()
             with stages("load"):
@@ -373,12 +389,12 @@ class WeightUpdater:
             num_receivers=len(member.rows),
             complete=complete,
             partial=partial,
-            # Rank 0 gives up an engine after one, other ranks after two; over a link all do after half of one.
+            # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
             timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )
 
     def _agree_on_outcome(self, fleet: Fleet) -> dict[str, Any]:
-        """What the engines said, on all ranks; raises on all ranks if none of them could be updated."""
+        """Return the engines' outcome on all ranks; raise on all ranks if no engine could be updated."""
         outcome = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
@@ -386,10 +402,10 @@ class WeightUpdater:
 
 
 def _check_kinds(are_streams: Sequence[bool]) -> None:
-    """What may be missing, engines are told once for all ranks."""
+    """Raise TypeError unless all ranks passed a collection or all passed a generator: one request covers all ranks."""
     if len(set(are_streams)) > 1:
         streams = ", ".join(str(rank) for rank, is_stream in enumerate(are_streams) if is_stream)
         raise TypeError(
-            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all must pass the "
-            f"same kind: list(...) makes a collection of a generator, iter(...) an iterator of a collection"
+            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all ranks must pass "
+            f"the same kind: list(...) turns a generator into a collection, iter(...) a collection into an iterator"
         )
