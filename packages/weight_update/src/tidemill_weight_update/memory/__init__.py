@@ -1,1 +1,1 @@
-"""Memory that several processes see."""
+"""Memory that other processes map: shared host memory and CUDA allocations."""

@@ -1,4 +1,4 @@
-"""Arenas: memory that the sender fills and an engine's processes read."""
+"""Arenas: memory that the sender fills and the processes of an engine read."""
 
 import os
 from collections.abc import Callable
@@ -22,27 +22,27 @@ class Arena(Protocol[M_co]):
         ...
 
     def publish(self) -> M_co:
-        """Makes what was written to `data` visible and says where it is."""
+        """Make the bytes written to `data` visible to other processes and return a description of the memory."""
         ...
 
     def close(self) -> None:
-        """Releases the memory."""
+        """Release the memory."""
         ...
 
 
 class HostArena:
-    """A memfd: shared memory without a name, that ends with its last user however that user ends.
+    """A memfd: shared memory without a name, freed when its last user exits, however it exits.
 
-    Other processes of the same user and PID namespace open it as `/proc/<pid>/fd/<n>` while this process lives.
+    Other processes of the same user and PID namespace open it as `/proc/<pid>/fd/<n>` while this process is alive.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # Linux grants any size and ends a process, not always this one, when the pages are touched.
+        # Linux grants any size and kills a process, not always this one, when the pages are touched.
         available = _available_bytes()
         if num_bytes > available:
             raise RuntimeError(
                 f"a bucket needs {num_bytes / 1e9:.3g} GB of shared memory, {available / 1e9:.3g} GB are available; "
-                f"choose smaller bucket_bytes (a bucket is at least as large as the largest tensor)"
+                f"reduce bucket_bytes (a bucket is at least as large as the largest tensor)"
             )
         self._fd = os.memfd_create("tidemill-weights")
         self._num_bytes = num_bytes
@@ -63,17 +63,17 @@ class HostArena:
 
 
 def _available_bytes() -> int:
-    """Memory of this machine that can be had without swapping."""
+    """Return the memory of this machine that is available without swapping."""
     with open("/proc/meminfo") as meminfo:
         fields = dict(line.split(":", 1) for line in meminfo)
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
-    """An arena of `num_bytes` on `device`, for engines with our loader.
+    """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader.
 
     Raises:
-        ValueError: no arena can be made there.
+        ValueError: the device type is not supported.
     """
     _check_device(device)
     if device.type == "cpu":
@@ -84,10 +84,10 @@ def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
 
 
 def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
-    """An arena of `num_bytes` on `device`, which SGLang opens by itself.
+    """Return an arena of `num_bytes` on `device` that stock SGLang can open.
 
     Raises:
-        ValueError: no arena can be made there.
+        ValueError: the device type is not supported.
     """
     _check_device(device)
     if device.type == "cpu":
@@ -99,15 +99,17 @@ def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | 
 
 def _check_device(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"weights can be sent from cpu or cuda memory, got {device}; pass device='cpu' to stage")
+        raise ValueError(
+            f"device must be cpu or cuda, got {device}; pass device='cpu' to copy the tensors to host memory first"
+        )
 
 
 class ArenaRing(Generic[M]):
-    """Arenas taken in index, each grown to the most that it had to hold.
+    """Arenas used in rotation, each grown to the largest bucket it had to hold.
 
     Args:
-        length: how many they are.
-        new: makes one for so many bytes.
+        length: number of arenas.
+        new: creates an arena of the given size in bytes.
     """
 
     def __init__(self, length: int, new: Callable[[int], Arena[M]]) -> None:
@@ -116,17 +118,17 @@ class ArenaRing(Generic[M]):
         self._next_index = 0
 
     def rewind(self) -> None:
-        """Begins with the first one again, so that one bucket at a time always lies in the same."""
+        """Start with the first arena again, so that an update of one bucket always uses the same arena."""
         self._next_index = 0
 
     def next(self, num_bytes: int) -> Arena[M]:
-        """The next arena, with room for `num_bytes`; what it held may be overwritten."""
+        """Return the next arena, with room for `num_bytes`; its old contents may be overwritten."""
         index = self._next_index
         self._next_index = (index + 1) % len(self._arenas)
         arena = self._arenas[index]
         if arena is None or arena.data.numel() < num_bytes:
             if arena is not None:
-                self._arenas[index] = None  # freed before there is another one
+                self._arenas[index] = None  # free it before the next allocation
                 arena.close()
             arena = self._arenas[index] = self._new(num_bytes)
         return arena

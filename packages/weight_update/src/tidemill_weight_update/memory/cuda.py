@@ -1,4 +1,4 @@
-"""The arena in GPU memory, shared by CUDA IPC."""
+"""The arena of the stock path in GPU memory, shared by CUDA IPC."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch.multiprocessing import reductions
 
 from tidemill_weight_update.memory.handle import CudaMemory
 
-_DEVICE_ARG = 6  # of rebuild_cuda_tensor; the same constant as in SGLang's monkey_patch_torch_reductions
+_DEVICE_ARG = 6  # index of the device in rebuild_cuda_tensor's arguments, as in SGLang's monkey_patch_torch_reductions
 
 
 class CudaArena:
-    """GPU memory that is shared once and stays shared: the same handle serves every bucket, rank and engine.
+    """GPU memory that is exported once: the same handle serves every bucket, rank and engine.
 
     torch counts the receivers of a shared storage to know when the sender may free it. Here the sender keeps the
-    storage alive by itself and never looks at that count, so the handle may be opened any number of times. (Sharing it
-    anew for each bucket would nest one more owner around the storage each time.)
+    storage alive itself and ignores that count, so the handle may be opened any number of times. (Exporting it again
+    for each bucket would wrap the storage in one more owner each time.)
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""GPU memory that other processes of this machine map, through CUDA's driver.
+"""GPU memory that other processes of this machine map through the CUDA driver.
 
-torch shares tensors between processes with a protocol of its own, which counts the receivers of each. Here an
-allocation is exported once and stays mapped until its owner announces others, so CUDA is called directly. Only what
-`cudaMalloc` and `cuMemAlloc` made can be exported: neither the virtual memory of torch's `expandable_segments` nor the
+torch shares tensors between processes with its own protocol, which counts the receivers of each tensor. Here an
+allocation is exported once and stays mapped until its owner announces others, so CUDA is called directly. Only memory
+from `cudaMalloc` and `cuMemAlloc` can be exported, not the virtual memory of torch's `expandable_segments` and not the
 pools of `cudaMallocAsync`.
 """
 
@@ -22,7 +22,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class NotExportableError(RuntimeError):
-    """Memory that CUDA does not share between processes; copy it to a `DeviceArena` and share that."""
+    """Memory that CUDA cannot share between processes; copy it to a `DeviceArena` and share that."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -46,9 +46,9 @@ def _driver() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """Makes the device's context, the one that torch uses, current in this thread. The driver's calls act on it."""
+    """Make the device's primary context, which torch uses, current in this thread; driver calls act on it."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # in a new thread choosing device 0 alone does nothing
+        torch.cuda.current_stream().query()  # creates the context: in a new thread selecting device 0 alone does not
         yield
 
 
@@ -60,17 +60,17 @@ def _check(code: int, what: str, error: type[RuntimeError] = RuntimeError) -> No
 
 
 def export(address: int, device: torch.device) -> DeviceMemory:
-    """The allocation that holds `address`, for other processes. It must not be freed while one of them maps it.
+    """Return a handle to the allocation that contains `address`. Do not free it while another process maps it.
 
     Args:
-        address: in GPU memory of this process; in the middle of an allocation, too.
-        device: its GPU.
+        address: any address in GPU memory of this process.
+        device: GPU of the address.
 
     Returns:
         The whole allocation, which can be larger than the tensor at `address`. Equal for all addresses in it.
 
     Raises:
-        NotExportableError: CUDA does not share this kind of memory.
+        NotExportableError: CUDA cannot share this kind of memory.
     """
     driver = _driver()
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -79,17 +79,17 @@ def export(address: int, device: torch.device) -> DeviceMemory:
     with _current(device):
         _check(
             driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(num_bytes), address),
-            f"{what}, it is no GPU memory of this process",
+            f"{what}: not GPU memory of this process",
             NotExportableError,
         )
         _check(
             driver.cuPointerGetAttribute(ctypes.byref(buffer_id), _BUFFER_ID, base.value),
-            f"{what}, it has no identity",
+            f"{what}: it has no buffer ID",
             NotExportableError,
         )
         _check(
             driver.cuIpcGetMemHandle(ctypes.byref(handle), base.value),
-            f"{what}, it does not come from cudaMalloc (torch's expandable_segments and cudaMallocAsync do not use it)",
+            f"{what}: not from cudaMalloc (torch's expandable_segments and cudaMallocAsync do not use cudaMalloc)",
             NotExportableError,
         )
     return DeviceMemory(
@@ -103,7 +103,9 @@ def export(address: int, device: torch.device) -> DeviceMemory:
 
 
 def are_allocated(memories: Iterable[DeviceMemory], device: torch.device) -> bool:
-    """Whether all of these allocations of this process are still there: others at their addresses are not they."""
+    """Return whether all of these allocations of this process still exist; new allocations at their addresses do not
+    count.
+    """
     driver, buffer_id = _driver(), ctypes.c_ulonglong()
     with _current(device):
         return all(
@@ -114,9 +116,10 @@ def are_allocated(memories: Iterable[DeviceMemory], device: torch.device) -> boo
 
 
 def num_freed(device: torch.device) -> int | None:
-    """How many allocations torch has given back to CUDA in this process; None: its allocator does not count.
+    """Return how many allocations torch has returned to CUDA in this process; None if its allocator does not count
+    them.
 
-    While that stays the same, what `export` has found can be read, whatever is there now.
+    While the number stays the same, the results of `export` stay valid, whatever the memory contains now.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return None
@@ -124,17 +127,18 @@ def num_freed(device: torch.device) -> int | None:
 
 
 class ImportedMemory:
-    """An allocation, as `device` of this process reaches it, wherever it lies: other GPUs' over NVLink or PCIe.
+    """An allocation of another process, mapped for `device` of this process; memory of other GPUs is read over NVLink
+    or PCIe.
 
-    The memory of another GPU is mapped into the context of `device`; the other GPU gets no context in this process.
-    An allocation may be opened any number of times: CUDA counts. Memory of this process itself, which CUDA refuses to
-    open, is used where it is, on its own GPU.
+    The memory of another GPU is mapped into the context of `device`; no context is created on the other GPU. An
+    allocation may be opened any number of times: CUDA counts the openings. Memory of this process itself, which CUDA
+    refuses to open, is used directly, on its own GPU.
 
     Attributes:
-        address: where the allocation begins, in this process. Valid until `close`.
+        address: start of the allocation in this process. Valid until `close`.
 
     Raises:
-        RuntimeError: CUDA cannot map it: its owner has ended, or the two GPUs cannot reach each other.
+        RuntimeError: CUDA cannot map it: its owner has exited, or the two GPUs have no peer access.
     """
 
     def __init__(self, memory: DeviceMemory, device: torch.device) -> None:
@@ -143,7 +147,10 @@ class ImportedMemory:
         self.address = memory.address
         if not self._mapped:
             if str(torch.cuda.get_device_properties(device).uuid) != memory.device_uuid:
-                raise RuntimeError(f"{device} cannot map memory that this process holds on GPU {memory.device_uuid}")
+                raise RuntimeError(
+                    f"{device} cannot map memory of the same process on GPU {memory.device_uuid}; run trainer and "
+                    f"engine in different processes, or on one GPU"
+                )
             return
         address, handle = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(memory.handle)
         with _current(device):
@@ -151,12 +158,14 @@ class ImportedMemory:
         _check(
             code,
             f"{device} cannot map {memory.num_bytes} bytes of process {memory.pid} on GPU {memory.device_uuid}; "
-            f"that process must live, and the GPUs must reach each other (see nvidia-smi topo -p2p r)",
+            f"that process must be alive, and the GPUs need peer access (see nvidia-smi topo -p2p r)",
         )
         self.address = address.value
 
     def close(self) -> None:
-        """Ends the mapping, after the work on the current stream; nothing may use it any more. Again: does nothing."""
+        """Unmap the allocation after the work on the current stream. Nothing may use it afterwards. A second call does
+        nothing.
+        """
         if self._mapped:
             self._mapped = False
             with _current(self._device):
@@ -165,7 +174,7 @@ class ImportedMemory:
 
 
 class DeviceArena:
-    """GPU memory to fill and to share, made by `cuMemAlloc` whatever allocator torch uses.
+    """GPU memory to fill and share, allocated by `cuMemAlloc` independent of torch's allocator.
 
     Attributes:
         data: uint8 [num_bytes].
@@ -181,14 +190,14 @@ class DeviceArena:
             code = _driver().cuMemAlloc_v2(ctypes.byref(address), num_bytes)
         _check(
             code,
-            f"cannot allocate a bucket of {num_bytes} bytes on {device}; choose smaller bucket_bytes, or let torch "
-            f"return what it does not use (torch.cuda.empty_cache)",
+            f"cannot allocate a bucket of {num_bytes} bytes on {device}; reduce bucket_bytes, or release torch's "
+            f"unused memory (torch.cuda.empty_cache)",
         )
         self._address = address.value
         self.data: Tensor = torch.as_tensor(_Bytes(self._address, num_bytes), device=device)
 
     def publish(self) -> DeviceMemory:
-        """Waits for what was written on the current stream, and says where the memory is."""
+        """Wait for the writes on the current stream, then return the exported memory."""
         torch.cuda.current_stream(self._device).synchronize()
         return self._exported
 
@@ -197,14 +206,14 @@ class DeviceArena:
         return export(self._address, self._device)
 
     def close(self) -> None:
-        """Frees the memory; other processes must have closed theirs before. Views of `data` end with it."""
+        """Free the memory; other processes must have unmapped it. Views of `data` become invalid."""
         del self.data
         with _current(self._device):
             _check(_driver().cuMemFree_v2(self._address), "cannot free a bucket")
 
 
 class _Bytes:
-    """Memory at an address, as torch and others take it."""
+    """Memory at an address, as a CUDA array interface."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

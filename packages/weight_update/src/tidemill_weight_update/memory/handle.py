@@ -1,4 +1,4 @@
-"""What travels to an engine instead of the bytes: a small picklable description of a filled bucket."""
+"""Picklable descriptions of memory and of a filled bucket, sent to an engine instead of the bytes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor of a bucket: its name, what the engine sees, and its byte range `[start, end)` in the arena."""
+    """One tensor of a bucket: its name, shape and dtype, and its byte range `[start, end)` in the arena."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class TensorEntry:
         return self.end - self.start
 
     def view(self, arena: Tensor) -> Tensor:
-        """The tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
+        """Return the tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
         return arena[self.start : self.end].view(self.dtype).view(self.shape)
 
 
@@ -30,7 +30,7 @@ class TensorEntry:
 class HostMemory:
     """Memory of the sender that other processes of this machine and user can map as the file `path`.
 
-    `inode` tells whether it is still there: the number in the path may lead to another file of the sender meanwhile.
+    `inode` identifies the file: the descriptor number in the path may belong to another file later.
     """
 
     path: str
@@ -40,13 +40,15 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """An allocation of a GPU, as other processes of this machine can map it.
+    """An allocation of a GPU that other processes of this machine can map.
 
     Attributes:
-        pid, buffer_id: of the process that owns it, and a number that no other allocation of that process ever has.
-        handle: what CUDA opens it with, 64 bytes.
-        address: where it begins in its owner's address space.
-        device_uuid: of the GPU.
+        pid: process that owns the allocation.
+        buffer_id: number that no other allocation of that process ever has.
+        handle: CUDA IPC handle, 64 bytes.
+        address: start of the allocation in the owner's address space.
+        num_bytes: size of the allocation.
+        device_uuid: UUID of the GPU.
     """
 
     pid: int
@@ -64,8 +66,8 @@ Memory = HostMemory | DeviceMemory
 class CudaMemory:
     """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
 
-    `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID in
-    the place of its index, as SGLang's `monkey_patch_torch_reductions` expects: device numbers differ by process.
+    `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID
+    instead of its index, as SGLang's `monkey_patch_torch_reductions` expects: device indices differ between processes.
     """
 
     device_uuid: str
@@ -79,9 +81,9 @@ class BucketHandle:
 
     Attributes:
         index: position in the update, from 0.
-        entries: the tensors and their byte ranges in `memory`.
-        memory: where the bytes are.
-        weight_version: set on the last bucket of an update only: what the engine reports once it has loaded it.
+        entries: tensors and their byte ranges in `memory`.
+        memory: memory that holds the bytes.
+        weight_version: version the engine reports after loading the bucket; set on the last bucket of an update only.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Memory of trainer ranks, as an engine rank maps it: once, for as long as it is announced."""
+"""The trainer's memory as an engine rank maps it: opened once and kept while the trainer announces it."""
 
 import os
 from typing import TYPE_CHECKING
@@ -15,41 +15,45 @@ _Key = tuple[str, int, int] | tuple[int, int]
 
 
 class MappedMemories:
-    """Open mappings, by what they map.
+    """Open mappings, keyed by what they map.
 
     Args:
-        device: of the engine rank. Memory of other GPUs of this machine is mapped into it.
+        device: device of the engine rank. Memory of other GPUs of this machine is mapped into it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host: dict[tuple[str, int, int], Tensor] = {}
         self._gpu: dict[tuple[int, int], ImportedMemory] = {}
-        self._used: set[_Key | int] = set()  # keys, and ids of tuples in `_lists`
+        self._used: set[_Key | int] = set()  # keys, and ids of the tuples in `_lists`
         self._used_before: set[_Key | int] = set()
         self._lists: dict[int, tuple[tuple[DeviceMemory, ...], list[int], set[tuple[int, int]]]] = {}
 
     def tensor(self, memory: HostMemory) -> Tensor:
-        """uint8 [num_bytes], sharing the trainer's host memory; not to be written to.
+        """Return a read-only view, uint8 [num_bytes], of the trainer's host memory.
 
         Raises:
-            RuntimeError: it cannot be opened, or something else has come into its place.
+            RuntimeError: the memory cannot be opened, or its path leads to another file now.
         """
         key = (memory.path, memory.inode, memory.num_bytes)
         try:
             found = os.stat(memory.path)
         except OSError as error:
-            raise RuntimeError(f"cannot open the trainer's memory {memory.path}: {error.strerror}") from error
+            raise RuntimeError(
+                f"cannot open the trainer's memory {memory.path} ({error.strerror}); is the trainer still running?"
+            ) from error
         if (found.st_ino, found.st_size) != (memory.inode, memory.num_bytes):
-            raise RuntimeError(f"the trainer's memory {memory.path} is gone, another file of it has that number now")
+            raise RuntimeError(
+                f"the trainer's memory {memory.path} was closed and another file has its number now; start a new update"
+            )
         if key not in self._host:
-            # A private mapping neither writes nor grows what it maps; pages not written to here are the trainer's own.
+            # A private mapping neither writes to nor grows the file; unwritten pages are shared with the trainer.
             self._host[key] = torch.from_file(memory.path, False, memory.num_bytes, dtype=torch.uint8)
         self._used.add(key)
         return self._host[key]
 
     def address(self, memory: DeviceMemory) -> int:
-        """Where the allocation begins, in this process.
+        """Return the address of the allocation in this process.
 
         Raises:
             RuntimeError: CUDA cannot open it.
@@ -65,7 +69,9 @@ class MappedMemories:
         return self._gpu[key].address
 
     def addresses(self, memories: tuple[DeviceMemory, ...]) -> list[int]:
-        """`address` of each. A model may lie in thousands of allocations, so the answer is kept with the tuple."""
+        """Return `address` of each. The result is cached with the tuple, because a model may use thousands of
+        allocations.
+        """
         if id(memories) not in self._lists:
             keys = {(memory.pid, memory.buffer_id) for memory in memories}
             self._lists[id(memories)] = memories, [self.address(memory) for memory in memories], keys
@@ -73,10 +79,10 @@ class MappedMemories:
         return self._lists[id(memories)][1]
 
     def close_unused(self) -> bool:
-        """Closes what was not asked for since the last call: its owner does not use it any more.
+        """Close mappings that were not requested since the last call: their owner no longer uses them.
 
         Returns:
-            whether there was anything; host memory ends with the last tensor that lies in it.
+            Whether any mapping was closed. Host memory stays mapped as long as a tensor refers to it.
         """
         used, self._used = self._used, set()
         if used == self._used_before:

@@ -1,1 +1,1 @@
-"""What a trainer rank holds: tensors, shards, boxes."""
+"""Tensors as a trainer rank holds them: plain tensors, DTensors, local shards, and the index boxes they cover."""

@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The indices `start[d] <= i_d < start[d] + shape[d]`. No dims: the one element of a scalar."""
+    """The indices `start[d] <= i_d < start[d] + shape[d]`. A box without dims is the single element of a scalar."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Self:
-        """All indices of a tensor of this shape."""
+        """Return the box of all indices of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -27,13 +27,13 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The indices in both, None if there are none.
+        """Return the indices in both boxes, or None if there are none.
 
         Raises:
             ValueError: the boxes have different numbers of dims.
         """
         if len(self.shape) != len(other.shape):
-            raise ValueError(f"expected boxes with as many dims, got {self} and {other}")
+            raise ValueError(f"expected boxes with the same number of dims, got {self} and {other}")
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
             low = max(a, b)
@@ -46,13 +46,13 @@ class Box:
 
 
 def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no index is in two of them. Quick where they divide a space along one dim, however many they are.
+    """Return whether no index is in two boxes. Fast where the boxes divide a space along one dim, even for many boxes.
 
     Raises:
-        ValueError: boxes that have to be compared have different numbers of dims.
+        ValueError: boxes that must be compared have different numbers of dims.
     """
     num_dims = min((len(box.shape) for box in boxes), default=0)
-    # Along the dim in which most of them differ, a box is compared with those that begin before its end.
+    # Sort along the dim with the most distinct starts; compare each box only with those that start before its end.
     dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
     ordered = list(boxes) if dim is None else sorted(boxes, key=lambda box: box.start[dim])
     for number, box in enumerate(ordered):
@@ -65,7 +65,7 @@ def are_disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each dim of a contiguous tensor of this shape."""
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,4 +1,4 @@
-"""The names of the plain tensors of an update, compared between trainer ranks by hash."""
+"""The names of a rank's plain tensors, which ranks compare by hash."""
 
 import hashlib
 import json
@@ -6,14 +6,14 @@ from functools import cached_property
 
 
 class PlainNames:
-    """The names under which a rank passed plain tensors in an update; `digest` is asked for when all are there."""
+    """The names of the plain tensors that a rank passed in an update. Read `digest` after all names are added."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     @cached_property
     def digest(self) -> int:
-        """A signed 64-bit number that ranks compare; 0 if there are none."""
+        """Signed 64-bit hash of the names; 0 if there are none."""
         if not self.names:
             return 0
         text = json.dumps(sorted(self.names)).encode()

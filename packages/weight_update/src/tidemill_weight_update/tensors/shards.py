@@ -1,4 +1,4 @@
-"""What a trainer rank holds of a tensor, whatever the trainer: plain tensors, DTensors, Megatron's local shards."""
+"""The part of a tensor that a trainer rank holds: plain tensor, DTensor, or shard of Megatron or another trainer."""
 
 import math
 import sys
@@ -23,20 +23,22 @@ _PLAIN = {Tensor, nn.Parameter}
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalShard:
-    """A part of a tensor, as a trainer with its own tensor parallelism holds it. Yield it in the place of the tensor.
+    """A part of a tensor, from a trainer with its own parallelism. Pass it in place of the tensor.
 
-    Only ranks that hold a part of a tensor yield its name: experts and pipeline stages of other ranks are theirs. A
-    rank that holds several parts of a tensor yields its name with each.
+    Only ranks that hold a part of a tensor pass its name; experts and pipeline stages of other ranks are left out. A
+    rank that holds several parts of a tensor passes its name with each part.
 
     Attributes:
-        tensor: the local values, of any strides.
-        global_shape: of the whole tensor.
-        dim: along which the tensor is cut evenly; None: `tensor` is all of it, or begins at `start`.
-        rank: which of the `size` parts this is.
-        start: where `tensor` begins in the whole, an index for each dim, if that is not cut evenly along one of them (a
-            padded vocabulary, rows that lie between those of other tensors).
-        replica: which of `num_replicas` equal copies this is, as the rank in the data-parallel group: each part is
-            sent by one of its holders.
+        tensor: local values, with any strides.
+        global_shape: shape of the whole tensor.
+        dim: dim along which the tensor is split evenly. None: `tensor` is the whole tensor, or starts at `start`.
+        rank: index of this part among the `size` parts along `dim`.
+        size: number of parts along `dim`.
+        start: index of the first element of `tensor` in the whole tensor, one number per dim, for a tensor that is not
+            split evenly along one dim (a padded vocabulary, rows that are interleaved with those of other tensors).
+        replica: index of this copy among `num_replicas` equal copies, usually the data-parallel rank. One of the copies
+            is sent.
+        num_replicas: number of equal copies.
     """
 
     tensor: Tensor
@@ -49,32 +51,35 @@ class LocalShard:
     num_replicas: int = 1
 
     def box(self) -> Box:
-        """The part, in the indices of the whole tensor.
+        """Return the indices that this part covers in the whole tensor.
 
         Raises:
-            ValueError: there is no such part or replica, or `tensor` does not have the shape of that part.
+            ValueError: the part or replica does not exist, or `tensor` does not have the shape of that part.
         """
         if not 0 <= self.replica < self.num_replicas:
-            raise ValueError(f"there is no replica {self.replica} of {self.num_replicas}; they are counted from 0")
+            raise ValueError(f"replica must be in [0, num_replicas), got {self.replica} of {self.num_replicas}")
         return self._even_box() if self.start is None else self._box_from(self.start)
 
     def _box_from(self, start: tuple[int, ...]) -> Box:
         shape = tuple(self.tensor.shape)
         if self.dim is not None:
-            raise ValueError(f"it is given both by its start {start} and as a part along dim {self.dim}; leave one out")
+            raise ValueError(f"both start {start} and dim {self.dim} are given; pass only one of them")
         if not len(start) == len(shape) == len(self.global_shape) or any(
             at < 0 or at + size > whole for at, size, whole in zip(start, shape, self.global_shape, strict=True)
         ):
-            raise ValueError(f"a tensor of {shape} that begins at {start} does not lie in {self.global_shape}")
+            raise ValueError(f"a tensor of shape {shape} that starts at {start} is not inside {self.global_shape}")
         return Box(start=tuple(start), shape=shape)
 
     def _even_box(self) -> Box:
         start, shape = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None:
             if not -len(shape) <= self.dim < len(shape):
-                raise ValueError(f"there is no dim {self.dim} of {self.global_shape}")
+                raise ValueError(f"dim {self.dim} is out of range for global_shape {self.global_shape}")
             if not 0 <= self.rank < self.size or shape[self.dim] % self.size:
-                raise ValueError(f"part {self.rank} of {self.size} of dim {self.dim} of {self.global_shape}: not even")
+                raise ValueError(
+                    f"dim {self.dim} of {self.global_shape} has no even part {self.rank} of {self.size}; for uneven "
+                    f"parts pass start=..."
+                )
             shape[self.dim] //= self.size
             start[self.dim] = self.rank * shape[self.dim]
         if tuple(self.tensor.shape) != tuple(shape):
@@ -87,7 +92,7 @@ class LocalShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """Values `local` of the part `box` of tensor `spec.name`, to be sent as `spec.dtype`."""
+    """Values `local` of the part `box` of tensor `spec.name`, which this rank sends as `spec.dtype`."""
 
     spec: SourceSpec
     box: Box
@@ -95,23 +100,23 @@ class Piece:
 
 
 def piece_to_send(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
-    """What this rank sends of `tensor`; None if it sends nothing of it (it holds nothing, or another rank's copy goes).
+    """Return what this rank sends of `tensor`, or None if it holds nothing of it or another rank sends its copy.
 
-    A plain tensor is sent by group rank 0. Of equal copies one is sent, chosen by the name, so that all holders take
-    their part. DTensors with partial sums are summed first, which is a collective of its own.
+    Group rank 0 sends plain tensors. One of several equal copies is sent, selected by a hash of the name, so that all
+    holders share the work. DTensors with partial sums are reduced first, which is a collective operation of its own.
 
     Args:
         dtype: see `sent_dtype`.
 
     Raises:
-        TypeError: the tensor has no dense storage, or is of a class that hides where its values are.
-        ValueError: a LocalShard that does not fit, or a DTensor whose values do not fit its placements.
+        TypeError: the tensor has no dense storage, or its class hides where its values are.
+        ValueError: a LocalShard that does not fit its tensor, or a DTensor whose values do not fit its placements.
     """
     if isinstance(tensor, LocalShard):
         try:
             box = tensor.box()
         except ValueError as error:
-            raise ValueError(f"the LocalShard of tensor {name!r} does not fit: {error}") from error
+            raise ValueError(f"the LocalShard of tensor {name!r} does not fit its global shape: {error}") from error
         return _piece(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
     if is_dtensor(tensor):
         return _piece_of_dtensor(name, tensor, dtype)
@@ -136,9 +141,9 @@ def _piece(
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which `tensor` is sent: `dtype` for floating-point tensors if it is given, else its own.
+    """Return the dtype in which `tensor` is sent: `dtype` for floating-point tensors if it is given, else its own.
 
-    Floating-point values of one byte mean nothing without a scale that only a parameter like them has, so they stay.
+    Floating-point dtypes of one byte are never cast, because their values are meaningless without their scale.
     """
     if dtype is None or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return tensor.dtype
@@ -146,33 +151,34 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError: the tensor has no dense storage that could be sent."""
+    """Raise TypeError unless the tensor has dense storage that can be sent."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(
-            f"tensor {name!r} must be dense and hold data, got layout {tensor.layout}, dtype {tensor.dtype}, "
+            f"tensor {name!r} must be dense and have data, got layout {tensor.layout}, dtype {tensor.dtype}, "
             f"device {tensor.device}"
         )
 
 
 def dense_values(name: str, tensor: Tensor) -> Tensor:
-    """The values of `tensor` in memory that can be read by its address.
+    """Return the values of `tensor` in memory that can be read by address.
 
     Raises:
-        TypeError: it is of a class that hides where its values are, or its memory was freed.
+        TypeError: its class hides where its values are, or its memory was freed.
     """
     values = unwrapped(tensor)
     if is_traceable_wrapper_subclass(values) or values.data_ptr() == 0:
         raise TypeError(
-            f"tensor {name!r} is a {type(values).__module__}.{type(values).__qualname__}, which has no memory of its "
-            f"own and not exactly one tensor of its shape {tuple(values.shape)} and dtype {values.dtype} inside; pass "
-            f"its values as a plain tensor"
+            f"tensor {name!r} is a {type(values).__module__}.{type(values).__qualname__} without memory of its own; "
+            f"expected exactly one inner tensor of shape {tuple(values.shape)} and dtype {values.dtype}; pass its "
+            f"values as a plain tensor"
         )
-    return values.resolve_conj().resolve_neg()  # what torch has put off is not in memory yet
+    return values.resolve_conj().resolve_neg()  # lazy conjugation and negation are not in memory yet
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What lies inside a tensor that only gives another one further methods (torchao's weights for FSDP2's float8
-    all-gather, say), else the tensor itself."""
+    """Return the tensor inside a wrapper that only adds methods (such as torchao's weights for FSDP2's float8
+    all-gather), else the tensor itself.
+    """
     while is_traceable_wrapper_subclass(tensor):
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -189,8 +195,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def local_values(tensor: Tensor | LocalShard) -> Tensor:
-    """This process's part of a tensor."""
-    if type(tensor) in _PLAIN:  # asked of thousands at each update
+    """Return this process's part of a tensor."""
+    if type(tensor) in _PLAIN:  # fast path: called for thousands of tensors at each update
         return tensor  # type: ignore[return-value]
     if isinstance(tensor, LocalShard):
         return unwrapped(tensor.tensor)
@@ -198,7 +204,8 @@ def local_values(tensor: Tensor | LocalShard) -> Tensor:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
-    # A DTensor cannot exist before its module is loaded, which takes two seconds that other callers need not pay.
+    # A DTensor cannot exist before its module is imported, and importing it takes two seconds.
+    """Return whether `tensor` is a DTensor, without importing the DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -225,15 +232,17 @@ def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if isinstance(placement, Replicate):
             replica, num_replicas = replica + num_replicas * coordinate[axis], num_replicas * mesh.size(axis)
-        elif isinstance(placement, _StridedShard):  # FSDP over tensor parallelism: cut after the axes to its right
+        elif isinstance(placement, _StridedShard):  # FSDP over tensor parallelism: split after the axes to its right
             dim = placement.dim % tensor.ndim
             if placement.split_factor != math.prod(mesh.size(a) for a, d in plain + strided if d == dim):
-                raise TypeError(f"tensor {name!r} has placements that are not supported: {tensor.placements}")
+                raise TypeError(
+                    f"tensor {name!r} has unsupported placements {tensor.placements}; pass its parts as LocalShard"
+                )
             strided.append((axis, dim))
         elif isinstance(placement, Shard):
             plain.insert(0, (axis, placement.dim % tensor.ndim))
         else:
-            raise TypeError(f"tensor {name!r} has a placement that is not supported: {placement}")
+            raise TypeError(f"tensor {name!r} has an unsupported placement {placement}; pass its parts as LocalShard")
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     for axis, dim in plain + strided:
         offset, shape[dim] = shard_range(shape[dim], coordinate[axis], mesh.size(axis))
@@ -242,15 +251,17 @@ def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -
     local = tensor.to_local()
     if tuple(local.shape) != box.shape and (local.numel() or box.numel):
         raise ValueError(
-            f"tensor {name!r} holds values of the shape {tuple(local.shape)} on rank {mesh.get_rank()}, where its "
-            f"placements {tensor.placements} of {tuple(tensor.shape)} say {box.shape}: they cut a tensor as "
-            f"torch.chunk does; pass parts of other sizes as LocalShard(start=...)"
+            f"tensor {name!r} has local shape {tuple(local.shape)} on rank {mesh.get_rank()}, but its placements "
+            f"{tensor.placements} of {tuple(tensor.shape)} require {box.shape} (split as torch.chunk does); pass "
+            f"parts of other sizes as LocalShard(start=...)"
         )
     return _piece(name, local, tuple(tensor.shape), box, dtype, (replica, num_replicas))
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Start and length of shard `rank` of a dimension of `size`, cut as `torch.chunk` and DTensor's Shard cut it."""
+    """Return start and length of shard `rank` of a dimension of `size`, split as `torch.chunk` and DTensor's Shard
+    split it.
+    """
     chunk = -(-size // num_ranks)
     start = min(rank * chunk, size)
     return start, min(chunk, size - start)

@@ -1,4 +1,4 @@
-"""What the caller of `update` passes, checked item by item."""
+"""Checks of the items that the caller passes to `update`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,11 +14,11 @@ NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
 def pieces_of(
     named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int, plain: PlainNames
 ) -> Iterator[Piece]:
-    """What this rank sends of each item, one item at a time. The names of plain tensors are added to `plain`.
+    """Yield the piece that this rank sends of each item, and add the names of plain tensors to `plain`.
 
     Raises:
         TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
-        ValueError: a name comes twice, but for parts of a tensor (`LocalShard`), or there are no items at all.
+        ValueError: a duplicate name (except for parts of a tensor as `LocalShard`s), or no items at all.
     """
     seen: set[str] = set()
     for item in named_tensors:
@@ -29,17 +29,17 @@ def pieces_of(
         if piece is not None:
             yield piece
     if not seen:
-        raise ValueError("expected named tensors, got an empty iterable: was the generator used before?")
+        raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
 
 
 def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | LocalShard]:
-    """The item, as what it should be; its name is added to `seen`."""
+    """Return the item after checking its types and its name; add the name to `seen`."""
     if not isinstance(item, tuple) or len(item) != 2:
-        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; of a dict pass .items()")
+        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, Tensor | LocalShard):
         raise TypeError(f"expected (str, Tensor), got ({name!r:.80}, {type(tensor).__name__})")
-    if name in seen and not isinstance(tensor, LocalShard):  # its parts are compared by the engines
-        raise ValueError(f"tensor {name!r} came twice in one update; each name may be sent once")
+    if name in seen and not isinstance(tensor, LocalShard):  # engines check that shards do not overlap
+        raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
     seen.add(name)
     return name, tensor

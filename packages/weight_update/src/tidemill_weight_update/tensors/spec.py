@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """A tensor that the trainer will send: its full, global shape and the dtype in which it travels."""
+    """A tensor that the trainer sends: its name, its full (global) shape and the dtype in which it is sent."""
 
     name: str
     shape: tuple[int, ...]
