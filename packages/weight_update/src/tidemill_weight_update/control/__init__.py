@@ -1,1 +1,1 @@
-"""What trainer and engine ranks say to each other."""
+"""Control messages between trainer ranks and engine ranks: mailboxes, bucket descriptors, signed requests."""

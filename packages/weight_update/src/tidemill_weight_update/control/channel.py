@@ -1,4 +1,4 @@
-"""What one trainer rank and all engine ranks tell each other during updates, whatever carries it."""
+"""The protocol between one trainer rank and all engine ranks, independent of its implementation."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,27 +12,28 @@ from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 
 Place = tuple[int, int]
-"""Offset and length of a piece of text in a trainer rank's journal."""
+"""Offset and length of a text in the journal of a trainer rank."""
 
 
 class RemoteInput(Protocol):
-    """How an engine rank gets what lies in memory that it cannot map."""
+    """How an engine rank receives what is in memory that it cannot map."""
 
     def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
-        """The line at `place`, as if it held nothing but what `plan` takes of it, packed together."""
+        """Return the descriptor at `place`, reduced to what `plan` reads of it and packed together."""
         ...
 
     def receive(
         self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
     ) -> Tensor:
-        """uint8, in memory of this process: what the line from `pack` describes. Valid until the next call.
+        """Receive the bytes that the descriptor from `pack` describes: uint8 in memory of this process, valid until the
+        next call.
 
         Args:
             memory: where the trainer keeps the bucket.
-            check: raises if waiting is of no use.
+            check: raises if the wait has become pointless.
 
         Raises:
-            RuntimeError: the connection broke, or nothing came for too long.
+            RuntimeError: the connection broke, or nothing arrived in time.
         """
         ...
 
@@ -42,12 +43,13 @@ class RemoteInput(Protocol):
 class Channel(Protocol):
     """A trainer rank's mailbox: `Mailbox` in shared memory, `StoreMailbox` over a network.
 
-    Every value has one writer. What announces something carries the number of the update and is written after what it
-    announces. Engine ranks report in the mailbox of trainer rank 0.
+    Every value has one writer. A value that announces others carries the number of the update and is written after
+    them. Engine ranks report in the mailbox of trainer rank 0.
 
     Attributes:
-        path: by which engine ranks open it.
-        remote_input: on an engine rank: how it gets what it cannot map; None: it maps the trainer's memory.
+        path: path by which engine ranks open it.
+        remote_input: on an engine rank, how it receives memory that it cannot map; None if it maps the trainer's
+            memory.
     """
 
     path: str
@@ -57,11 +59,11 @@ class Channel(Protocol):
     def owner_pid(self) -> int: ...
 
     def owner_has_exited(self) -> bool:
-        """Whether the trainer rank is known to have ended; only a process of the same machine can know that."""
+        """Return whether the trainer rank is known to have exited; only a process of the same machine can know."""
         ...
 
     def is_current(self) -> bool:
-        """Whether `path` still leads here."""
+        """Return whether `path` still leads to this mailbox."""
         ...
 
     def close(self) -> None: ...
@@ -69,73 +71,75 @@ class Channel(Protocol):
     # The trainer rank writes.
 
     def begin(self, sequence: int) -> None:
-        """Starts an update; what receivers of earlier ones still read or write here does not count."""
+        """Start an update. Receivers of earlier updates no longer count."""
         ...
 
     def write_journal(self, offset: int, text: bytes) -> None:
-        """Places a line of the journal; it never changes."""
+        """Write a text into the journal; it never changes afterwards."""
         ...
 
     def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
-        """Notes the checksums of a bucket, before it is published."""
+        """Write the checksums of a bucket, before it is published."""
         ...
 
     def announce(self, sequence: int, listing: Place | None) -> None:
-        """Opens the update. `listing`: the journal line that lists all lines of the update, if they are known."""
+        """Open the update. `listing` is the place of the list of all its descriptors, if they are known."""
         ...
 
     def publish(self, sequence: int, bucket: int, place: Place, arena: Place | None) -> None:
-        """Announces a bucket, its line, and the line that describes its memory (None: `line` does)."""
+        """Announce a bucket: the place of its descriptor and of the description of its memory (None: the descriptor has
+        it).
+        """
         ...
 
     def finish(self, sequence: int, num_buckets: int) -> None:
-        """Says how many buckets the update has."""
+        """Write the number of buckets of the update."""
         ...
 
     def fail(self, sequence: int) -> None:
-        """Says that no more buckets will come."""
+        """Announce that no more buckets follow."""
         ...
 
     def exclude(self, sequence: int, receiver: int) -> None:
-        """Says (in rank 0's mailbox) that nobody shall wait for `receiver`."""
+        """Mark `receiver` as excluded, in rank 0's mailbox: nobody waits for it any more."""
         ...
 
     # Engine ranks write.
 
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
-        """Says that `receiver` needs the first `num_buckets` buckets no longer."""
+        """Report that `receiver` no longer needs the first `num_buckets` buckets."""
         ...
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
-        """Makes `state` of `receiver` visible, with `reply`."""
+        """Publish `state` of `receiver` together with `reply`."""
         ...
 
     def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Leaves what `receiver` has copied of each tensor; announced by the next `report`."""
+        """Write what `receiver` copied of each tensor; the next `report` announces it."""
         ...
 
     # All read.
 
     def is_at(self, sequence: int) -> bool:
-        """Whether this is the update that goes on; in later ones, other engine ranks may have the same numbers."""
+        """Return whether this is the current update. In later updates, other engine ranks may have the same rows."""
         ...
 
     def listing(self, sequence: int) -> tuple[bool, Place | None]:
-        """Whether the update is open, and the journal line that lists its lines, if there is one."""
+        """Return whether the update is open, and the place of the list of its descriptors, if there is one."""
         ...
 
     def announced(self, sequence: int, bucket: int) -> tuple[Place, Place | None] | None:
-        """The journal lines (its own, its memory's) of a bucket, or None if it is not there yet."""
+        """Return the places of a bucket's descriptor and of its memory's description; None before it is published."""
         ...
 
     def read_journal(self, place: Place) -> bytes: ...
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        """The checksums of what was published, from index `first`: int64 [count]."""
+        """Return `count` checksums of published tensors, from index `first`: int64 [count]."""
         ...
 
     def num_buckets(self, sequence: int) -> int | None:
-        """Number of buckets of the update; None: not known yet.
+        """Return the number of buckets of the update, or None if it is not known yet.
 
         Raises:
             RuntimeError: the mailbox belongs to another update, or the trainer rank has failed.
@@ -151,13 +155,13 @@ class Channel(Protocol):
     def reply(self, receiver: int) -> dict[str, Any]: ...
 
     def receiver_pid(self, sequence: int, receiver: int) -> int:
-        """The process of `receiver`, 0 if it has not reported in this update."""
+        """Return the process ID of `receiver`, 0 if it has not reported in this update."""
         ...
 
     def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
-        """Whether `receiver` is known to have ended after it reported; see `owner_has_exited`."""
+        """Return whether `receiver` is known to have exited after it reported; see `owner_has_exited`."""
         ...
 
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What `receiver` left of each tensor: checksums and element counts, int64 [num_tensors]."""
+        """Return what `receiver` wrote for each tensor: checksums and element counts, int64 [num_tensors] each."""
         ...

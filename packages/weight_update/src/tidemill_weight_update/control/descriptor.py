@@ -1,4 +1,4 @@
-"""How a trainer rank describes to engine ranks what it sends: descriptors of JSON in its mailbox."""
+"""Bucket descriptors: how a trainer rank describes what it sends, as JSON texts in the journal of its mailbox."""
 
 import json
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 @dataclass(frozen=True, slots=True)
 class BucketDescriptor:
-    """What travels together.
+    """The contents of one bucket.
 
     Attributes:
-        sources: the tensors that the pieces belong to; `shards[i]` holds the pieces of `sources[i]`.
-        shards: their places in `memories`; if `memories` is empty, in the arena that is announced with the bucket.
-        memories: of the trainer's own tensors.
-        first_checksum: index in the mailbox of the checksum of `shards[0]` (all of them); the others follow.
+        sources: tensors that the pieces belong to; `shards[i]` are the pieces of `sources[i]`.
+        shards: places of the pieces in `memories`, or, if `memories` is empty, in the arena announced with the bucket.
+        memories: allocations of the trainer's own tensors, for pieces that are read in place.
+        first_checksum: index in the mailbox of the checksum of `sources[0]`; those of the other sources follow.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -31,7 +31,7 @@ class BucketDescriptor:
 
 
 def merge_descriptors(descriptors: Sequence[BucketDescriptor]) -> BucketDescriptor:
-    """Lines whose pieces stay where they are, as one; the checksums are those of none of them."""
+    """Return one descriptor for buckets whose pieces are read in place. Its `first_checksum` is not valid."""
     sources: dict[SourceSpec, list[Shard]] = {}
     memories: list[DeviceMemory] = []
     for descriptor in descriptors:
@@ -70,7 +70,7 @@ def descriptor_from_json(text: bytes) -> BucketDescriptor:
 
 
 def listing_to_json(items: Sequence[Sequence[int]]) -> bytes:
-    """The descriptors (offset, length) that an update consists of."""
+    """Encode the places (offset, length) of all descriptors of an update."""
     return json.dumps([list(item) for item in items], separators=(",", ":")).encode()
 
 
@@ -111,7 +111,7 @@ def memory_from_json(text: bytes) -> Memory:
 def dtype_from_name(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected the name of a torch.dtype, got {name!r}")
+        raise ValueError(f"expected the name of a torch.dtype such as 'bfloat16', got {name!r}")
     return dtype
 
 

@@ -1,11 +1,11 @@
-"""Shared memory in which one trainer rank and all engine ranks tell each other how far they are.
+"""The mailbox of one trainer rank in shared memory, through which it and all engine ranks exchange their progress.
 
-A mailbox belongs to a trainer rank. It is a memfd, so nothing is left behind however a process ends, and other
-processes of the same user open it as `/proc/<pid>/fd/<n>` and look whether it is the one that was meant: the number may
-have gone to a later mailbox. It is large and sparse: pages exist once they are written.
+A mailbox is a memfd, so nothing is left behind when a process exits. Other processes of the same user open it as
+`/proc/<pid>/fd/<n>` and compare its inode, because the descriptor number may belong to a later mailbox. It is large and
+sparse: pages exist once they are written.
 
-Every word has one writer. Words that announce something carry the sequence number of the update in their upper half,
-and are written after what they announce, by aligned stores of 8 bytes; what they announce is read after them.
+Every word has one writer. A word that announces something carries the sequence number of the update in its upper half
+and is written after what it announces, by aligned 8-byte stores; readers read what it announces after it.
 """
 
 import json
@@ -32,20 +32,22 @@ _TOTALS = 1 << 30
 _TOTALS_STRIDE = 2 * MAX_TENSORS * 8
 _SIZE = _TOTALS + MAX_RECEIVERS * _TOTALS_STRIDE
 
-# Words of the sender.
+# Words written by the sender.
 _PID, _TOTAL, _FAILED, _OPEN, _LISTING, _SLOTS = 0, 1, 2, 3, 4, 8
-# Words of a receiver's row.
+# Words of a receiver's row, written by the receiver.
 _ACK, _STATE, _RECEIVER_PID, _REPLY_LENGTH = 0, 1, 2, 3
-_OUT = 7  # written by trainer rank 0 in its own mailbox
+_OUT = 7  # excluded; written by trainer rank 0 in its own mailbox
 
 IDLE, ATTACHED, CHECKED, COPIED, LOADED, UNCHANGED, MIXED = range(7)
-"""States of a receiver. The last two have failed: UNCHANGED before it changed anything, MIXED may hold old and new."""
+"""States of a receiver. The last two mean failure: UNCHANGED before it changed any parameter; MIXED if it may hold a
+mix of old and new weights.
+"""
 
 _LOW = (1 << 32) - 1
 
 
 def reply_to_json(reply: dict[str, Any]) -> bytes:
-    """A long error is cut to the room there is. Of what else may be long, give what `fitting` leaves."""
+    """Encode a reply. A long error is truncated; pass other long values through `fitting` first."""
     text = json.dumps(reply).encode()
     if len(text) > _REPLY_BYTES and "error" in reply:
         text = json.dumps(reply | {"error": reply["error"][:4096]}).encode()
@@ -54,9 +56,9 @@ def reply_to_json(reply: dict[str, Any]) -> bytes:
 
 
 def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Name -> reason, as many as a reply has room for; the last reason tells how many names were left out."""
+    """Return as many name -> reason entries as fit into a reply; the last reason counts the omitted names."""
     kept: dict[str, str] = {}
-    room = _REPLY_BYTES - 4096  # for what else it tells
+    room = _REPLY_BYTES - 4096  # space for the other entries of the reply
     for name, reason in reasons.items():
         room -= len(json.dumps({name: reason}))
         if kept and room < 0:
@@ -71,15 +73,15 @@ def _stamp(sequence: int, value: int) -> int:
 
 
 def path_of(identity: tuple[int, int]) -> str:
-    """By which other processes open the mailbox with this `Mailbox.identity`."""
+    """Return the path by which other processes open the mailbox with this `Mailbox.identity`."""
     where, inode = identity
     return f"/proc/{where >> 32}/fd/{where & _LOW}#{inode}"
 
 
 class Mailbox:
-    """One side's view of a mailbox; see `create` and `open`. What the other methods do, `Channel` says."""
+    """One process's view of a mailbox, from `create` or `open`. `Channel` documents the other methods."""
 
-    remote_input: RemoteInput | None = None  # who opens a mailbox maps what it announces, too
+    remote_input: RemoteInput | None = None  # a process that opens a mailbox can also map what it announces
 
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
@@ -99,10 +101,10 @@ class Mailbox:
 
     @classmethod
     def open(cls, path: str) -> "Mailbox":
-        """Opens the mailbox of another process.
+        """Open the mailbox of another process.
 
         Raises:
-            RuntimeError: that process has ended or closed it, or runs on another machine, in another container or as
+            RuntimeError: that process has exited or closed it, or runs on another machine, in another container or as
                 another user.
         """
         file, _, inode = path.partition("#")
@@ -111,14 +113,14 @@ class Mailbox:
         except OSError as error:
             raise RuntimeError(
                 f"cannot open the trainer's memory {file} ({error.strerror}): engine and trainer must run on one "
-                f"machine, in one PID namespace and under one user, and the trainer must be alive; for engines on "
-                f"other machines pass link=GroupLink(...) to WeightUpdater"
+                f"machine, in one PID namespace and as one user, and the trainer must be alive; for engines on other "
+                f"machines pass link=GroupLink(...) to WeightUpdater"
             ) from error
         if str(os.fstat(fd).st_ino) != inode:
             os.close(fd)
             raise RuntimeError(
-                f"the trainer's memory {file} is gone, another file has its number: the WeightUpdater was closed, or "
-                f"runs in another PID namespace"
+                f"the trainer's memory {file} does not exist any more and another file has its number: the "
+                f"WeightUpdater was closed, or runs in another PID namespace"
             )
         return cls(fd, path)
 
@@ -128,7 +130,7 @@ class Mailbox:
         os.close(self._fd)
 
     def is_current(self) -> bool:
-        """Whether `path` still leads here, and not to nothing or to another mailbox."""
+        """Return whether `path` still leads to this mailbox."""
         file, _, inode = self.path.partition("#")
         try:
             return str(os.stat(file).st_ino) == inode
@@ -137,7 +139,7 @@ class Mailbox:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Its owner's process and number of the file there in one, and what tells the file from others."""
+        """Owner's process ID and file descriptor in one number, and the inode of the file."""
         return self.owner_pid << 32 | self._fd, os.fstat(self._fd).st_ino
 
     @property
@@ -155,7 +157,10 @@ class Mailbox:
     def write_journal(self, offset: int, text: bytes) -> None:
         end = offset + len(text)
         if _JOURNAL + end > _TOTALS:
-            raise RuntimeError(f"the description of the tensors takes more than {_TOTALS - _JOURNAL} bytes")
+            raise RuntimeError(
+                f"the descriptions of the tensors need more than the {_TOTALS - _JOURNAL} bytes of the journal; send "
+                f"fewer or larger tensors, or create a new WeightUpdater"
+            )
         self._map[_JOURNAL + offset : _JOURNAL + end] = text
 
     def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
@@ -225,16 +230,16 @@ class Mailbox:
     def num_buckets(self, sequence: int) -> int | None:
         total = int(self._words[_TOTAL])
         if total >> 32 != sequence:
-            raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
+            raise RuntimeError(f"the trainer cancelled update {sequence} before this engine started it")
         if int(self._words[_FAILED]) == _stamp(sequence, 1):
-            raise RuntimeError("the trainer failed while it sent; its own error says why")
+            raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
         return None if total & _LOW == _LOW else total & _LOW
 
     def is_at(self, sequence: int) -> bool:
         return int(self._words[_TOTAL]) >> 32 == sequence
 
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
-        if not self.is_at(sequence):  # another engine has this row now
+        if not self.is_at(sequence):  # another engine uses this row now
             return
         self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
 

@@ -1,4 +1,4 @@
-"""The engine ranks that a trainer rank sends to, as it sees them."""
+"""The engine ranks that read from a trainer rank, as the trainer rank sees them."""
 
 from collections.abc import Iterable
 
@@ -11,17 +11,17 @@ from tidemill_weight_update.control.wait import PollingWait
 
 
 class Readers:
-    """Who has to read what this rank publishes.
+    """The engine ranks that must read what this trainer rank publishes.
 
     Args:
-        sequence: of the update.
+        sequence: number of the update.
         own: this rank's mailbox, where engine ranks acknowledge what they have read.
-        control: trainer rank 0's, where they report.
-        num_receivers: rows 0 to `num_receivers - 1`.
+        control: mailbox of trainer rank 0, where they report.
+        num_receivers: number of engine ranks; their rows are 0 to `num_receivers - 1`.
         timeout_s: longest wait for one of them to make progress.
 
     Attributes:
-        max_wait_s: longest wait of this rank, while other engines wait for it.
+        max_wait_s: longest wait of this rank while other engines wait for it.
     """
 
     def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
@@ -32,23 +32,24 @@ class Readers:
         self._timeout_s = self.max_wait_s = timeout_s
 
     def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
-        """Sends a bucket that was published to those who cannot read it where it is; here nobody.
+        """Send a published bucket to the readers that cannot map it; here there are none.
 
         Args:
-            place, descriptor: of the bucket in this rank's journal.
-            arena: that holds it, uint8; None: it stays where it is.
+            place: place of the bucket's descriptor in this rank's journal.
+            descriptor: the descriptor.
+            arena: memory that holds the bucket, uint8; None if it is read in place.
 
         Raises:
-            TimeoutError: an engine made no progress for too long.
+            TimeoutError: an engine made no progress in time.
         """
 
     def wait(self, num_buckets: int) -> None:
-        """Returns when nobody needs the first `num_buckets` buckets any more. Who has failed or ended needs none.
+        """Return when no reader needs the first `num_buckets` buckets any more. Failed and exited readers need none.
 
-        Rank 0 gives up engine ranks that make no progress, for all trainer ranks; these wait longer than it.
+        Rank 0 excludes engine ranks that make no progress, for all trainer ranks; the other ranks wait longer than it.
 
         Raises:
-            TimeoutError: an engine made no progress for too long, and rank 0 does not know.
+            TimeoutError: an engine made no progress in time and rank 0 did not exclude it.
         """
         is_first = self._own is self._control
         timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
@@ -67,8 +68,8 @@ class Readers:
             slowest = now
 
     def wait_until_started(self, rows: Iterable[int]) -> None:
-        """Returns when all of `rows` have begun the update, and no later than nothing happened for too long."""
-        wait = PollingWait(self.max_wait_s, "engines to begin", self._drop_exited)
+        """Return when all of `rows` have started the update, or after a timeout without progress."""
+        wait = PollingWait(self.max_wait_s, "engines to start", self._drop_exited)
         pending = set(rows)
         while pending := pending & self._rows:
             begun = {row for row in pending if self._control.state(self._sequence, row) != IDLE}

@@ -1,4 +1,4 @@
-"""What an engine is asked, once per update: a signed piece of JSON, read by our loader inside each engine rank."""
+"""The request that an engine receives once per update: signed JSON, read by the tidemill loader in each engine rank."""
 
 import hashlib
 import hmac
@@ -9,26 +9,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TOKEN_VARIABLE = "TIDEMILL_WEIGHT_TOKEN"
-"""Environment variable that holds a run's token, in the processes of the trainer and of its engines."""
+"""Environment variable with a run's token, in the processes of the trainer and of its engines."""
 
 
 class TokenError(Exception):
-    """A request that was not signed with this run's token."""
+    """The run's token is missing, or a request was not signed with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One update, for the ranks of one engine.
+    """One update, addressed to the ranks of one engine.
 
     Attributes:
-        sequence: of the update; the mailboxes carry it too. A request that arrives late finds another one there, or
-            that the trainer has given up its ranks.
-        mailboxes: of the trainer's ranks, in their order; rank 0's holds what the engine ranks report.
+        sequence: number of the update; the mailboxes carry it too. A late request finds another number there, or that
+            the trainer has excluded its ranks.
+        mailboxes: paths of the mailboxes of the trainer ranks, in rank order; the engine ranks report in that of rank
+            0.
         first_receiver: row of the engine's rank 0 in the mailboxes; rank r has row `first_receiver + r`.
-        num_receivers: ranks of the engine.
-        complete: all names are described before the first byte moves, so everything is checked before it.
-        partial: parameters that nothing writes keep their values instead of being an error.
-        timeout_s: longest wait for anything to happen.
+        num_receivers: number of ranks of the engine.
+        complete: whether all tensors are described before the first byte is copied, so that everything is checked
+            first.
+        partial: whether parameters without a tensor keep their values; otherwise they are an error.
+        timeout_s: longest wait without progress.
     """
 
     sequence: int
@@ -45,35 +47,38 @@ def new_token() -> str:
 
 
 def run_token() -> str:
-    """The token of this process's environment.
+    """Return the token from this process's environment.
 
     Raises:
-        TokenError: there is none.
+        TokenError: it is not set.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise TokenError(
             f"no run token: set {TOKEN_VARIABLE} to the same secret for the trainer and the engine, or launch the "
-            f"engine with **sglang_launch_args(), which makes one"
+            f"engine with **sglang_launch_args(), which creates one"
         )
     return token
 
 
 def sign(request: Request, token: str) -> str:
-    """The text that travels."""
+    """Return the signed text that is sent to the engine."""
     body = json.dumps(asdict(request), separators=(",", ":"))
     return f"{_mac(body, token)} {body}"
 
 
 def verify(text: str, token: str) -> Request:
-    """The request inside `text`.
+    """Return the request inside `text`.
 
     Raises:
         TokenError: it was not signed with `token`.
     """
     mac, _, body = text.partition(" ")
     if not hmac.compare_digest(mac.encode(), _mac(body, token).encode()):
-        raise TokenError(f"a weight update was not signed with this run's token ({TOKEN_VARIABLE}); refused")
+        raise TokenError(
+            f"refused a weight update that was not signed with this run's token; set {TOKEN_VARIABLE} to the same "
+            f"value for the trainer and the engine"
+        )
     fields: dict[str, Any] = json.loads(body)
     fields["mailboxes"] = tuple(fields["mailboxes"])
     return Request(**fields)

@@ -1,16 +1,17 @@
-"""Waiting for other processes."""
+"""Polling waits for other processes."""
 
 import time
 from collections.abc import Callable
 
 
 class PollingWait:
-    """A wait that polls: at once at first, then ever more seldom, with a deadline that progress moves on.
+    """Polling wait with back-off and a no-progress timeout.
 
     Args:
         timeout_s: longest time without progress.
-        what: what is waited for, for the message.
-        check: called about once in 50 ms; raises if waiting is of no use (a process has ended, say).
+        what: what is waited for, used in the error message.
+        check: called about every 50 ms; raises if the wait has become pointless, for example because a process has
+            exited.
     """
 
     def __init__(self, timeout_s: float, what: str, check: Callable[[], None]) -> None:
@@ -20,11 +21,16 @@ class PollingWait:
         self.progress()
 
     def progress(self) -> None:
+        """Restart the timeout and poll without delay again."""
         self._started = self._checked = time.monotonic()
         self._polls = 0
 
     def pause(self) -> None:
-        """Raises TimeoutError: no progress for too long."""
+        """Wait a moment before the next poll.
+
+        Raises:
+            TimeoutError: no progress for `timeout_s`.
+        """
         self._polls += 1
         if self._polls < 50:
             return
@@ -34,11 +40,11 @@ class PollingWait:
             self._checked = now
             self._check()
             if now - self._started > self._timeout_s:
-                raise TimeoutError(f"waited {self._timeout_s:g} s for {self._what}")
+                raise TimeoutError(f"timed out: waited {self._timeout_s:g} s without progress for {self._what}")
 
 
 def has_exited(pid: int) -> bool:
-    """Whether the process has ended, also while nobody has collected its exit status."""
+    """Return whether the process has exited, including zombies."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")

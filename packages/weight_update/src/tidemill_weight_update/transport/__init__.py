@@ -1,1 +1,4 @@
-"""Transports that carry bucket bytes between processes that share no memory. A new one implements `Wire`."""
+"""Transports for bucket bytes between processes that cannot map each other's memory.
+
+To add one, implement `wire.Wire` in a module of its own and select it in `connect.connect`.
+"""

@@ -1,4 +1,4 @@
-"""The choice of a transport."""
+"""The choice of a transport by device."""
 
 import torch
 
@@ -8,16 +8,18 @@ from tidemill_weight_update.transport.wire import Wire
 
 
 def connect(store: SignedStore, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> Wire:
-    """The wire of that name, when both sides have come.
+    """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
 
     Args:
-        store: where the sides find each other.
+        store: store through which the sides find each other.
+        name: name of the wire, the same on both sides.
         rank: TRAINER or ENGINE.
-        device: of the memory that is sent and received: gloo for host memory, NCCL for GPUs.
-        address: of this machine, on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
+        device: device of the memory that is sent or received.
+        address: address of this machine on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
+        timeout_s: longest wait for the other side.
 
     Raises:
-        WireError: the other side did not come.
+        WireError: the other side did not connect.
     """
     if device.type == "cpu":
         return GlooWire(store, name, rank, address, timeout_s)

@@ -1,4 +1,4 @@
-"""A wire between host memory, over TCP."""
+"""A wire between host memory of two processes, over TCP."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ from tidemill_weight_update.transport.wire import WireError
 
 
 class GlooWire:
-    """Host memory over TCP.
+    """Host memory over TCP, by torch's gloo backend.
 
-    A transfer that is under way cannot be looked at, only waited for: gloo ends the connection if a wait runs out.
-    What would make it fail (the end of the other process, its `close`) ends the wait at once.
+    A running transfer cannot be polled, only waited for: gloo closes the connection when a wait times out. If the other
+    process exits or closes its side, the wait ends at once.
     """
 
     def __init__(self, store: SignedStore, name: str, rank: int, address: str, timeout_s: float) -> None:
@@ -26,7 +26,7 @@ class GlooWire:
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             self._group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
         except RuntimeError as error:
-            raise WireError(f"could not be made ({_reason(error)})") from error
+            raise WireError(f"could not be connected ({_reason(error)})") from error
         self._peer = 1 - rank
         self._work: Work | None = None
 
@@ -40,7 +40,7 @@ class GlooWire:
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
         work, self._work = self._work, None
-        assert work is not None, "send or recv comes first"
+        assert work is not None, "call send or recv before wait"
         with _as_wire_error():
             work.wait(timedelta(seconds=timeout_s))
 
@@ -58,5 +58,5 @@ def _as_wire_error() -> Iterator[None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """gloo's message without the place in its source."""
+    """Return gloo's message without its source location."""
     return str(error).splitlines()[0].split("] ", 1)[-1]

@@ -1,4 +1,4 @@
-"""A wire between two GPUs."""
+"""A wire between the GPUs of two processes, over NCCL."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ from tidemill_weight_update.transport.wire import TRAINER, WireError
 
 
 class NcclWire:
-    """GPU memory over NVLink, InfiniBand or TCP, as NCCL finds it. Transfers run on a stream of the wire's own.
+    """GPU memory over NVLink, InfiniBand or TCP, as NCCL selects. Transfers run on the wire's own stream.
 
-    Whoever starts a transfer has waited for all other work on the device: kernels of other communicators that run at
-    the same time could wait for each other.
+    The caller synchronizes the device before it starts a transfer: kernels of other communicators that run at the same
+    time could deadlock with it.
 
     Args:
-        store: where the sides find each other.
-        name: of the wire.
+        store: store through which the sides find each other.
+        name: name of the wire.
         rank: TRAINER or ENGINE.
         device: the GPU.
         timeout_s: longest wait for the other side.
@@ -38,7 +38,7 @@ class NcclWire:
             with torch.cuda.device(device):
                 self._communicator = Communicator(identity, rank, 2)
         except (NcclError, LinkError) as error:
-            raise WireError(f"could not be made ({error})") from error
+            raise WireError(f"could not be connected ({error})") from error
         try:
             self._until(self._communicator.is_settled, timeout_s, _nothing)
         except WireError:

@@ -1,7 +1,7 @@
-"""The few functions of NCCL that two processes need to send each other memory of their GPUs.
+"""The NCCL functions that two processes need to send each other GPU memory, called with ctypes.
 
-torch's ProcessGroupNCCL is not used: its watchdog ends a process whose peer has died, and an engine must live on.
-Communicators are made non-blocking, so that every call comes back and the caller keeps the deadline.
+torch's ProcessGroupNCCL is not used: its watchdog kills a process whose peer has died, and an engine must survive.
+Communicators are non-blocking, so that every call returns and the caller enforces the timeout.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
 
 
 class NcclError(RuntimeError):
-    """NCCL reports a failure."""
+    """NCCL reported a failure."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -22,7 +22,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.14, which all later versions accept."""
+    """ncclConfig_t of NCCL 2.14, which all later versions accept."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -35,9 +35,9 @@ class _Config(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL("libnccl.so.2")  # torch has loaded it
+        library = ctypes.CDLL("libnccl.so.2")  # already loaded by torch
     except OSError as error:
-        raise NcclError(f"cannot load NCCL ({error}); a torch with CUDA brings it") from error
+        raise NcclError(f"cannot load NCCL ({error}); install a torch build with CUDA, which includes it") from error
     communicator, stream = ctypes.c_void_p, ctypes.c_void_p
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetErrorString.argtypes = [ctypes.c_int]
@@ -45,29 +45,38 @@ def _library() -> ctypes.CDLL:
     library.ncclGetLastError.argtypes = [communicator]
     library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
     library.ncclCommInitRankConfig.argtypes = [
-        *(ctypes.POINTER(communicator), ctypes.c_int, _UniqueId, ctypes.c_int),
+        ctypes.POINTER(communicator),
+        ctypes.c_int,
+        _UniqueId,
+        ctypes.c_int,
         ctypes.POINTER(_Config),
     ]
     library.ncclCommGetAsyncError.argtypes = [communicator, ctypes.POINTER(ctypes.c_int)]
     for name in ("ncclSend", "ncclRecv"):
         getattr(library, name).argtypes = [
-            *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, communicator, stream),
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            communicator,
+            stream,
         ]
     library.ncclCommAbort.argtypes = [communicator]
     return library
 
 
 def unique_id() -> bytes:
-    """What the members of a new communicator must have in common."""
+    """Return an ID that the members of a new communicator share."""
     identity = _UniqueId()
     _check(_library().ncclGetUniqueId(ctypes.byref(identity)), None)
     return bytes(identity)
 
 
 class Communicator:
-    """Of `size` processes. A call only starts something; it is over when `is_settled` says so.
+    """A communicator of `size` processes. A call only starts an operation; it has finished when `is_settled` returns
+    True.
 
-    The device of the rank must be current where it is made and used.
+    The rank's device must be current when it is created and used.
     """
 
     def __init__(self, identity: bytes, rank: int, size: int) -> None:
@@ -79,10 +88,10 @@ class Communicator:
         _check(code, None)
 
     def is_settled(self) -> bool:
-        """Whether what was started so far is set up, or queued on its stream.
+        """Return whether all started operations are set up, or queued on their stream.
 
         Raises:
-            NcclError: it failed, or the connection broke.
+            NcclError: an operation failed, or the connection broke.
         """
         code = ctypes.c_int()
         _check(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(code)), self._handle)
@@ -96,7 +105,7 @@ class Communicator:
         _check(_library().ncclRecv(address, num_bytes, _UINT8, peer, self._handle, stream), self._handle)
 
     def abort(self) -> None:
-        """Ends what is under way and frees everything, whatever the other side does."""
+        """Abort running operations and free everything, independent of the other side."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             _check(_library().ncclCommAbort(handle), None)

@@ -1,4 +1,4 @@
-"""A torch store whose values are believed only if they were signed with the run's token."""
+"""A torch store that accepts only values signed with the run's token."""
 
 import hashlib
 import hmac
@@ -17,21 +17,22 @@ _PART_BYTES = 4 << 20
 
 
 class LinkError(RuntimeError):
-    """The connection of a link broke, or what came over it was not signed with the run's token."""
+    """The connection to the store broke, or a value was not signed with the run's token."""
 
 
 class SignedStore(Store):
-    """Signs what is set and checks what is got; a value is good for its own key only.
+    """A store that signs values when they are set and verifies them when they are read; a signature is valid for one
+    key only.
 
-    torch's process groups accept it as they accept any store, so what they exchange is signed, too.
+    torch's process groups accept it like any other store, so the values they exchange are signed too.
 
     Args:
-        store: what carries the values.
-        session: every link has one of its own; what was signed for another link counts nothing.
-        token: of the run.
+        store: store that holds the values.
+        session: ID of this link; values signed for another link are rejected.
+        token: token of the run.
 
     Attributes:
-        is_broken: whether an operation failed; then there is no use in further ones.
+        is_broken: whether an operation failed; further operations would fail too.
     """
 
     def __init__(self, store: Store, session: str, token: str) -> None:
@@ -46,15 +47,15 @@ class SignedStore(Store):
         self._attempt(lambda: self._store.set(self._prefix + key, self._mac(key, data) + data))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value of a key that somebody has set or will set soon.
+        """Return the value of a key that is set now or soon.
 
         Raises:
-            LinkError: it does not come, or it is not signed with the run's token.
+            LinkError: it is not set in time, or it is not signed with the run's token.
         """
         return self._checked(key, self._attempt(lambda: self._store.get(self._prefix + key)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
-        """The values of several keys, in one round trip."""
+        """Return the values of several keys in one round trip."""
         names = [self._prefix + key for key in keys]
         values = self._attempt(lambda: self._store.multi_get(names))
         return [self._checked(key, value) for key, value in zip(keys, values, strict=True)]
@@ -67,19 +68,19 @@ class SignedStore(Store):
         return self._attempt(lambda: self._store.delete_key(self._prefix + key))
 
     def write(self, key: str, value: bytes) -> None:
-        """Sets a value of any length; who reads it must know the length."""
+        """Set a value of any length; the reader must know the length."""
         for index, start in enumerate(range(0, len(value), _PART_BYTES)):
             self.set(f"{key}/{index}", value[start : start + _PART_BYTES])
 
     def read(self, key: str, num_bytes: int) -> bytes:
-        """A value that was set by `write`."""
+        """Return a value that was set by `write`."""
         value = b"".join(self.get(name) for name in self._parts(key, num_bytes))
         if len(value) != num_bytes:
-            raise LinkError(f"expected {num_bytes} bytes as {key!r}, got {len(value)}")
+            raise LinkError(f"expected {num_bytes} bytes for key {key!r} of the link's store, got {len(value)}")
         return value
 
     def drop(self, key: str, num_bytes: int) -> None:
-        """Deletes a value that was set by `write`."""
+        """Delete a value that was set by `write`."""
         for name in self._parts(key, num_bytes):
             self.delete_key(name)
 
@@ -92,7 +93,10 @@ class SignedStore(Store):
 
     def _checked(self, key: str, value: bytes) -> bytes:
         if not hmac.compare_digest(value[:_MAC_BYTES], self._mac(key, value[_MAC_BYTES:])):
-            raise LinkError(f"the value of {key!r} in the link's store was not signed with this run's token; refused")
+            raise LinkError(
+                f"refused the value of {key!r} in the link's store: not signed with this run's token; set "
+                f"TIDEMILL_WEIGHT_TOKEN to the same value for the trainer and the engines"
+            )
         return value[_MAC_BYTES:]
 
     def _attempt(self, action: Callable[[], T]) -> T:
@@ -100,4 +104,4 @@ class SignedStore(Store):
             return action()
         except DistError as error:
             self.is_broken = True
-            raise LinkError(f"the store of the link does not answer (is trainer rank 0 alive?): {error}") from error
+            raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error

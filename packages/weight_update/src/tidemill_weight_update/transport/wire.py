@@ -6,31 +6,31 @@ from typing import Protocol
 from torch import Tensor
 
 TRAINER, ENGINE = 0, 1
-"""Ranks in a wire's group of two."""
+"""Ranks of the two sides of a wire."""
 
 
 class WireError(RuntimeError):
-    """A wire that broke, or on which nothing moved for too long. It is of no further use."""
+    """A wire that broke, or on which nothing moved in time. It cannot be used again."""
 
 
 class Wire(Protocol):
-    """One transfer at a time: `send` or `recv` starts it, `wait` ends it."""
+    """A connection that carries one transfer at a time: `send` or `recv` starts it, `wait` completes it."""
 
     def send(self, data: Tensor) -> None: ...
 
     def recv(self, data: Tensor) -> None: ...
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Returns when the transfer is over; the memory is free, or filled, then.
+        """Return when the transfer is complete: the memory may be reused, or is filled.
 
         Args:
-            check: raises if waiting is of no use. Not every wire calls it.
+            check: raises if the wait has become pointless. Not every wire calls it.
 
         Raises:
-            WireError: it broke, or took longer than `timeout_s`.
+            WireError: the wire broke, or the transfer took longer than `timeout_s`.
         """
         ...
 
     def close(self) -> None:
-        """Ends it on this side, whatever the other side does."""
+        """Close this side, independent of the other side."""
         ...
