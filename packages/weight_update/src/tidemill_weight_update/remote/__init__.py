@@ -1,1 +1,3 @@
-"""Engines that cannot map the memory of the trainer, for example on other machines."""
+"""Engines that cannot map the trainer's memory, for example on other machines: a store for control, a wire
+for bytes.
+"""

@@ -1,4 +1,4 @@
-"""What a trainer rank keeps for the engine ranks that it sends to over a link."""
+"""The wires of a trainer rank to engine ranks, kept between updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Message:
-    """What is sent of a descriptor to engine ranks that take the same parts of it."""
+    """The part of a bucket that is sent to engine ranks which read the same parts."""
 
     def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
         packed = pack_descriptor(descriptor, parts_from_json(parts))
@@ -31,7 +31,7 @@ class Message:
         self._gpu_copier: CudaCopier | None = None
 
     def fill(self, arena: Tensor, place: Tensor) -> None:
-        """Copies the parts from the descriptor's arena to `place`, uint8 [num_bytes]; on a GPU, queues that."""
+        """Copy the parts from the bucket's arena to `place`, uint8 [num_bytes]; on a GPU, queue the copy."""
         if arena.device.type == "cpu":
             HostCopier(self._tables, [place]).run([arena])
             return
@@ -51,15 +51,15 @@ class _Partner:
 
 
 class Connections:
-    """Wires to engine ranks and what those take, from one update to the next.
+    """Wires to engine ranks and the parts they read, kept from one update to the next.
 
-    An engine rank is known by a name that it chose, for it may have another row in each update. Both sides forget what
-    they know of each other together: the trainer rank says in its head whom it knows, and an engine rank that it does
-    not know, or whose wire broke, begins a new generation.
+    An engine rank is identified by a random name, because its row may change between updates. Both sides discard their
+    state together: the trainer rank lists the names it remembers in its status, and an engine rank that is not listed,
+    or whose wire broke, starts a new generation.
 
     Args:
-        mailbox: of this trainer rank.
-        address: of this machine, for wires to listen on.
+        mailbox: mailbox of this trainer rank.
+        address: address of this machine on which wires listen.
         timeout_s: longest wait for an engine rank to connect.
     """
 
@@ -71,7 +71,7 @@ class Connections:
         self._messages: dict[tuple[Place, bytes], Message] = {}
 
     def begin(self) -> None:
-        """Forgets engine ranks that took no part in the last update, and says whom it knows."""
+        """Drop engine ranks that did not take part in the last update, and publish the remaining names."""
         for name in [name for name, partner in self._partners.items() if not partner.was_used]:
             self.drop(name)
         for partner in self._partners.values():
@@ -79,7 +79,7 @@ class Connections:
         self._mailbox.set_partners(self._partners)
 
     def message(self, status: ReceiverStatus, place: Place, descriptor: BucketDescriptor) -> Message:
-        """What the engine rank asks for of the descriptor at `place`."""
+        """Return the message for what the engine rank reads of the descriptor at `place`."""
         partner = self._partner(status)
         number, length = status.parts
         if number not in partner.parts:
@@ -92,10 +92,10 @@ class Connections:
         return self._messages[place, parts]
 
     def wire(self, status: ReceiverStatus, device: torch.device) -> Wire:
-        """The wire to the engine rank; made if there is none.
+        """Return the wire to the engine rank; connect if there is none.
 
         Raises:
-            WireError: it could not be made.
+            WireError: it could not be connected.
         """
         partner = self._partner(status)
         if partner.wire is None:
@@ -104,7 +104,7 @@ class Connections:
         return partner.wire
 
     def drop(self, name: str) -> None:
-        """Forgets an engine rank."""
+        """Close the wire to an engine rank and forget it."""
         partner = self._partners.pop(name, None)
         if partner is not None and partner.wire is not None:
             partner.wire.close()
@@ -123,7 +123,7 @@ class Connections:
 
 
 def batches(messages: Sequence[Message], max_bytes: int) -> list[list[Message]]:
-    """The messages, each once, in groups of at most `max_bytes` together, or one of any size."""
+    """Return the distinct messages in groups of at most `max_bytes` each, or a single message of any size."""
     groups: list[list[Message]] = []
     room = 0
     for message in dict.fromkeys(messages):

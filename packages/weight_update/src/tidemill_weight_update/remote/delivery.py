@@ -1,4 +1,4 @@
-"""Sending buckets to engine ranks that cannot map them."""
+"""Delivery of buckets to engine ranks that cannot map them."""
 
 import time
 from collections.abc import Mapping
@@ -17,18 +17,22 @@ from tidemill_weight_update.transport.wire import WireError
 
 
 class RemoteReaders(Readers):
-    """Engine ranks behind a link. Each asks for a bucket when it is ready to take it, and is sent it then.
+    """Engine ranks behind a link. Each requests a bucket when it is ready to receive it, and only then is it sent.
 
-    Nobody is sent anything that it does not wait for, and whoever asks is served at once, in any order: so no two
-    processes ever wait for each other in a circle, whatever the order in which engine ranks go round trainer ranks.
+    Nothing is sent to a rank that does not wait for it, and every request is served at once, in any order. So no two
+    processes wait for each other in a cycle, in whatever order engine ranks visit trainer ranks.
 
-    An engine rank that does nothing for half the time that an engine waits for its trainer is left behind, so that
-    engines that wait for the next bucket meanwhile do not give up. What becomes of its engine its client knows.
+    An engine rank that does nothing for half the time that an engine waits for its trainer is dropped, so that engines
+    that wait for the next bucket meanwhile do not time out. The client of its engine reports the failure.
 
     Args:
-        sequence, own, control, num_receivers, timeout_s: as in `Readers`.
-        connections: to the engine ranks.
-        staging: memory to pack in, kept between updates.
+        sequence: number of the update.
+        own: mailbox of this trainer rank.
+        control: mailbox of trainer rank 0.
+        num_receivers: number of engine ranks.
+        timeout_s: longest wait for one of them to make progress.
+        connections: wires to the engine ranks.
+        staging: memory to pack messages in, kept between updates.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class RemoteReaders(Readers):
         if arena is None:
             return
         pending = set(self._rows)
-        wait = PollingWait(self.max_wait_s, f"engines to take bucket {bucket}", self._drop_exited)
+        wait = PollingWait(self.max_wait_s, f"engines to receive bucket {bucket}", self._drop_exited)
         while pending := pending & self._rows:
             statuses = self._mailbox.statuses(self._sequence, sorted(pending))
             waiting = {row: status for row, status in statuses.items() if status.wanted == bucket}
@@ -83,7 +87,7 @@ class RemoteReaders(Readers):
             wait.pause()
         except TimeoutError:
             if any(statuses[row].maps for row in late):
-                raise  # it may still read what would be overwritten
+                raise  # a reader that maps the arena may still read what would be overwritten
             self._rows.difference_update(late)
 
     def _serve(
@@ -97,7 +101,7 @@ class RemoteReaders(Readers):
             self._send({row: packed[message] for row, message in messages.items() if message in packed}, waiting)
 
     def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, ReceiverStatus]) -> None:
-        """Sends to several engine ranks at once. One whose wire breaks is out; its engine notices that, too."""
+        """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
         sending = {}
         for row, data in packed.items():
             try:
@@ -116,7 +120,7 @@ class RemoteReaders(Readers):
     def _check(self, row: int) -> None:
         self._drop_exited()
         if row not in self._rows:
-            raise WireError("its engine has failed")
+            raise WireError("was closed because its engine failed")
 
     def _drop(self, row: int, status: ReceiverStatus) -> None:
         self._connections.drop(status.partner)
@@ -127,7 +131,7 @@ class Staging:
     """Memory in which messages are packed.
 
     Args:
-        num_bytes: for messages that are sent together; more only if a single one needs it.
+        num_bytes: size for messages that are sent together; exceeded only if a single message needs more.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -135,7 +139,7 @@ class Staging:
         self._memory: Tensor | None = None
 
     def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
-        """Packs the messages from a descriptor's arena; uint8, valid until the next call."""
+        """Pack the messages from a bucket's arena; the tensors (uint8) are valid until the next call."""
         packed = {}
         used = 0
         for message in messages:
@@ -153,7 +157,7 @@ class Staging:
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:
         memory = self._memory
         if memory is None or memory.numel() < num_bytes or memory.device != device:
-            self._memory = None  # freed before there is another one
+            self._memory = None  # free it before the next allocation
             memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return memory
 

@@ -1,4 +1,4 @@
-"""One engine rank's ends of links: what it has to be sent because it cannot map it."""
+"""The engine rank's side of links: receives what it cannot map."""
 
 import secrets
 from collections.abc import Callable, Iterable
@@ -20,15 +20,15 @@ from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError
 
 
 class EngineLink:
-    """The end of one link.
+    """The engine rank's side of one link.
 
     Args:
-        address: of the link.
-        device: of the model.
-        timeout_s: longest wait for an answer of the store.
+        address: address of the link.
+        device: device of the model.
+        timeout_s: longest wait for a response of the store.
 
     Attributes:
-        partner: the name by which trainer ranks know this end.
+        partner: random name by which trainer ranks identify this engine rank.
 
     Raises:
         LinkError: the store cannot be reached.
@@ -43,16 +43,16 @@ class EngineLink:
         self._memory: Tensor | None = None
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes]: one piece of memory for all trainer ranks, as they are asked one after the other."""
+        """Return uint8 [num_bytes]: one buffer for all trainer ranks, because they are served one after the other."""
         if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
-            self._memory = None  # freed before there is another one
-            # Doubled, so that a descriptor which is larger than all before it does not often mean new memory.
+            self._memory = None  # free it before the next allocation
+            # Rounded up to a power of two, so that growing buckets rarely need a new allocation.
             self._memory = torch.empty(1 << max(num_bytes - 1, 0).bit_length(), dtype=torch.uint8, device=device)
         return self._memory[:num_bytes]
 
 
 class StoreInput:
-    """What one trainer rank sends to this engine rank; see `RemoteInput`."""
+    """Receives what one trainer rank sends to this engine rank; see `RemoteInput`."""
 
     def __init__(self, link: EngineLink, mailbox: StoreMailbox) -> None:
         self._link = link
@@ -79,7 +79,9 @@ class StoreInput:
         parts, num_bytes = self._packed[place]
         number = self._number_of(parts)
         self._mailbox.request_bucket(
-            *(sequence, receiver, bucket),
+            sequence,
+            receiver,
+            bucket,
             partner=self._link.partner,
             generation=self._generation,
             parts=(number, len(parts)),
@@ -90,18 +92,18 @@ class StoreInput:
         return data
 
     def close(self) -> None:
-        """Ends the wire; the next `take` makes another one."""
+        """Close the wire; the next `receive` connects a new one."""
         self._known_in_update = 0
         if self._wire is not None:
             self._wire.close()
             self._wire = None
 
     def _device_for(self, memory: Memory) -> torch.device:
-        """gloo brings host memory, NCCL that of a GPU."""
+        """Return the device to receive on: gloo transfers host memory, NCCL GPU memory."""
         if isinstance(memory, HostMemory):
             return torch.device("cpu")
         if self._link.device.type == "cpu":
-            raise RuntimeError("an engine on a CPU cannot take GPU memory; give WeightUpdater device='cpu'")
+            raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
         return self._link.device
 
     def _reset_if_forgotten(self) -> None:
@@ -112,7 +114,7 @@ class StoreInput:
         self._part_numbers.clear()
 
     def _number_of(self, parts: bytes) -> int:
-        """The number by which the trainer rank knows these parts."""
+        """Return the number by which the trainer rank knows these parts; write them to the store if they are new."""
         if parts not in self._part_numbers:
             number = len(self._part_numbers)
             key = f"parts{self._mailbox.rank}/{self._link.partner}/{self._generation}/{number}"
@@ -134,7 +136,7 @@ class StoreInput:
             self.close()
             raise RuntimeError(f"the link to trainer rank {self._mailbox.rank} {error}") from error
         except BaseException:
-            self.close()  # something may still be under way on it
+            self.close()  # a transfer may still be running on it
             raise
 
 
@@ -142,7 +144,7 @@ class EngineLinks:
     """The links of an engine rank.
 
     Args:
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,7 +152,7 @@ class EngineLinks:
         self._links: dict[LinkAddress, EngineLink] = {}
 
     def open(self, path: str, timeout_s: float) -> StoreMailbox:
-        """A trainer rank's mailbox.
+        """Return a trainer rank's mailbox.
 
         Raises:
             LinkError: the link's store cannot be reached.
@@ -166,6 +168,6 @@ class EngineLinks:
         return mailbox
 
     def keep(self, paths: Iterable[str]) -> None:
-        """Closes the links that none of these mailboxes needs."""
+        """Close the links that none of these mailboxes needs."""
         needed = {LinkAddress.from_path(path)[0] for path in paths if LinkAddress.is_path(path)}
         self._links = {address: link for address, link in self._links.items() if address in needed}

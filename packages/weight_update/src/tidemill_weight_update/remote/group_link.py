@@ -1,4 +1,4 @@
-"""How engines on other machines are reached."""
+"""The configuration of a link to engines on other machines, and its addresses."""
 
 import ipaddress
 import socket
@@ -11,17 +11,17 @@ _SCHEME = "tidemill-link"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLink:
-    """Lets engines on other machines take part: `WeightUpdater(engines, link=GroupLink(host="10.0.0.1"))`.
+    """Connects engines on other machines: `WeightUpdater(engines, link=GroupLink(host="10.0.0.1"))`.
 
-    Trainer and engines then agree through a store that trainer rank 0 opens on `host`, and packed buckets go from
-    each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines that share a machine
-    with a trainer rank still read its arena where it is. All values in the store are signed with the run's token; the
-    weights themselves are neither encrypted nor signed: use it inside a network that you trust.
+    Trainer and engines exchange control messages through a store that trainer rank 0 opens on `host`. Packed buckets
+    are sent from each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines on the
+    machine of a trainer rank still read its arena directly. All values in the store are signed with the run's token.
+    The weights themselves are neither encrypted nor signed: use a link inside a trusted network only.
 
     Attributes:
-        host: an address of trainer rank 0's machine that engines and other trainer ranks reach. Nothing of ours
-            listens on other addresses of it, nor, on other machines, on addresses other than the one that leads there.
-        port: of the store; 0: any that is free. Buckets use further ports, which are chosen by the system.
+        host: address of trainer rank 0's machine that engines and other trainer ranks can reach. The package listens on
+            no other address of that machine; on other machines it listens on the address from which `host` is reached.
+        port: port of the store; 0 selects a free one. Buckets use further ports, selected by the system.
     """
 
     host: str = "127.0.0.1"
@@ -33,7 +33,9 @@ class GroupLink:
             or self.host == "*"
             or (_is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified)
         ):
-            raise ValueError(f"host must be the one address that engines connect to, got {self.host!r}")
+            raise ValueError(
+                f"host must be the single address that engines connect to, such as '10.0.0.1', got {self.host!r}"
+            )
 
 
 def _is_address(host: str) -> bool:
@@ -46,25 +48,27 @@ def _is_address(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkAddress:
-    """Where the store of an open link is, and what tells it from others at the same place."""
+    """The address of an open link's store, and the session ID that distinguishes it from other links at the same
+    address.
+    """
 
     host: str
     port: int
     session: str
 
     def mailbox_path(self, rank: int) -> str:
-        """The name by which engine ranks open trainer rank `rank`'s mailbox."""
+        """Return the path by which engine ranks open the mailbox of trainer rank `rank`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{_SCHEME}://{host}:{self.port}/{self.session}/{rank}"
 
     @staticmethod
     def is_path(path: str) -> bool:
-        """Whether `path` was made by `mailbox_path`."""
+        """Return whether `path` was made by `mailbox_path`."""
         return path.startswith(f"{_SCHEME}://")
 
     @classmethod
     def from_path(cls, path: str) -> tuple[Self, int]:
-        """The link and the trainer rank of a path."""
+        """Return the link and the trainer rank of a path."""
         parts = urllib.parse.urlsplit(path)
         session, rank = parts.path.strip("/").split("/")
         assert parts.hostname is not None
@@ -72,7 +76,7 @@ class LinkAddress:
         return cls(host=parts.hostname, port=parts.port, session=session), int(rank)
 
     def own_address(self) -> str:
-        """The address of this machine from which the link's host is reached."""
+        """Return the address of this machine from which the link's host is reached."""
         family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
@@ -80,16 +84,16 @@ class LinkAddress:
 
 
 def listen(link: GroupLink) -> socket.socket:
-    """A socket that listens on the link's host and no other address.
+    """Return a socket that listens on the link's host and no other address.
 
     Raises:
-        RuntimeError: it cannot: the host is not an address of this machine, or the port is in use.
+        RuntimeError: the host is not an address of this machine, or the port is in use.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(target[:2], family=family)
     except OSError as error:
         raise RuntimeError(
-            f"cannot listen on {link.host} port {link.port} ({error.strerror}): host must be an address of trainer "
-            f"rank 0's machine, and the port free"
+            f"cannot listen on {link.host} port {link.port} ({error.strerror}): host must be an address of the machine "
+            f"of trainer rank 0, and the port must be free"
         ) from error

@@ -1,4 +1,4 @@
-"""What one engine rank takes of a descriptor, packed together, so that nothing else has to travel. Pure."""
+"""The part of a bucket that one engine rank reads, packed so that nothing else is sent. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from tidemill_weight_update.plan.plan import Copy, CopyPlan
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
 Parts = tuple[tuple[Box, ...], ...]
-"""By source of a descriptor: disjoint boxes, each inside one of the descriptor's shards."""
+"""For each source of a bucket, disjoint boxes, each inside one of the bucket's shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedDescriptor:
-    """A descriptor that holds nothing but what somebody wants of another one.
+    """The descriptor of a message that contains only selected parts of a bucket.
 
     Attributes:
-        descriptor: with the places of the parts in the message, as memory 0.
-        num_bytes: of the message.
+        descriptor: descriptor with the places of the parts in the message, as memory 0.
+        num_bytes: size of the message.
     """
 
     descriptor: BucketDescriptor
@@ -28,7 +28,7 @@ class PackedDescriptor:
 
 
 def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
-    """What the plan takes of the descriptor; of tensors that go through the model's own loader, all there is."""
+    """Return what the plan reads of the bucket; all of a tensor that is loaded by the model's own loader."""
     taken: dict[str, list[Box]] = {source.name: [] for source in descriptor.sources}
     for copy in plan.copies:
         if copy.name in taken:
@@ -42,7 +42,7 @@ def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:
-    """The boxes, each once; if two overlap, the smallest box around all of them."""
+    """Return the distinct boxes; if two overlap, the smallest box around all of them."""
     distinct = list(dict.fromkeys(boxes))
     if not any(a.intersect(b) for i, a in enumerate(distinct) for b in distinct[:i]):
         return distinct
@@ -61,7 +61,7 @@ def parts_from_json(text: bytes) -> Parts:
 
 
 def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> PackedDescriptor:
-    """Lays the parts out one after the other. Sender and receiver come to the same result."""
+    """Place the parts one after the other. Sender and receiver compute the same layout."""
     used = 0
     shards: list[tuple[Shard, ...]] = []
     for source, boxes in zip(descriptor.sources, parts, strict=True):
@@ -75,10 +75,10 @@ def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> PackedDescrip
 
 
 def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple[CopyTable, ...]:
-    """The copies from the descriptor's arena (memory 0) into the message (target 0).
+    """Return the copies from the bucket's arena (memory 0) into the message (target 0).
 
     Raises:
-        ValueError: the descriptor does not hold what the message wants.
+        ValueError: the bucket does not contain all parts.
     """
     copies = [
         Copy(source.name, place.box, "message", place.offset, place.strides, source.dtype)

@@ -1,7 +1,8 @@
-"""A trainer rank's mailbox in a store that processes of other machines reach.
+"""A trainer rank's mailbox in a store that processes of other machines can reach.
 
 What `Mailbox` keeps in words of shared memory is one value per writer and reader here: the status of the trainer rank,
-the state of each engine rank, and its status for each trainer rank. Values are JSON, or int64 as raw bytes.
+the state of each engine rank, and the status of each engine rank for each trainer rank. Values are JSON, or int64 as
+raw bytes.
 """
 
 import json
@@ -21,18 +22,23 @@ from tidemill_weight_update.remote.location import here
 from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 
 _KEPT_BYTES = 4096
-"""Journal listing up to this length are kept: descriptions of memory, which come with every bucket."""
+"""Journal texts up to this length are cached: descriptions of memory, which are read with every bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class SenderStatus:
-    """What a trainer rank says of itself.
+    """Status of a trainer rank.
 
     Attributes:
-        location, pid: where it runs.
+        location: where the process runs, from `location.here`.
+        pid: process ID.
+        sequence: number of the update.
+        is_open: whether the update is open.
+        has_failed: whether the trainer rank failed in this update.
+        listing: place of the list of all descriptors, if they are known.
         total: number of buckets of the update, if it is known.
-        slots: of the last bucket with an even number and the last with an odd one: number, place, memory's place.
-        partners: engine ranks that it knows from earlier updates; see `Connections`.
+        slots: last even-numbered and last odd-numbered bucket: number, place of its descriptor, place of its memory.
+        partners: names of the engine ranks it remembers from earlier updates; see `Connections`.
     """
 
     location: str
@@ -48,14 +54,16 @@ class SenderStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatus:
-    """What an engine rank says to one trainer rank.
+    """Status of an engine rank, written for one trainer rank.
 
     Attributes:
-        released: number of buckets that it does not need any longer.
+        sequence: number of the update.
+        released: number of buckets that it no longer needs.
         maps: whether it maps the trainer's memory.
-        wanted: number of the bucket that it waits for, -1 for none.
-        partner, generation: who asks, and how often it has begun anew; what was agreed on before is void then.
-        parts: number and length of the text that says what it takes of the bucket's place.
+        wanted: index of the bucket that it waits for, -1 for none.
+        partner: name of the engine rank.
+        generation: how often it has reconnected; everything agreed on in an earlier generation is invalid.
+        parts: number and length of the text that lists the parts it reads of the bucket.
     """
 
     sequence: int = 0
@@ -80,9 +88,9 @@ class StoreMailbox:
     """One process's view of the mailbox of trainer rank `rank`; see `Channel`.
 
     Args:
-        store: that all processes of the link have in common.
-        path: by which engine ranks open it.
-        rank: of the trainer rank.
+        store: store that all processes of the link share.
+        path: path by which engine ranks open the mailbox.
+        rank: the trainer rank.
     """
 
     def __init__(self, store: SignedStore, path: str, rank: int) -> None:
@@ -95,23 +103,21 @@ class StoreMailbox:
         self._num_receivers = 0
         self._read: dict[Place, bytes] = {}
         self._excluded: tuple[int, list[int]] = (0, [])
-        self._lock = threading.Lock()  # engines are excluded by a thread each
+        self._lock = threading.Lock()  # several threads may exclude engines
 
     def is_current(self) -> bool:
         return not self.store.is_broken
 
     def close(self) -> None:
-        """Ends what was opened for this mailbox; the store is its owner's to close."""
+        """Close the input of this mailbox; the owner of the store closes the store."""
         if self.remote_input is not None:
             self.remote_input.close()
-            self.remote_input = (
-                None  # it refers to this mailbox: the store would stay open until Python looks for cycles
-            )
+            self.remote_input = None  # breaks a reference cycle that would keep the store open until garbage collection
 
     # The trainer rank writes.
 
     def make_room(self, num_receivers: int) -> None:
-        """Sets what has to be there to be read, before anybody reads it: the idle states of further engine ranks."""
+        """Write the initial values of further engine ranks, before anybody reads them."""
         for row in range(self._num_receivers, num_receivers):
             self.store.set(self._receiver_status_key(row), _to_json(ReceiverStatus()))
             if self.rank == 0:
@@ -128,7 +134,7 @@ class StoreMailbox:
         )
 
     def set_partners(self, partners: Iterable[str]) -> None:
-        """Sets which engine ranks this trainer rank knows from earlier updates; told by the next `begin`."""
+        """Set the engine ranks that this trainer rank remembers; the next `begin` publishes them."""
         self._sender_status = replace(self._sender_status, partners=tuple(partners))
 
     def write_journal(self, offset: int, text: bytes) -> None:
@@ -152,7 +158,7 @@ class StoreMailbox:
         try:
             self._write_sender_status(replace(self._sender_status, has_failed=True))
         except LinkError:
-            return  # The error that led here is raised; engines that cannot be told have their deadline.
+            return  # The original error is raised by the caller; engines that cannot read it time out.
 
     def exclude(self, sequence: int, receiver: int) -> None:
         with self._lock:
@@ -171,7 +177,7 @@ class StoreMailbox:
     def request_bucket(
         self, sequence: int, receiver: int, bucket: int, *, partner: str, generation: int, parts: Place
     ) -> None:
-        """Asks for a bucket; see `ReceiverStatus`."""
+        """Request a bucket; see `ReceiverStatus`."""
         released = self._receiver_status.released if self._receiver_status.sequence == sequence else 0
         self._write_receiver_status(
             receiver, ReceiverStatus(sequence, released, False, bucket, partner, generation, parts)
@@ -231,9 +237,9 @@ class StoreMailbox:
     def num_buckets(self, sequence: int) -> int | None:
         sender_status = self.sender_status()
         if sender_status.sequence != sequence:
-            raise RuntimeError(f"the trainer gave up update {sequence} before this engine came to it")
+            raise RuntimeError(f"the trainer cancelled update {sequence} before this engine started it")
         if sender_status.has_failed:
-            raise RuntimeError("the trainer failed while it sent; its own error says why")
+            raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
         return sender_status.total
 
     def is_excluded(self, sequence: int, receiver: int) -> bool:
@@ -244,7 +250,7 @@ class StoreMailbox:
         return self.statuses(sequence, [receiver])[receiver].released
 
     def statuses(self, sequence: int, rows: Collection[int]) -> dict[int, ReceiverStatus]:
-        """What engine ranks said to this trainer rank in this update."""
+        """Return the statuses that engine ranks wrote for this trainer rank in this update."""
         texts = self.store.multi_get([self._receiver_status_key(row) for row in rows]) if rows else []
         statuses = {}
         for row, text in zip(rows, texts, strict=True):

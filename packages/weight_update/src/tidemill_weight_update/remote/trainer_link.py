@@ -1,4 +1,4 @@
-"""One trainer rank's end of a link."""
+"""The trainer rank's side of a link."""
 
 import secrets
 from datetime import timedelta
@@ -15,14 +15,16 @@ from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 
 
 class TrainerLink:
-    """Lives as long as the `WeightUpdater`. Nothing is opened before the first update; `close` forgets all that engines
-    were told, and it may be opened again.
+    """The trainer rank's side of a link; it lives as long as the `WeightUpdater`.
+
+    Nothing is opened before the first update. `close` discards all state shared with engines; the link may be opened
+    again.
 
     Args:
-        link: as the caller wants it.
-        rank: of this process among the trainer's ranks; rank 0 hosts the store.
-        staging_bytes: memory to pack in.
-        timeout_s: longest wait for an answer.
+        link: the caller's configuration.
+        rank: rank of this process among the trainer ranks; rank 0 hosts the store.
+        staging_bytes: size of the memory to pack messages in.
+        timeout_s: longest wait for a response.
     """
 
     def __init__(self, link: GroupLink, rank: int, staging_bytes: int, timeout_s: float) -> None:
@@ -38,31 +40,35 @@ class TrainerLink:
         self._connections: Connections | None = None
 
     def open(self) -> tuple[int, int]:
-        """Opens the store, unless it is open; returns its port and session. On rank 0 only.
+        """Open the store unless it is open; return its port and session. On rank 0 only.
 
         Raises:
-            RuntimeError: nothing can be opened there.
+            RuntimeError: the store cannot listen at the configured address.
         """
         if self._server is None:
             with listen(self._link) as socket:
                 port = socket.getsockname()[1]
                 self._server = TCPStore(
-                    *(self._link.host, port, None, True, timedelta(seconds=self._timeout_s)),
+                    self._link.host,
+                    port,
+                    None,
+                    True,
+                    timedelta(seconds=self._timeout_s),
                     wait_for_workers=False,
-                    master_listen_fd=socket.detach(),  # TCPStore's own listens on all addresses
+                    master_listen_fd=socket.detach(),  # TCPStore's own socket would listen on all addresses
                 )
             self._identity = (port, secrets.randbits(62))
         return self._identity
 
     def is_at(self, identity: tuple[int, int]) -> bool:
-        """Whether this rank's end leads to the store of that port and session."""
+        """Return whether this side is connected to the store of that port and session."""
         return self._identity == identity
 
     def connect(self, identity: tuple[int, int], num_receivers: int) -> StoreMailbox:
-        """This rank's mailbox, ready for so many engine ranks.
+        """Return this rank's mailbox, with space for `num_receivers` engine ranks.
 
         Args:
-            identity: what `open` returned on rank 0.
+            identity: return value of `open` on rank 0.
 
         Raises:
             RuntimeError: rank 0 cannot be reached.
@@ -82,23 +88,27 @@ class TrainerLink:
         return self._mailbox
 
     def paths(self, num_ranks: int) -> tuple[str, ...]:
-        """By which engine ranks open the mailboxes of all trainer ranks."""
-        assert self._address is not None, "connect() comes first"
+        """Return the paths by which engine ranks open the mailboxes of all trainer ranks."""
+        assert self._address is not None, "call connect() first"
         return tuple(self._address.mailbox_path(rank) for rank in range(num_ranks))
 
     def readers(self, sequence: int, num_receivers: int) -> RemoteReaders:
-        """The engine ranks of an update."""
-        assert self._mailbox is not None, "connect() comes first"
+        """Return the engine ranks of an update."""
+        assert self._mailbox is not None, "call connect() first"
         assert self._control is not None
         assert self._connections is not None
         return RemoteReaders(
-            *(sequence, self._mailbox, self._control, num_receivers, self._timeout_s),
+            sequence,
+            self._mailbox,
+            self._control,
+            num_receivers,
+            self._timeout_s,
             connections=self._connections,
             staging=self._staging,
         )
 
     def close_connections(self) -> None:
-        """Ends all wires, so that no engine rank waits for what will not come."""
+        """Close all wires, so that no engine rank waits for data that is not sent."""
         if self._connections is not None:
             self._connections.close_all()
 
@@ -110,7 +120,7 @@ class TrainerLink:
 
 
 def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> SignedStore:
-    """A link's store, as a client of it.
+    """Return a client of a link's store.
 
     Args:
         server: the store itself, in the process that hosts it.
@@ -124,5 +134,8 @@ def open_store(address: LinkAddress, timeout_s: float, server: Store | None = No
             timeout = timedelta(seconds=timeout_s)
             server = TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
         except DistError as error:
-            raise LinkError(f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}") from error
+            raise LinkError(
+                f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer "
+                f"is running and that GroupLink(host=...) is an address this machine can reach"
+            ) from error
     return SignedStore(server, address.session, token)
