@@ -1,1 +1,1 @@
-"""The trainer's side."""
+"""The trainer's side: describes, packs and publishes tensors, and calls the engines."""

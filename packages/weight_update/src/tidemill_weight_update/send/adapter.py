@@ -1,4 +1,4 @@
-"""Adapters, through SGLang's own endpoint for them."""
+"""Adapters, sent through SGLang's own endpoint for them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +23,11 @@ _ONE_BUCKET = 1 << 62
 
 
 class AdapterPath:
-    """Gathers an adapter on rank 0 and gives it to engines whole.
+    """Gathers an adapter on rank 0 and passes it to engines as a whole.
 
     Args:
-        dtype: in which it is sent; None: its own.
-        allow_non_finite: whether infinite and not-a-number elements may be sent.
+        dtype: dtype in which it is sent; None: its own.
+        allow_non_finite: whether infinite and NaN elements may be sent.
     """
 
     def __init__(self, ranks: Ranks, *, dtype: torch.dtype | None, allow_non_finite: bool) -> None:
@@ -44,14 +44,14 @@ class AdapterPath:
         members: Sequence[Member],
         stages: Stages,
     ) -> tuple[int, int]:
-        """Makes all members that have not failed serve the adapter as `name`. Collective.
+        """Make all members that have not failed serve the adapter as `name`. Collective.
 
         Returns:
-            numbers of tensors and bytes.
+            Numbers of tensors and bytes.
         """
         failure = Failure()
         bucket: Bucket | None = None
-        # SGLang keeps what it can use as it is, so the memory is this adapter's alone.
+        # SGLang may keep references to this memory, so it is not reused for other adapters.
         arena: HostArena | None = None
         with failure, stages("prepare"):
             bucket = _bucket(named_tensors, config, self._dtype)
@@ -86,8 +86,8 @@ class AdapterPath:
         bad = [repr(entry.name) for entry in bucket.entries if not entry.view(arena.data).isfinite().all()]
         if bad:
             raise ValueError(
-                f"these tensors have elements that are infinite or not a number: {', '.join(bad[:5])} ({len(bad)} in "
-                f"all); pass allow_non_finite=True to send them"
+                f"these tensors have infinite or NaN elements: {', '.join(bad[:5])} ({len(bad)} in total); pass "
+                f"allow_non_finite=True to send them"
             )
 
 
@@ -104,10 +104,10 @@ def _bucket(named_tensors: Iterable[tuple[str, Tensor]], config: LoraConfig, dty
 
 
 def _load(handle: BucketHandle, name: str, config: LoraConfig, replaces: str | None, members: Sequence[Member]) -> None:
-    """On all engines at once: one that waits for its requests to end does not hold up the others."""
+    """Load into all engines in parallel, so that an engine that waits for its requests does not delay the others."""
 
     def load(member: Member) -> None:
-        # Its weights stay as they are, and an adapter that is not there is none that requests can get.
+        # The engine's own weights do not change, and requests cannot select an adapter that is not loaded.
         member.attempt(lambda: _replace(member, handle, name, config, replaces), unchanged=True)
 
     with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
@@ -117,7 +117,9 @@ def _load(handle: BucketHandle, name: str, config: LoraConfig, replaces: str | N
 def _replace(member: Member, handle: BucketHandle, name: str, config: LoraConfig, replaces: str | None) -> None:
     client = member.client
     if not isinstance(client, AdapterClient):
-        raise TypeError(f"{type(client).__name__} is no AdapterClient: it cannot take adapters")
+        raise TypeError(
+            f"{type(client).__name__} cannot load adapters; implement the methods of the AdapterClient protocol"
+        )
     served = client.adapters()
     if name in served:
         client.unload_adapter(name)

@@ -1,4 +1,4 @@
-"""Which tensors of a trainer rank engines can read where they are."""
+"""The split of tensors into those that engines can read in place and those that must be copied to an arena."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from tidemill_weight_update.tensors.shards import Piece
 def allocations(
     pieces: Sequence[Piece], device: torch.device
 ) -> tuple[list[Piece], list[DeviceMemory], list[int], list[Piece]]:
-    """Divides pieces into those that stay where they are and those that have to travel through an arena on `device`.
+    """Split pieces into those that engines read in place and those that are copied to an arena on `device`.
 
-    A piece stays if it lies on `device`, is sent in its own dtype, and its allocation can be shared between processes
-    (not so with `expandable_segments` of torch's allocator).
+    A piece is read in place if it is on `device`, is sent in its own dtype, and its allocation can be shared between
+    processes (not the case for `expandable_segments` of torch's allocator).
 
     Returns:
-        pieces that stay, their allocations, for each of them the index of its allocation, and the other pieces.
+        The pieces to read in place, their allocations, the index of the allocation of each piece, and the other pieces.
     """
     from tidemill_weight_update.memory.cuda_memory import NotExportableError, export
 

@@ -1,4 +1,4 @@
-"""Buckets: which tensor goes to which byte range of which bucket. Pure, no device and no process is touched."""
+"""Buckets of the stock path: which tensor is at which byte range of which bucket. Pure arithmetic."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from tidemill_weight_update.tensors.source import NamedTensors, checked_item
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Tensors that travel together. `tensors[i]`, still on the trainer's side, will fill `entries[i]`."""
+    """Tensors that are sent together. `tensors[i]`, still on the trainer's side, fills `entries[i]`."""
 
     index: int
     entries: tuple[TensorEntry, ...]
@@ -26,32 +26,32 @@ class Bucket:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors, without the gaps that alignment leaves."""
+        """Size of the tensors in bytes, without alignment gaps."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def digest(self, *context: object) -> int:
-        """A signed 64-bit number that ranks compare: equal when names, shapes, dtypes, order and `context` are."""
+        """Return a signed 64-bit hash that is equal on ranks with equal names, shapes, dtypes, order and `context`."""
         layout = [(entry.name, entry.shape, str(entry.dtype), entry.start) for entry in self.entries]
         text = repr((context, self.index, self.is_last, layout))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
-    """How a bucket is named in messages: its first and last tensor and their number."""
+    """Return the description of a bucket for messages: its first and last tensor and their number."""
     noun = "tensor" if len(entries) == 1 else "tensors"
     return f"{entries[0].name!r} .. {entries[-1].name!r}, {len(entries)} {noun}"
 
 
 def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-    """Cuts `named_tensors` into buckets of at most `bucket_bytes`, in the order in which modules come.
+    """Split `named_tensors` into buckets of at most `bucket_bytes`, in the order of their modules.
 
-    The tensors of a module, which SGLang may have to combine, share a bucket; if they need more than `bucket_bytes`, it
-    is as large as they are. Of a generator, which is read one module ahead, only those that follow one another. Shapes
-    of DTensors are global; nothing is gathered and no data is read here.
+    The tensors of a module, which SGLang may combine, share a bucket; if they need more than `bucket_bytes`, the bucket
+    is larger. A generator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
+    DTensors are global; nothing is gathered and no data is read here.
 
     Raises:
-        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage, or is a LocalShard.
-        ValueError: a name comes twice, or there are no tensors at all.
+        TypeError: an item is not a `(name, tensor)` pair, the tensor has no dense storage, or it is a LocalShard.
+        ValueError: a duplicate name, or no tensors at all.
     """
     seen: set[str] = set()
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
@@ -67,7 +67,7 @@ def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dt
         items += module
         used = _end(module, dtype, used)
     if not items:
-        raise ValueError("expected named tensors, got an empty iterable: was the generator used before?")
+        raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
     yield _bucket(index, items, dtype, is_last=True)
 
 
@@ -91,6 +91,9 @@ def _end(items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, used: i
 
 def _full(name: str, tensor: Tensor | LocalShard) -> tuple[str, Tensor]:
     if isinstance(tensor, LocalShard):
-        raise TypeError(f"{name!r} is a LocalShard; these go to engines launched with **sglang_launch_args() only")
+        raise TypeError(
+            f"{name!r} is a LocalShard, which only engines launched with **sglang_launch_args() can receive; launch "
+            f"the engine with them, or pass a full tensor or a DTensor"
+        )
     check_dense(name, tensor)
     return name, tensor

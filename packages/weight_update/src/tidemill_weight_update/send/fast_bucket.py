@@ -1,4 +1,4 @@
-"""A journal descriptor as the trainer rank that sends it sees it."""
+"""A bucket of the fast path, as the trainer rank that sends it sees it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FastBucket:
-    """What one rank sends together.
+    """Pieces that one rank sends together.
 
     Attributes:
-        pieces: of tensors.
-        places: where each piece lies, in the arena or in the descriptor's memories.
-        descriptor: as it is written into the journal.
-        num_bytes: that it takes in the arena; 0 if the engines read the trainer's own memory.
+        pieces: pieces of tensors.
+        places: place of each piece, in the arena or in the descriptor's memories.
+        descriptor: descriptor that is written into the journal.
+        num_bytes: size in the arena; 0 if the engines read the trainer's own memory.
     """
 
     pieces: tuple[Piece, ...]
@@ -33,7 +33,7 @@ class FastBucket:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the memories where the pieces stay; none if they travel through the arena."""
+        """Addresses of the memories that are read in place; empty if the pieces are copied to the arena."""
         return [memory.address for memory in self.descriptor.memories]
 
     @property
@@ -41,10 +41,10 @@ class FastBucket:
         return sum(piece.box.numel * piece.spec.dtype.itemsize for piece in self.pieces)
 
     def tables(self, device: torch.device) -> tuple[CopyTable, ...]:
-        """The copies that fill the arena (target 0): memory `i` is piece `i`'s own.
+        """Return the copies that fill the arena (target 0); memory `i` is that of piece `i`.
 
-        Pieces that are not on `device` count as contiguous: they have to be brought there first. If the pieces stay
-        where they are, the memories are the descriptor's, and the copies are good for reading only.
+        Pieces that are not on `device` count as contiguous: they are copied to it first. If the pieces are read in
+        place, the memories are those of the descriptor, and the tables are only valid for reading (checksums).
         """
         copies: list[Copy] = []
         shards: dict[str, list[Shard]] = {}
@@ -64,13 +64,13 @@ class FastBucket:
         return build_tables(copies, sources, shards, ("arena",), complete=False)
 
     def layout(self) -> tuple[object, ...]:
-        """Equal for lines with equal `descriptor` and equal `tables()`."""
+        """Return a key that is equal for buckets with equal `descriptor` and equal `tables()`."""
         own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
         return own, self.descriptor.memories, self.places if self.descriptor.memories else self.descriptor.sources
 
 
 def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> FastBucket:
-    """A bucket whose pieces travel through the arena, one after the other; `announced` lists further tensors."""
+    """Return a bucket whose pieces are copied to the arena one after the other; `announced` lists further tensors."""
     used = 0
     places: list[Shard] = []
     for piece in pieces:
@@ -82,7 +82,7 @@ def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> F
 
 
 def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> FastBucket:
-    """A descriptor whose pieces the engines read where they are: piece `i` lies in `memories[memory_of[i]]`."""
+    """Return a bucket whose pieces the engines read in place: piece `i` is in `memories[memory_of[i]]`."""
     places = [
         Shard(
             piece.box,
@@ -109,7 +109,7 @@ def _descriptor(
 
 
 def split(piece: Piece, max_bytes: int) -> list[Piece]:
-    """Parts of at most `max_bytes` that make up `piece`, cut along its first dims."""
+    """Split `piece` along its first dims into parts of at most `max_bytes`."""
     row_bytes = piece.spec.dtype.itemsize
     parts = [piece]
     if piece.box.numel * row_bytes <= max_bytes:

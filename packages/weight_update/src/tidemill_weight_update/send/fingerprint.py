@@ -1,4 +1,4 @@
-"""Tensors that were described before."""
+"""Recognition of the tensors of the previous update."""
 
 import operator
 from collections.abc import Sequence
@@ -10,31 +10,33 @@ from tidemill_weight_update.tensors.shards import LocalShard, Piece, has_partial
 
 
 class Fingerprint:
-    """What was described, so that it is recognised when it comes again. Of tensors that are no parameters, no memory is
-    kept alive.
+    """Names, addresses and layouts of an update's tensors, to recognize the same tensors in the next update. It keeps
+    no memory alive except parameters.
 
-    Thousands of parameters are compared in a millisecond or two, least if the pairs themselves are those of before;
-    other tensors, which may be new objects each time, take a few times as long.
+    Thousands of parameters are compared in one or two milliseconds, fastest if the (name, parameter) tuples are the
+    same objects. Other tensors, which may be new objects each time, take a few times longer.
     """
 
     def __init__(self, items: Sequence[tuple[str, Tensor | LocalShard]]) -> None:
         self._names = [name for name, _ in items]
-        # Pairs cannot be changed, so a pair that is known needs no second look at what it holds.
+        # Tuples are immutable, so an identical tuple needs no further comparison.
         self._pairs = list(items) if all(isinstance(tensor, nn.Parameter) for _, tensor in items) else []
         self._parameters = [tensor if isinstance(tensor, nn.Parameter) else None for _, tensor in items]
         self._addresses = [local_values(tensor).data_ptr() for _, tensor in items]
         self._forms = [_form(tensor) for _, tensor in items]
-        # Ranks that send nothing of such a tensor take part in its sum all the same.
+        # The reduction of partial sums is collective: ranks that send nothing of the tensor take part too.
         self._are_summed = any(is_dtensor(t) and has_partial_sums(t) for _, t in items if isinstance(t, Tensor))
         kinds = {_kind(tensor) for _, tensor in items if isinstance(tensor, Tensor)}
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def covers(self, pieces: Sequence[Piece]) -> bool:
-        """Whether all pieces lie where the tensors lie, and none was made for the purpose, here or on another rank."""
+        """Return whether all pieces are views of the tensors themselves, and none is a temporary copy, here or on
+        another rank.
+        """
         return not self._are_summed and {piece.local.data_ptr() for piece in pieces} <= set(self._addresses)
 
     def matches(self, items: Sequence[object]) -> bool:
-        """Whether these are the same places in memory under the same names, in the same order."""
+        """Return whether the items are the same memory under the same names in the same order."""
         if not items or len(items) != len(self._names):
             return False
         if self._pairs and all(map(operator.is_, items, self._pairs)):
@@ -55,23 +57,23 @@ class Fingerprint:
         ] == self._forms
 
     def _addresses_of(self, parameters: Sequence[nn.Parameter | None]) -> list[int]:
-        # Without a function of ours for each: there may be thousands.
+        # Avoids a Python function call per tensor: there may be thousands.
         if self._kind == "plain":
             return list(map(nn.Parameter.data_ptr, parameters))  # type: ignore[arg-type]
-        if self._kind == "dtensor":  # what `to_local` returns while no gradients are recorded
+        if self._kind == "dtensor":  # equal to `to_local()` without gradient recording
             return [parameter._local_tensor.data_ptr() for parameter in parameters]  # type: ignore[union-attr]
         return [local_values(parameter).data_ptr() for parameter in parameters if parameter is not None]
 
 
 def _kind(tensor: Tensor) -> str:
-    """How its address is found: that of a parameter that wraps another tensor is not its own."""
+    """Return how the tensor's address is found: a parameter that wraps another tensor has no address of its own."""
     if is_dtensor(tensor):
         return "mixed" if is_traceable_wrapper_subclass(tensor._local_tensor) else "dtensor"
     return "mixed" if is_traceable_wrapper_subclass(tensor) else "plain"
 
 
 def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
-    """All that is described of a tensor, but its address and values."""
+    """Return everything that describes a tensor except its address and values."""
     local = local_values(tensor)
     own = (local.shape, local.stride(), local.dtype, local.device, local.is_neg(), local.is_conj())
     if isinstance(tensor, LocalShard):

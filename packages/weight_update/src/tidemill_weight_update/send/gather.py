@@ -1,4 +1,4 @@
-"""From the trainer's tensors to the rank that owns the arena: one collective for all shards of a bucket."""
+"""Gathering of a bucket's tensors on the rank that owns the arena, with one collective for all shards of a mesh."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ class GatheredPiece:
     start: int = 0
 
     def copy_to(self, arena: Tensor) -> None:
-        """Copies, and casts to the entry's dtype, into its place in `arena` (uint8)."""
+        """Copy, and cast to the entry's dtype, into its place in `arena` (uint8)."""
         target = self.entry.view(arena)
         if self.values.shape != target.shape:
             target = target.narrow(self.dim, self.start, self.values.shape[self.dim])
@@ -49,10 +49,10 @@ class _Sharded:
 
 
 def check_parts(bucket: Bucket) -> None:
-    """Looks at this rank's parts before `gather`, in which other ranks would wait for it.
+    """Check this rank's parts before `gather`, in which other ranks wait for it.
 
     Raises:
-        ValueError: a DTensor holds other values than its placement says.
+        ValueError: the local values of a DTensor do not fit its placements.
     """
     for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
         axes = _sharded_axes(tensor) if is_dtensor(tensor) else None
@@ -63,19 +63,19 @@ def check_parts(bucket: Bucket) -> None:
         expected = sharded.shard_shape(tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis))
         if tuple(sharded.local.shape) != expected and (sharded.local.numel() or math.prod(expected)):
             raise ValueError(
-                f"tensor {entry.name!r} holds values of the shape {tuple(sharded.local.shape)} on this rank, where its "
-                f"placements {tensor.placements} of {entry.shape} say {expected}: they cut a tensor as torch.chunk does"
+                f"tensor {entry.name!r} has local shape {tuple(sharded.local.shape)} on this rank, but its placements "
+                f"{tensor.placements} of {entry.shape} require {expected} (split as torch.chunk does)"
             )
 
 
 def gather(bucket: Bucket, owner: int) -> list[GatheredPiece]:
-    """Brings the tensors of `bucket` to global rank `owner`; other ranks get pieces of no use.
+    """Gather the tensors of `bucket` on global rank `owner`; the result of other ranks is not used.
 
-    Collective over the ranks that hold the tensors. DTensors sharded along one mesh axis are cast and travel together,
-    one gather for each mesh; other ranks never hold a full tensor. Other layouts (several shardings, Partial) go
-    through `full_tensor`, one by one.
+    Collective over the ranks that hold the tensors. DTensors sharded along one mesh axis are cast and sent together,
+    with one gather per mesh; other ranks never hold a full tensor. Other layouts (several shardings, Partial) use
+    `full_tensor`, one by one.
     """
-    # A DTensor cannot exist before its module is loaded, which takes two seconds that other callers need not pay.
+    # A DTensor cannot exist before its module is imported, and importing it takes two seconds.
     if "torch.distributed.tensor" not in sys.modules:
         return [
             GatheredPiece(entry=entry, values=tensor)
@@ -104,12 +104,12 @@ def gather(bucket: Bucket, owner: int) -> list[GatheredPiece]:
 
 
 def _sharded_axes(tensor: "DTensor") -> dict[int, int] | None:
-    """Mesh axis -> tensor dim of the plain shardings; None if there is a placement of another kind than Replicate."""
+    """Return mesh axis -> tensor dim of the plain shardings; None if a placement is neither Shard nor Replicate."""
     from torch.distributed.tensor import Replicate, Shard
 
     axes: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
-        if type(placement) is Shard:  # strided shards, a subclass, are cut differently
+        if type(placement) is Shard:  # strided shards, a subclass, are split differently
             axes[axis] = placement.dim % tensor.ndim
         elif type(placement) is not Replicate:
             return None
@@ -119,7 +119,7 @@ def _sharded_axes(tensor: "DTensor") -> dict[int, int] | None:
 def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: int) -> list[GatheredPiece]:
     group = mesh.get_group(axis)
     members = dist.get_process_group_ranks(group)
-    if owner not in members:  # a replica of what the owner's own row of the mesh gathers
+    if owner not in members:  # a replica of what the owner gathers along its own row of the mesh
         return []
     num_ranks, rank = len(members), dist.get_rank(group)
     layouts = [
@@ -149,7 +149,7 @@ def _gather_batch(batch: list[_Sharded], mesh: "DeviceMesh", axis: int, owner: i
 
 
 def _packed(entries: list[TensorEntry], shapes: list[tuple[int, ...]]) -> list[TensorEntry]:
-    """Places for tensors of the entries' dtypes and of `shapes`, one after the other."""
+    """Return places for tensors of the entries' dtypes and of `shapes`, one after the other."""
     places: list[TensorEntry] = []
     end = 0
     for entry, shape in zip(entries, shapes, strict=True):

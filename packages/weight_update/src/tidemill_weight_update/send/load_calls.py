@@ -1,4 +1,4 @@
-"""When the engines of an update are asked to load."""
+"""The calls that ask the engines of an update to load, made in threads."""
 
 import time
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import Fleet, Member
 
 START_CALLS_S = 1e-3
-"""How long threads have to ask engines, before this one keeps the interpreter to itself for milliseconds."""
+"""Time for the threads to start their calls before this thread keeps the interpreter lock for milliseconds."""
 
 
 class LoadCalls:
-    """The engines with our loader in one update of this rank, each asked once.
+    """The load calls of one update; each engine with the tidemill loader is called once.
 
     Args:
-        fleet: has no members but on rank 0.
-        fast: of this rank.
-        sequence: of the update.
-        request: what an engine is asked.
+        fleet: engines of the update; empty except on rank 0.
+        fast: fast path of this rank.
+        sequence: number of the update.
+        request: returns the request for an engine.
     """
 
     def __init__(self, fleet: Fleet, fast: FastPath, sequence: int, request: Callable[[Member], Request]) -> None:
@@ -30,16 +30,16 @@ class LoadCalls:
         self._started_at = 0.0
 
     def start(self) -> None:
-        """Asks the engines, unless they were asked before; threads wait for their answers."""
+        """Start the load calls unless they are running; threads wait for the responses."""
         if not self._fleet.calls:
             self._started_at = time.monotonic()
             self._fleet.load(self._request, self._fast.mailbox)
 
     def let_calls_start(self, is_reading: bool) -> None:
-        """Gives the threads time to ask, before what keeps the interpreter for milliseconds.
+        """Give the threads time to start their calls, before work that keeps the interpreter lock for milliseconds.
 
         Args:
-            is_reading: whether the GPU reads meanwhile, so that engines may be asked now.
+            is_reading: whether the GPU reads meanwhile, so that the calls may be started now.
         """
         if is_reading:
             self.start()
@@ -47,15 +47,17 @@ class LoadCalls:
             time.sleep(max(0.0, self._started_at + START_CALLS_S - time.monotonic()))
 
     def hold(self, readers: Readers) -> None:
-        """Holds back requests that could begin before the engines have loaded."""
+        """Hold back requests that could start before the engines have loaded."""
         self._fleet.hold(self._sequence, self._fast.mailbox, readers)
 
     def cancel(self) -> None:
-        """Tells engines that wait for this rank that it failed; if none was asked, other ranks that none will read."""
+        """Mark this rank as failed for waiting engines; if no engine was called, tell other ranks that none
+        will read.
+        """
         self._fast.fail()
         if not self._fleet.calls:
             self._fleet.exclude(self._sequence, self._fast.mailbox)
 
     def join(self) -> None:
-        """Waits for the engines' answers."""
+        """Wait for the engines' responses."""
         self._fleet.join(self._sequence, self._fast.mailbox)

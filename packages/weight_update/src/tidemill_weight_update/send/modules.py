@@ -1,4 +1,4 @@
-"""Tensors that belong together."""
+"""Grouping of tensors by the module they belong to."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -7,10 +7,11 @@ T = TypeVar("T")
 
 
 def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]:
-    """Groups neighbours whose names are equal up to the last two parts, reading one item ahead.
+    """Group neighbouring items whose names are equal except for the last two parts, reading one item ahead.
 
-    These are the parts of one module, as `layers.0.self_attn.q_proj.weight` and `layers.0.self_attn.k_proj.bias`. What
-    a loader has to combine lies in one module: projections that an engine fuses, a weight and its scale.
+    These are the tensors of one module, such as `layers.0.self_attn.q_proj.weight` and
+    `layers.0.self_attn.k_proj.bias`. Tensors that a loader combines belong to one module: projections that an engine
+    fuses, a weight and its scale.
     """
     group: list[T] = []
     for item in items:
@@ -23,7 +24,7 @@ def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]
 
 
 def whole_modules(items: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
-    """Groups items as `by_module` does, wherever they stand, in the order in which modules first appear."""
+    """Group items as `by_module` does, independent of their position, in the order in which modules first appear."""
     groups: dict[str, list[T]] = {}
     for item in items:
         groups.setdefault(_module(name(item)), []).append(item)

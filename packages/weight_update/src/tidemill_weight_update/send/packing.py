@@ -1,4 +1,4 @@
-"""Which pieces travel together."""
+"""Packing of pieces into buckets of the fast path."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Plain tensors of several trainer ranks: those of rank 0 are sent, so it must have all."""
+"""The check of plain tensors on several trainer ranks: rank 0 sends them, so it must have all of them."""
 
 import json
 
@@ -7,17 +7,17 @@ from tidemill_weight_update.tensors.plain_names import PlainNames
 
 
 class PlainCheck:
-    """Finds plain tensors that are not sent, and remembers what it has found to be in order."""
+    """Finds plain tensors that no rank sends, and caches the result for unchanged names."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._in_order: list[int] = []
 
     def exchange(self, error: Exception | None, plain: PlainNames, timeout_s: float) -> None:
-        """`Ranks.exchange`, with what has to be known of plain tensors.
+        """Call `Ranks.exchange` and compare the names of the plain tensors.
 
         Raises:
-            ValueError: on every rank: one has a plain tensor that rank 0 has not.
+            ValueError: a rank has a plain tensor that rank 0 does not have; raised on every rank.
         """
         digest = plain.digest if self._ranks.size > 1 else 0
         digests = [row[0] for row in self._ranks.exchange(error, [digest], timeout_s)]
@@ -27,8 +27,8 @@ class PlainCheck:
         for rank, names in enumerate(others, start=1):
             if unsent := sorted(names - first):
                 raise ValueError(
-                    f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not, and "
-                    f"of plain tensors those of rank 0 are sent: {', '.join(map(repr, unsent[:5]))}; pass each as "
-                    f"LocalShard(tensor=..., global_shape=...) where only some ranks have it"
+                    f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not have, "
+                    f"but only rank 0 sends plain tensors: {', '.join(map(repr, unsent[:5]))}; pass tensors that only "
+                    f"some ranks have as LocalShard(tensor=..., global_shape=...)"
                 )
         self._in_order = digests

@@ -1,4 +1,4 @@
-"""Engines that failed, and are left out until they have been brought up to date."""
+"""Engines that failed: later updates skip them until they are up to date again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Operation = Literal["update", "update_adapter"]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Around an engine that is behind in an operation. One that may hold a mix of versions is stopped, if it can be."""
+    """An engine that is outdated in an operation. An engine that may hold a mix of versions is paused if possible."""
 
     client: EngineClient
     behind: Operation
@@ -21,22 +21,21 @@ class _Entry:
 
 
 class Quarantine:
-    """Which engines are behind in what, since they failed or were left out. A entry falls when its engine catches up.
+    """Records which engines are outdated in which operation, because they failed or were skipped, until they catch up.
 
-    Adapters belong to weights: an engine that is behind in `update` gets no adapter. One that lacks an adapter only
-    still gets weights.
+    An adapter requires its base weights: an engine that is outdated in `update` receives no adapter. An engine that
+    only lacks an adapter still receives weights.
     """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
     def is_behind(self, engine: EngineClient, operation: Operation) -> bool:
-        """Whether the engine is behind in `operation`."""
+        """Return whether the engine is outdated in `operation`."""
         return any(engine is entry.client and operation == entry.behind for entry in self._entries)
 
     def restore(self, member: Member) -> None:
-        """Notes what an earlier `update`, of this or another updater, has left of the member's engine, until this one
-        succeeds."""
+        """Set the member's state to what an earlier `update`, of this or another updater, left in its engine."""
         for entry in self._entries:
             if entry.client is member.client and entry.behind == "update":
                 member.paused = True
@@ -47,7 +46,7 @@ class Quarantine:
             member.unchanged = False
 
     def eligible(self, engines: Sequence[EngineClient], operation: Operation) -> list[EngineClient]:
-        """Those that `operation` does not leave out; all if it would leave out all."""
+        """Return the engines that `operation` does not skip; all engines if it would skip every one."""
         eligible = [
             engine
             for engine in engines
@@ -56,10 +55,10 @@ class Quarantine:
         return eligible if eligible else list(engines)
 
     def record_outcome(self, fleet: Fleet, operation: Operation) -> None:
-        """Quarantine the engines that failed in `operation`, and lifts the fences of those that did not.
+        """Quarantine the engines that failed in `operation`, and release those that succeeded.
 
-        An engine that holds what it held before is quarantined only if it was already, or if others went on to the new
-        version. One that was left out because it is behind in `update` is then behind in the adapter, too.
+        An engine that failed without any change is quarantined only if it was before, or if other engines have the new
+        version now. An engine that was skipped because it is outdated in `update` is outdated in the adapter too.
         """
         took_part = {id(member.client) for member in fleet.members}
         others = any(member.error is None for member in fleet.members)
@@ -76,17 +75,20 @@ class Quarantine:
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """The engines; raises ValueError if one comes twice, TypeError if they are no list or tuple of clients."""
+    """Return the engines as a list.
+
+    Raises:
+        TypeError: they are not a list or tuple of engine clients.
+        ValueError: an engine is listed twice.
+    """
     if not isinstance(engines, Sequence):
         raise TypeError(f"engines must be a list of engine clients, got {engines!r}")
     for index, engine in enumerate(engines):
-        if "has_loader" not in dir(engine):  # which asking for it would ask a server
+        if "has_loader" not in dir(engine):  # hasattr would call the property, which contacts a server
             raise TypeError(
-                f"engine {index} of {len(engines)} is no engine client but {engine!r}; pass LocalEngine(engine), "
-                f"HttpEngine(url), or an object with the members of EngineClient"
+                f"expected an engine client as engine {index} of {len(engines)}, got {engine!r}; pass "
+                f"LocalEngine(engine), HttpEngine(url), or an object with the members of EngineClient"
             )
         if any(engine is other for other in engines[:index]):
-            raise ValueError(
-                f"each engine may be given once, engine {index} of {len(engines)} ({engine!r}) came before"
-            )
+            raise ValueError(f"engine {index} of {len(engines)} ({engine!r}) is listed twice; pass each engine once")
     return list(engines)

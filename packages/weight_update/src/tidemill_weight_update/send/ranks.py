@@ -1,4 +1,4 @@
-"""Agreement between the trainer's ranks, so that an error on one of them is an error on all."""
+"""Agreement between the trainer ranks: an error on one of them is raised on all."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -16,27 +16,27 @@ from torch.distributed.distributed_c10d import (
 )
 
 _SHORT = 4096
-"""Bytes that are sent at once, their number included."""
+"""Size of the first message in bytes, including the length prefix."""
 
 _HOST = "cpu"
-"""What is exchanged lies there, whatever the trainer's `torch.set_default_device`."""
+"""Device of exchanged values, independent of the trainer's `torch.set_default_device`."""
 
 
 class RankLostError(RuntimeError):
-    """A rank of the trainer has ended, or did not answer in time. Its `WeightUpdater` is of no further use."""
+    """A trainer rank has exited, or did not respond in time. Its `WeightUpdater` cannot be used any more."""
 
 
 class Ranks:
     """The ranks that call `update` together: those of `process_group`, or this process alone.
 
-    They talk over a gloo group of their own, made here, which all of them do together. So there is a limit to each wait
-    whatever the backend of `process_group`, and after a wait that was too long that group can still be used. A wait for
-    which nothing else is said is as long as its timeout. Without torch.distributed, or in a group of one, nothing is
-    communicated. `rank` is the rank in the group, `owner` the global rank of the group's rank 0.
+    They communicate over their own gloo group, which all of them create together here. So every wait has a timeout
+    whatever the backend of `process_group`, and `process_group` itself can still be used after a timeout. The default
+    timeout is that of `process_group`. Without torch.distributed, or in a group of one, nothing is communicated. `rank`
+    is the rank in the group, `owner` the global rank of the group's rank 0.
 
     Raises:
         ValueError: this process is not a member.
-        RankLostError: another rank came, and did not connect.
+        RankLostError: another rank did not connect.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -49,23 +49,23 @@ class Ranks:
         self._group = _own_group(process_group) if self.size > 1 else None
 
     def close(self) -> None:
-        """Leaves the group; the others need not."""
+        """Leave the group; other ranks do not have to."""
         self._group = None
 
     def exchange(
         self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None
     ) -> list[list[int]]:
-        """Gives the numbers of all ranks to all ranks, or raises on every rank.
+        """Return the numbers of all ranks on all ranks, or raise on every rank.
 
         Args:
-            error: what went wrong on this rank.
-            numbers: signed 64-bit, as many on each rank.
+            error: error of this rank, if any.
+            numbers: signed 64-bit numbers, the same count on each rank.
             timeout_s: longest wait for another rank.
 
         Raises:
-            Exception: `error` itself, on its rank, with a note that names it.
-            RuntimeError: on the other ranks, naming the failed ranks and their errors.
-            RankLostError: a rank does not answer.
+            Exception: `error` itself, on its rank, with a note that names the rank.
+            RuntimeError: on the other ranks, with the failed ranks and their errors.
+            RankLostError: a rank does not respond.
         """
         if self._group is None:
             if error is not None:
@@ -84,29 +84,29 @@ class Ranks:
         if error is not None:
             error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
             raise error
-        told = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
-        raise RuntimeError(f"weight update failed on {told}")
+        errors = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
+        raise RuntimeError(f"weight update failed on {errors}")
 
     def agree(self, error: Exception | None, digest: int, description: str) -> None:
-        """Returns on every rank, or raises on every rank.
+        """Return on every rank if the digests are equal, or raise on every rank.
 
         Args:
-            error: what went wrong on this rank.
+            error: error of this rank, if any.
             digest: signed 64-bit; must be equal on all ranks.
-            description: what `digest` stands for, shown if it differs.
+            description: what `digest` stands for; shown if the digests differ.
 
         Raises:
-            Exception: as `exchange` does.
+            Exception: as in `exchange`.
             RuntimeError: digests differ.
         """
         digests = self.exchange(error, [digest])
         if any(row != digests[0] for row in digests):
             messages = self.gather_texts(description)
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
-            raise RuntimeError(f"the ranks disagree about this update; all must pass the same. {told}")
+            shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
+            raise RuntimeError(f"the ranks disagree about this update; all must pass the same tensors. {shown}")
 
     def from_first(self, text: str) -> str:
-        """The text of rank 0, on all ranks; in one message if it is short."""
+        """Return the text of rank 0 on all ranks; a short text needs one message."""
         if self._group is None:
             return text
         data = text.encode()
@@ -138,7 +138,7 @@ class Ranks:
         return gathered.tolist()
 
     def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, on all ranks."""
+        """Return the texts of all ranks on all ranks."""
         data = text.encode()
         sizes = [row[0] for row in self._gather([len(data)])]
         mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=_HOST)
@@ -158,11 +158,11 @@ class Ranks:
 
 
 def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
-    """A gloo group of the ranks of `process_group`, with its timeout. It ends with the object."""
+    """Create a gloo group of the ranks of `process_group`, with its timeout. It is destroyed with the object."""
     group = _get_default_group() if process_group is None else process_group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # Not `new_group`: all processes of the job would have to call it, or no two groups of the same ranks may follow
-    # each other. The number that tells this group's keys from those of others is known when all ranks have come.
+    # Not `new_group`: all processes of the job would have to call it, or the same ranks could not create a second
+    # group. The random number of rank 0 separates the keys of this group from those of others.
     on_cuda = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
@@ -178,4 +178,4 @@ def _as_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLostError(f"a trainer rank does not answer: {error}") from error
+        raise RankLostError(f"a trainer rank does not respond: {error}") from error

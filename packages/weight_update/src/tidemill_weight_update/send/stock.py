@@ -1,4 +1,4 @@
-"""The stock path: full tensors in buckets, for engines that somebody else launched."""
+"""The stock path: full tensors in buckets, for engines without the tidemill loader."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,12 +17,12 @@ from tidemill_weight_update.tensors.source import NamedTensors
 
 
 class StockPath:
-    """Gathers tensors on rank 0, a bucket at a time, and gives them to SGLang's `flattened_bucket` loader.
+    """Gathers tensors on rank 0, one bucket at a time, and passes them to SGLang's `flattened_bucket` loader.
 
     Args:
-        bucket_bytes: of a bucket; the tensors of one module share a bucket, however large.
-        dtype: in which floating-point tensors are sent; None: their own.
-        device: of the shared memory; None: where the first tensor is.
+        bucket_bytes: size of a bucket; the tensors of one module share a bucket, whatever their size.
+        dtype: dtype in which floating-point tensors are sent; None: their own.
+        device: device of the shared memory; None: that of the first tensor.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class StockPath:
         *,
         alone: bool,
     ) -> tuple[int, int, int]:
-        """Sends all tensors to all members that have not failed, then flushes their caches, if asked to. Collective.
+        """Send all tensors to all members that have not failed, then flush their caches if requested. Collective.
 
         Args:
-            alone: the update has no other engines, so that it ends when all of these have failed.
+            alone: whether the update has no other engines, so that it stops when all of these have failed.
 
         Returns:
-            numbers of buckets, tensors and bytes.
+            Numbers of buckets, tensors and bytes.
         """
         failure = Failure()
         buckets = plan_buckets(named_tensors, self._bucket_bytes, self._dtype)
@@ -88,7 +88,7 @@ class StockPath:
     def _next(
         self, buckets: Iterator[Bucket], failure: Failure
     ) -> tuple[Bucket | None, Arena[HostMemory | CudaMemory] | None]:
-        """The next bucket and, on rank 0, the memory for it. Nothing is gathered yet, so any rank may fail here."""
+        """Return the next bucket and, on rank 0, its memory. Nothing is gathered yet, so any rank may fail here."""
         if failure.error is not None:
             return None, None
         with failure:
@@ -98,8 +98,8 @@ class StockPath:
                 return bucket, None
             if self._arenas is None:
                 device = bucket.tensors[0].device if self._device is None else self._device
-                # One on the host: when an engine has answered, it has copied. Two on a GPU: the answer to a bucket
-                # proves that the copies of the one before it are done (see `sglang.payload`).
+                # One arena on the host: an engine responds after it has copied. Two on a GPU: the response to a bucket
+                # proves that the copies of the previous one are complete (see `sglang.payload`).
                 self._arenas = ArenaRing(1 if device.type == "cpu" else 2, partial(new_stock_arena, device))
             return bucket, self._arenas.next(bucket.num_bytes)
         return None, None
@@ -145,7 +145,7 @@ def _flush(member: Member, version: str) -> None:
         member.client.flush_cache()
     except CLIENT_ERRORS as error:
         member.fail(
-            f"has version {version!r} but did not flush its prefix cache: {error}. It may answer from the old weights' "
-            f"cache; flush it before using it",
+            f"has version {version!r} but did not flush its prefix cache: {error}. Its outputs may use cache entries "
+            f"of the old weights; flush the cache before using it",
             unchanged=False,
         )
