@@ -1,4 +1,4 @@
-"""The fast path on one trainer rank: from what it holds to engines that were launched with our loader."""
+"""The fast path on one trainer rank: from the tensors it holds to engines with the tidemill loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class FastPath:
-    """Keeps the sender and what it prepared between updates.
+    """Describes tensors and sends them; keeps the sender and the descriptions between updates.
 
     Args:
-        bucket_bytes: of each half of the arena, at most.
-        dtype: in which floating-point tensors are sent; None: their own.
-        device: of the arena; None: where the first tensor is.
-        allow_non_finite: whether infinite and not-a-number elements may be sent.
+        bucket_bytes: maximum size of each half of the arena.
+        dtype: dtype in which floating-point tensors are sent; None: their own.
+        device: device of the arena; None: that of the first tensor.
+        allow_non_finite: whether infinite and NaN elements may be sent.
         timeout_s: longest wait for an engine to make progress.
-        group_rank: of this process among the trainer's ranks.
-        link: to engines on other machines. Then everything travels through the arena, whose halves have half the size:
-            as much is needed to pack what each engine rank takes of it.
+        group_rank: rank of this process among the trainer ranks.
+        link: connection to engines on other machines. With a link all tensors are copied to the arena, whose halves
+            have half the size: the other half of the memory is needed to pack the part that each engine rank reads.
 
     Attributes:
-        plain: the plain tensors of the last update.
+        plain: names of the plain tensors of the last update.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class FastPath:
         self._fingerprint = Fingerprint([])
         self._prepared: list[PreparedBucket] = []
         self.plain = self._kept_plain = PlainNames()
-        # Alive while an update reads them by their addresses: what came, which may be made anew each time, and what was
-        # made of it.
+        # Referenced while an update reads them by address: the tensors passed, and the temporary tensors made of them.
         self._items: list[tuple[str, Tensor | LocalShard]] = []
         self._pieces: list[Piece] = []
         self._is_same_input = False
@@ -76,14 +75,14 @@ class FastPath:
         self._others_mostly_unused = False
 
     def begin(self, sequence: int) -> tuple[int, int]:
-        """Starts an update; returns what the other ranks have to know for `connect`."""
+        """Start an update; return what the other ranks need for `connect`."""
         self._sequence = sequence
-        self._is_being_read = False  # an interrupt may have left it
+        self._is_being_read = False  # may be True after an interrupt
         is_mostly_unused = self._sender is not None and self._sender.is_mostly_unused
         if self._link is not None and self._group_rank > 0:
             return int(is_mostly_unused), 0
         if is_mostly_unused or self._others_mostly_unused:
-            self.close()  # with a new mailbox, over a new link for all, engines too forget what they know of this one
+            self.close()  # a new mailbox (with a link: a new link for all ranks) makes engines drop their caches too
         if self._link is not None:
             return self._link.open()
         if self._sender is None:
@@ -94,10 +93,10 @@ class FastPath:
         return self._mailbox.identity
 
     def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
-        """The paths of all ranks' mailboxes, in their order; this rank's is open for the update.
+        """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update.
 
         Args:
-            begun: what `begin` returned on each rank.
+            begun: return values of `begin` on all ranks.
 
         Raises:
             RuntimeError: over a link, rank 0 cannot be reached.
@@ -120,7 +119,7 @@ class FastPath:
         return self._require_sender().mailbox
 
     def fail(self) -> None:
-        """Tells the engines that this rank sends no more."""
+        """Announce to the engines that this rank sends no more buckets."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
             self._link.close_connections()
@@ -128,10 +127,11 @@ class FastPath:
     def prepare(
         self, named_tensors: NamedTensors, stages: Stages, let_calls_start: Callable[[bool], None]
     ) -> list[PreparedBucket]:
-        """Describes tensors that stay where they are until the update is over; nothing is sent yet.
+        """Describe tensors that stay in place until the update is complete; nothing is sent yet.
 
-        What was described for the last update is used again if the same parameters come again. If they did so at the
-        last update, the GPU reads them while that is found out, which is safe as long as the allocations are there.
+        The descriptions of the last update are reused if the same tensors are passed again. If that was the case at the
+        last update too, the GPU starts to read them while the comparison runs, which is safe as long as the allocations
+        exist.
 
         Args:
             let_calls_start: called before long work in Python; its argument is whether the GPU reads meanwhile.
@@ -159,7 +159,7 @@ class FastPath:
         self.plain = self._kept_plain = PlainNames()
         pieces = list(pieces_of(items, self._dtype, self._group_rank, self.plain))
         prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
-        # Kept for the next update are addresses only, and only those of the tensors that were passed.
+        # Keep descriptions for the next update only if they refer to the passed tensors by address.
         fingerprint = Fingerprint(items)
         kept = all(isinstance(piece, int) for bucket in prepared for piece in bucket.pieces) and fingerprint.covers(
             pieces
@@ -169,9 +169,9 @@ class FastPath:
         return prepared
 
     def _is_still_allocated(self, num_freed: int | None) -> bool:
-        """Whether the allocations are still there that the tensors of the last update lay in, where they did not move.
+        """Return whether the allocations of the last update's tensors still exist.
 
-        Others may have come to the same addresses, which the engines have not mapped.
+        A new allocation can have the same address, but engines have not mapped it.
         """
         if self._device is None or (num_freed is not None and num_freed == self._num_freed):
             return True
@@ -190,7 +190,7 @@ class FastPath:
         return num_freed(self._device)
 
     def stream(self, named_tensors: NamedTensors) -> Iterator[PreparedBucket]:
-        """Describes tensors as they come; they may be gone when the next one is asked for."""
+        """Describe tensors one bucket at a time; each may be freed when the next one is requested."""
         self.plain = PlainNames()
         for fast_bucket in pack(
             pieces_of(named_tensors, self._dtype, self._group_rank, self.plain), self._bucket_bytes
@@ -214,7 +214,7 @@ class FastPath:
         return self._device
 
     def _require_sender(self) -> Sender:
-        assert self._sender is not None, "begin() comes first"
+        assert self._sender is not None, "call begin() first"
         return self._sender
 
     def send(
@@ -226,11 +226,11 @@ class FastPath:
         started: Callable[[], None],
         finishing: Callable[[Readers], None],
     ) -> tuple[int, int, int]:
-        """Sends buckets to all engine ranks; see `Sender.send`.
+        """Send buckets to all engine ranks; see `Sender.send`.
 
         Args:
             buckets: a list if the update is complete, else an iterator.
-            control: path of trainer rank 0's mailbox.
+            control: path of the mailbox of trainer rank 0.
         """
         sender = self._require_sender()
         try:

@@ -1,4 +1,4 @@
-"""The engines of an update, on the trainer rank that talks to them."""
+"""The engines of one update, on the trainer rank that calls them."""
 
 import threading
 import time
@@ -18,7 +18,9 @@ InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
 
 CLIENT_ERRORS = (Exception, CancelledError)
-"""Whatever a client raises is its failure. Asyncio's error is no `Exception`; what else is none, interrupts us."""
+"""Exceptions of a client that count as a failure of its engine. CancelledError is a BaseException; other BaseExceptions
+(interrupts) propagate.
+"""
 
 
 @dataclass(slots=True)
@@ -26,14 +28,15 @@ class Member:
     """One engine in one update.
 
     Attributes:
-        name: for messages.
-        rows: of its ranks in the mailboxes; empty on the stock path.
-        error: why it failed; None: it has not.
-        unchanged: whether it surely holds the weights that it held before, all of one version.
-        paused: whether it is to go on in the end.
-        stopped: whether it is paused since it may hold a mix of versions.
-        holding: its client, if that has to hold requests back before `load` ends.
-        replies: what its ranks reported.
+        client: client of the engine.
+        name: name for messages.
+        rows: rows of its ranks in the mailboxes; empty on the stock path.
+        error: error message if it failed, else None.
+        unchanged: whether it certainly holds the weights from before, all of one version.
+        paused: whether it must be resumed at the end.
+        stopped: whether it is paused because it may hold a mix of versions.
+        holding: its client, if requests must be held back before `load` ends.
+        replies: reports of its ranks.
     """
 
     client: EngineClient
@@ -47,13 +50,13 @@ class Member:
     replies: list[dict[str, Any]] = field(default_factory=list)
 
     def fail(self, error: str, *, unchanged: bool) -> None:
-        """Takes the engine out of the update; the first reason counts."""
+        """Take the engine out of the update; the first error is kept."""
         if self.error is None:
             self.error = error
         self.unchanged = self.unchanged and unchanged
 
     def attempt(self, action: Callable[[], object], *, unchanged: bool) -> None:
-        """Calls `action`, unless the engine has failed; an exception is its failure."""
+        """Call `action` unless the engine has failed; an exception marks it as failed."""
         if self.error is not None:
             return
         try:
@@ -63,15 +66,17 @@ class Member:
 
 
 class Fleet:
-    """The engines that take part in one update. One that fails drops out, the others go on.
+    """The engines that take part in one update. If one fails, the others continue.
 
     Args:
-        clients: the engines.
-        in_flight: what becomes of running requests: "wait" lets them end, the others are SGLang's modes of pausing.
+        clients: clients of the engines.
+        in_flight: what happens to running requests: "wait" lets them finish, the others are SGLang's pause modes.
 
     Attributes:
-        stock: those of the members that are without our loader, as far as they could tell.
-        calls: of engines, in threads that wait for their answers.
+        members: one entry per engine.
+        num_receivers: number of ranks of all engines with the tidemill loader.
+        stock: members without the tidemill loader, as far as they responded.
+        calls: load calls, in threads that wait for the responses.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: InFlight) -> None:
@@ -95,39 +100,39 @@ class Fleet:
 
     @property
     def flushes(self) -> bool:
-        """Whether prefix caches are emptied. SGLang cannot while requests are paused, and ends if it is asked to."""
+        """Whether prefix caches are flushed. SGLang cannot flush while requests are paused, and crashes if asked to."""
         return self._in_flight in ("wait", "abort")
 
     def pause(self) -> None:
-        """Pauses the engines, unless running requests are to be waited for."""
+        """Pause the engines, unless running requests are waited for."""
         mode = self._in_flight
         if mode == "wait":
             return
         for member in self.members:
             if member.error is not None:
                 continue
-            member.paused = True  # before it is: SGLang pauses first, and may answer too late or not at all
-            if not member.stopped:  # SGLang would let requests begin before it pauses again
+            member.paused = True  # set before the call: SGLang pauses first, and may respond late or not at all
+            if not member.stopped:  # pausing again would let SGLang start requests in between
                 member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
 
     def load(self, request: Callable[[Member], Request], control: Channel) -> None:
-        """Asks all engines with our loader to load."""
+        """Call `load` of all engines with the tidemill loader, in threads."""
         for member in self.members:
             if not member.rows:
                 continue
-            asked = request(member)
+            load_request = request(member)
             if member.error is not None:
-                self._exclude(member, asked.sequence, control)
+                self._exclude(member, load_request.sequence, control)
                 continue
-            self._start(self._load, member, asked, control)
+            self._start(self._load, member, load_request, control)
 
     def exclude(self, sequence: int, control: Channel) -> None:
-        """Tells the other trainer ranks that no engine was asked."""
+        """Exclude all engine ranks, so that other trainer ranks do not wait for engines that were not called."""
         for row in range(self.num_receivers):
             control.exclude(sequence, row)
 
     def hold(self, sequence: int, control: Channel, readers: Readers) -> None:
-        """Holds back the requests that wait for the end of `load`, where they could begin before `resume`."""
+        """Hold back requests that wait for the end of `load`, for engines where they could start before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
         if not held:
             return
@@ -137,7 +142,7 @@ class Fleet:
             if all(control.state(sequence, row) != IDLE for row in member.rows):
                 calls.append((member, self._start(_hold, member)))
             else:
-                self._fail_late(member, "its ranks did not begin in time", sequence, control)
+                self._fail_late(member, "its ranks did not start in time", sequence, control)
         deadline = time.monotonic() + readers.max_wait_s
         for member, call in calls:
             wait([call], max(0.0, deadline - time.monotonic()))
@@ -145,7 +150,7 @@ class Fleet:
                 self._fail_late(member, "it did not hold back requests in time", sequence, control)
 
     def join(self, sequence: int, control: Channel) -> None:
-        """Waits for the answers of the engines. An interrupt gives up those that have not answered."""
+        """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
         try:
             for call in self.calls:
                 if not call.cancelled():
@@ -153,23 +158,23 @@ class Fleet:
         except BaseException as error:
             for member in self.members:
                 if member.rows and member.error is None and not member.replies:
-                    why = f"the trainer was interrupted before the engine answered: {type(error).__name__}"
+                    why = f"the trainer was interrupted before the engine responded: {type(error).__name__}"
                     self._fail_and_exclude(member, why, sequence, control)
             raise
 
     def _fail_late(self, member: Member, why: str, sequence: int, control: Channel) -> None:
-        """Whether it has changed anything, `_load` says when it ends."""
+        """Mark a late engine as failed; `_load` determines whether it changed anything when it returns."""
         member.fail(why, unchanged=True)
         self._exclude(member, sequence, control)
 
     def _start(self, action: Callable[..., None], *args: object) -> Future[None]:
-        """Calls in another thread. Wherever an interrupt comes, either the call never begins, or it is waited for."""
+        """Call `action` in another thread. At an interrupt, either the call never starts or it is waited for."""
         call: Future[None] = Future()
         try:
             self.calls.append(call)
             threading.Thread(target=_run_call, args=(call, action, *args), daemon=True).start()
         except BaseException:
-            call.cancel()  # unless it has begun
+            call.cancel()  # has no effect if the call has started
             raise
         return call
 
@@ -179,19 +184,19 @@ class Fleet:
             self._check_reports(member, request.sequence, control)
             if member.holding is not None:
                 member.attempt(member.client.flush_cache, unchanged=False)
-        except BaseException as error:  # noqa: BLE001 - it would end this thread, and pass for a success
+        except BaseException as error:  # noqa: BLE001 - otherwise the thread ends and the call looks successful
             self._fail_and_exclude(member, str(error) or type(error).__name__, request.sequence, control)
-        if member.error is not None and not member.unchanged and not member.paused:  # now, as others may take long
+        if member.error is not None and not member.unchanged and not member.paused:  # at once: others may take long
             self._stop(member)
 
     def _fail_and_exclude(self, member: Member, why: str, sequence: int, control: Channel) -> None:
-        """Gives up an engine whose client has, and finds out what it holds."""
+        """Exclude an engine whose client failed, and determine what it holds."""
         unchanged = False
         try:
-            self._exclude(member, sequence, control)  # first: a rank that has not begun by now never does
+            self._exclude(member, sequence, control)  # first: a rank that has not started by now never will
             unchanged = all(control.state(sequence, row) in (IDLE, UNCHANGED) for row in member.rows)
         except Exception as error:  # noqa: BLE001
-            why = f"{why}; nor can its ranks be asked what they hold: {error}"
+            why = f"{why}; the state of its ranks cannot be read: {error}"
         member.fail(why, unchanged=unchanged)
 
     def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
@@ -202,29 +207,29 @@ class Fleet:
         states = [control.state(sequence, row) for row in member.rows]
         if not any(states):
             raise RuntimeError(
-                "its ranks did not report: the loader refused the request (the engine's log says why), for example "
-                "because the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
-                "WeightUpdater has no link=GroupLink(...) that leads there"
+                "its ranks did not report: the loader refused the request (see the engine's log), for example because "
+                "the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
+                "WeightUpdater has no link=GroupLink(...) to it"
             )
-        # What stands there of a rank that has not reported is of an earlier update.
+        # The reply of a rank that has not reported is that of an earlier update.
         replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
-        told: dict[str, list[str]] = {}
+        errors: dict[str, list[str]] = {}
         for rank, (state, reply) in enumerate(zip(states, replies, strict=True)):
             if state != LOADED:
-                told.setdefault(reply.get("error", "it did not come to the end"), []).append(str(rank))
-        if told:
-            raise RuntimeError("; ".join(f"rank {', '.join(ranks)}: {error}" for error, ranks in told.items()))
+                errors.setdefault(reply.get("error", "it did not finish"), []).append(str(rank))
+        if errors:
+            raise RuntimeError("; ".join(f"rank {', '.join(ranks)}: {error}" for error, ranks in errors.items()))
         member.replies = replies
         member.unchanged = False
 
     def fail_changed(self, why: str) -> None:
-        """The update ends before its end: engines that may have changed something hold what nobody can tell."""
+        """Mark engines that may have changed as failed: the update was aborted, so nobody knows what they hold."""
         for member in self.members:
             if member.error is None and not member.unchanged:
                 member.fail(why, unchanged=False)
 
     def outcome(self) -> dict[str, Any]:
-        """What became of the update: entries of `UpdateStats`, and "all_failed"."""
+        """Return the result of the update: entries of `UpdateStats`, and "all_failed"."""
         replies = [reply for member in self.members for reply in member.replies]
         return {
             "quarantined": {member.name: member.error for member in self.members if member.error is not None},
@@ -236,15 +241,15 @@ class Fleet:
         }
 
     def failures(self) -> list[str]:
-        """The engines that failed, and why."""
+        """Return the names and errors of the engines that failed."""
         return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
 
     def make_visible(self, version: str, *, everywhere: bool = False) -> None:
-        """Makes the version visible on all engines that have loaded everything.
+        """Set the version on all engines that loaded everything.
 
         Args:
-            everywhere: also on those of the stock path, which else have it from their last bucket; they have all got an
-                adapter, and hold the weights that they held before.
+            everywhere: also set it on engines of the stock path. In an update these receive it with their last bucket;
+                an adapter leaves their weights unchanged, so they need this call.
         """
         for member in self.members:
             if member.rows or everywhere:
@@ -252,9 +257,9 @@ class Fleet:
             member.attempt(lambda member=member: _check_version(member.client, version), unchanged=everywhere)
 
     def resume(self) -> None:
-        """Lets paused engines go on, and stops those that may hold a mix of versions.
+        """Resume paused engines, and pause those that may hold a mix of versions.
 
-        An interrupt is raised when all have had their turn; that of one engine may have been cut short.
+        An interrupt is raised after all engines were handled; the call for one of them may have been cut short.
         """
         interrupts: list[BaseException] = []
         for member in self.members:
@@ -264,7 +269,7 @@ class Fleet:
                 elif member.paused:
                     _resume(member)
             except BaseException as error:  # noqa: BLE001 - raised below
-                why = f"the trainer was interrupted before it was paused or went on: {type(error).__name__}"
+                why = f"the trainer was interrupted before it was paused or resumed: {type(error).__name__}"
                 member.fail(why, unchanged=member.unchanged)
                 interrupts.append(error)
         if interrupts:
@@ -277,15 +282,15 @@ class Fleet:
             member.client.pause("abort")
             member.stopped = True
         except CLIENT_ERRORS as error:
-            member.error = f"{member.error}; nor could it be paused: {str(error) or type(error).__name__}"
+            member.error = f"{member.error}; pausing it failed too: {str(error) or type(error).__name__}"
 
 
 def _resume(member: Member) -> None:
     try:
         member.client.resume()
     except CLIENT_ERRORS as error:
-        told = f"it did not go on after its pause: {str(error) or type(error).__name__}"
-        member.error = told if member.error is None else f"{member.error}; {told}"
+        failure = f"it was not resumed after its pause: {str(error) or type(error).__name__}"
+        member.error = failure if member.error is None else f"{member.error}; {failure}"
 
 
 def _run_call(call: Future[None], action: Callable[..., None], *args: object) -> None:
@@ -298,12 +303,12 @@ def _run_call(call: Future[None], action: Callable[..., None], *args: object) ->
 
 def _hold(member: Member) -> None:
     if member.holding is not None and member.error is None:
-        member.paused = True  # before it is: nothing that comes in between may leave it so
+        member.paused = True  # set before the call, so that an interrupt in between does not leave it paused
         member.attempt(member.holding.hold, unchanged=False)
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest value of each stage."""
+    """Return the largest value of each stage."""
     return {stage: max(each.get(stage, 0.0) for each in seconds) for stage in sorted({s for e in seconds for s in e})}
 
 

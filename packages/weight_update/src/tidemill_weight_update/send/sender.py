@@ -1,4 +1,4 @@
-"""The trainer's side of the fast path: one trainer rank, which publishes what it holds."""
+"""The publishing side of the fast path on one trainer rank."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,18 @@ from tidemill_weight_update.stages import Stages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBucket:
-    """A bucket that stands in the journal, and what fills it.
+    """A bucket whose descriptor is in the journal, and the means to fill it.
 
     Attributes:
-        place, descriptor: in the journal.
-        names: of its sources.
+        place: place of the descriptor in the journal.
+        descriptor: the descriptor.
+        names: names of its sources.
         copier: fills the arena, or only reads.
-        sums: of the sources, as `copier` last read them.
-        pieces: what is copied to the arena, tensors or their addresses, or the addresses of the memories that stay.
-        num_bytes, payload_bytes: in the arena, and of the pieces alone.
+        sums: checksums and non-finite counts of the sources, from the last run of `copier`.
+        pieces: what is copied to the arena, as tensors or addresses; or the addresses of memories that are read in
+            place.
+        num_bytes: size in the arena.
+        payload_bytes: size of the pieces alone.
     """
 
     place: Place
@@ -47,16 +50,16 @@ class PreparedBucket:
 
 
 MAX_UNUSED_BYTES = 1 << 20
-"""Of descriptions that are not used any more; fewer are kept without asking."""
+"""Unused descriptions up to this size are always kept."""
 
 
 class Sender:
-    """Publishes buckets in this rank's mailbox, and the tensors they describe.
+    """Publishes bucket descriptors in this rank's mailbox, and the tensors they describe.
 
     Args:
-        mailbox: of this rank.
-        bucket_bytes: of each half of the arena, at most.
-        allow_non_finite: whether infinite and not-a-number elements may be sent.
+        mailbox: mailbox of this rank.
+        bucket_bytes: maximum size of each half of the arena.
+        allow_non_finite: whether infinite and NaN elements may be sent.
     """
 
     def __init__(self, mailbox: Channel, bucket_bytes: int, allow_non_finite: bool) -> None:
@@ -74,26 +77,26 @@ class Sender:
 
     @property
     def is_mostly_unused(self) -> bool:
-        """Whether most of what the journal describes is not used any more, as tensors came in ever new ways."""
+        """Whether most of the journal is unused, because the tensors of recent updates had ever new layouts."""
         return self._end > 4 * self._used + MAX_UNUSED_BYTES
 
     def open(self, sequence: int, buckets: Sequence[PreparedBucket] | None) -> None:
-        """Opens the update and tells which buckets it will have, if they are known."""
-        # Both halves get all the room they will need: one that grows is mapped twice by the engines for a while.
+        """Open the update, and announce its buckets if they are known."""
+        # Allocate both halves at full size: engines would map an arena that grows twice for a while.
         self._room = self._bucket_bytes if buckets is None else max((bucket.num_bytes for bucket in buckets), default=0)
         listed = None if buckets is None else self._write(listing_to_json([bucket.place for bucket in buckets]))
         self._arenas.rewind()
         self.mailbox.announce(sequence, listed)
 
     def use(self, device: torch.device) -> None:
-        """Says where the arena lives, before the first bucket."""
+        """Set the device of the arena; call it before the first bucket."""
         if device != self._device:
             self._device = device
             self._arenas.close()
             self._arenas = ArenaRing(2, partial(new_arena, device))
 
     def prepare(self, fast_bucket: FastBucket) -> PreparedBucket:
-        """Writes a descriptor into the journal, unless it stands there, and gets ready to fill it."""
+        """Write the descriptor of a bucket into the journal, unless it is there, and create its copier."""
         layout = fast_bucket.layout()
         if layout not in self._by_layout:
             descriptor = replace(fast_bucket.descriptor, first_checksum=self._num_checksums)
@@ -116,7 +119,7 @@ class Sender:
         )
 
     def _pieces(self, fast_bucket: FastBucket) -> list[Tensor] | list[int]:
-        """Addresses if they are enough, so that a prepared that is kept does not keep tensors alive."""
+        """Return addresses where they suffice, so that a cached bucket does not keep tensors alive."""
         pieces = [piece.local for piece in fast_bucket.pieces]
         if self._device.type == "cpu" or any(piece.device != self._device for piece in pieces):
             return pieces
@@ -132,20 +135,20 @@ class Sender:
         finishing: Callable[[Readers], None],
         is_being_read: bool = False,
     ) -> tuple[int, int, int]:
-        """Publishes buckets one after the other, each when its half of the arena is free; returns when all were read.
+        """Publish the buckets one after the other, each when its half of the arena is free; return when all were read.
 
-        `started` is called as soon as a GPU is busy with the first prepared: what it does takes no time of its own.
-        `finishing` is called once, while engines copy the last buckets: none can come to its end before it returns.
+        `started` is called as soon as a GPU is busy with the first bucket, so that its work overlaps with the copy.
+        `finishing` is called once, while engines copy the last buckets: no engine can finish before it returns.
 
         Args:
-            is_being_read: whether `fill` was called for the first prepared, which stays where it is.
+            is_being_read: whether `fill` was already called for the first bucket, which is read in place.
 
         Returns:
-            numbers of buckets and of tensors that they have parts of, and bytes.
+            Numbers of buckets, of tensors with a part in them, and of bytes.
 
         Raises:
-            ValueError: a tensor has elements that are not finite; the buckets before it are published.
-            TimeoutError: an engine made no progress for too long.
+            ValueError: a tensor has non-finite elements; the buckets before it are published.
+            TimeoutError: an engine made no progress in time.
         """
         bucket = num_bytes = self._used = 0
         names: set[str] = set()
@@ -180,7 +183,7 @@ class Sender:
         self.mailbox.close()
 
     def fill(self, prepared: PreparedBucket) -> Arena[Memory] | None:
-        """Begins to fill the next arena, which is returned, or only to read what stays where it is."""
+        """Start to fill the next arena and return it, or only read (for checksums) what engines read in place."""
         arena = self._arenas.next(max(prepared.num_bytes, self._room)) if prepared.num_bytes else None
         prepared.sums.clear()
         prepared.copier.run(
@@ -190,15 +193,15 @@ class Sender:
         return arena
 
     def _filled(self, prepared: PreparedBucket, arena: Arena[Memory] | None) -> Place | None:
-        """Waits for `fill` and looks at what it found; returns the journal's prepared about the arena."""
+        """Wait for `fill`, check its results, and return the place of the arena's description in the journal."""
         prepared.sums.wait()
         found = [] if self._allow_non_finite else prepared.sums.not_finite()
         if found:
             names = ", ".join(repr(prepared.names[i]) for i in found[:5])
             raise ValueError(
-                f"{len(found)} of the tensors have elements that are infinite or not a number: {names}; engines "
-                f"that have loaded others of this update are paused until one is complete (allow_non_finite=True sends "
-                f"such tensors)"
+                f"{len(found)} of the tensors have infinite or NaN elements: {names}; engines that have loaded other "
+                f"tensors of this update are paused until an update is complete (to send such tensors, pass "
+                f"allow_non_finite=True)"
             )
         self.mailbox.write_checksums(prepared.descriptor.first_checksum, prepared.sums.checksums_on_host())
         return None if arena is None else self._write(memory_to_json(arena.publish()))
