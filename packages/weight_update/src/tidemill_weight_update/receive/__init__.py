@@ -1,1 +1,1 @@
-"""The engine's side of the fast path."""
+"""The engine's side of the fast path: reads buckets and copies them into the model's parameters."""

@@ -1,4 +1,4 @@
-"""A journal descriptor as an engine rank sees it: the copies that it makes of what the descriptor describes."""
+"""The copies that an engine rank makes of one bucket."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class BucketCopies:
-    """Built once for a descriptor and a plan, run at each update.
+    """Built once for a bucket descriptor and a plan, run at each update.
 
     Args:
-        descriptor: what a trainer rank announced.
-        plan: of the sources in `descriptor`, at least.
-        parameters: of the model, by name.
-        device: of the model.
+        descriptor: descriptor that a trainer rank announced.
+        plan: plan of at least the sources in `descriptor`.
+        parameters: parameters of the model, by name.
+        device: device of the model.
 
     Attributes:
-        counts: elements of each source of the descriptor that are copied here, int64 [num_sources].
-        sums: of the sources, as the last run read them.
-        staged: sources that go through the model's own loader; their copies need `run(staging=...)`.
+        counts: number of elements of each source that are copied here, int64 [num_sources].
+        sums: checksums of the sources, as the last run read them.
+        staged: sources that are loaded by the model's own loader; their copies need `run(staging=...)`.
     """
 
     def __init__(
@@ -55,21 +55,20 @@ class BucketCopies:
         self.counts = _counts(self._tables, len(descriptor.sources))
         self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)
         self._gpu_copier: CudaCopier | None = None
-        # Where parameters that move lie is found out for a new plan, of which there is a new object of this class.
+        # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
         self._addresses = [] if self.staged else [place.data_ptr() for place in self._places({})]
         self._host_copier: HostCopier | None = None
         if device.type == "cpu" and not self.staged:
             self._host_copier = HostCopier(self._tables, self._places({}))
 
     def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
-        """Copies, and leaves the checksums of what was copied; on a GPU they are there when the current stream has come
-        so far, where this only queues it.
+        """Copy, and compute the checksums of what is copied. On a GPU the work is queued on the current stream.
 
         Args:
-            arena: memory that holds the pieces, of the trainer or of this process; None: the descriptor names its
+            arena: memory that holds the pieces, of the trainer or of this process; None: the descriptor lists its
                 memories.
-            mapped: opens memories.
-            staging: source name -> where to put a tensor that is staged.
+            mapped: opens memories of the trainer.
+            staging: source name -> tensor that receives a staged source.
         """
         self.sums.clear()
         if self._tables:
@@ -86,7 +85,7 @@ class BucketCopies:
             self._run_on_gpu(arena, mapped, addresses)
 
     def forget(self) -> None:
-        """Lets go of memory that the last runs read."""
+        """Drop views of memory that the last runs read."""
         if self._host_copier is not None:
             self._host_copier.forget()
 
@@ -95,7 +94,7 @@ class BucketCopies:
 
         if self._gpu_copier is None:
             self._gpu_copier = CudaCopier(self._paced() if arena is None else self._tables, self._device)
-        upload = None  # alive until the copies are queued: the allocator hands memory out again in stream order
+        upload = None  # referenced until the copies are queued: the allocator reuses memory in stream order
         if arena is None:
             bases = mapped.addresses(self.descriptor.memories)
         elif isinstance(arena, DeviceMemory):
@@ -106,7 +105,7 @@ class BucketCopies:
         self._gpu_copier.run(bases, targets, self.sums.checksums)
 
     def _paced(self) -> list[CopyTable]:
-        """The tables in an order that serves the GPUs alike on which the descriptor's memories lie."""
+        """Return the tables in an order that reads evenly from the GPUs that hold the memories."""
         gpus = {memory.device_uuid: number for number, memory in enumerate(self.descriptor.memories)}
         origin = np.array([gpus[memory.device_uuid] for memory in self.descriptor.memories], np.int64)
         return [interleave(table, origin) for table in self._tables]
@@ -125,5 +124,5 @@ def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
 
 def _on_host(memory: Memory | Tensor, mapped: MappedMemories) -> Tensor:
     if isinstance(memory, DeviceMemory):
-        raise RuntimeError("an engine on a CPU cannot read GPU memory; give WeightUpdater device='cpu'")
+        raise RuntimeError("an engine on a CPU cannot read GPU memory; pass device='cpu' to WeightUpdater")
     return memory if isinstance(memory, Tensor) else mapped.tensor(memory)

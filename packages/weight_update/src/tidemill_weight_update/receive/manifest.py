@@ -1,4 +1,4 @@
-"""All that is sent in one update, put together from the descriptors of all trainer ranks."""
+"""All tensors of one update, assembled from the bucket descriptors of all trainer ranks."""
 
 from collections.abc import Sequence
 
@@ -15,18 +15,19 @@ DescriptorKey = tuple[Channel, tuple[int, int]]
 
 
 class Manifest:
-    """The tensors of some descriptors, in the order of their names.
+    """The tensors of several descriptors, ordered by name.
 
     Args:
-        keys: of the descriptors of all trainer ranks.
-        descriptors: what stands there.
+        keys: keys of the descriptors of all trainer ranks.
+        descriptors: the descriptors.
 
     Attributes:
+        keys: keys of the descriptors.
         sources: each tensor once, in order of arrival.
-        names: sorted.
-        index: of each name in `names`.
-        numel: of each name, at least 1, int64 [num_names].
-        num_in_place: descriptors whose pieces are read where they are.
+        names: sorted names.
+        index: position of each name in `names`.
+        numel: number of elements of each name, at least 1, int64 [num_names].
+        num_in_place: number of descriptors whose pieces are read in place.
 
     Raises:
         ValueError: trainer ranks disagree about a tensor, or do not send each of its elements exactly once.
@@ -44,10 +45,10 @@ class Manifest:
             self.numel[self.index[source.name]] = max(1, Box.whole(source.shape).numel)
 
     def sum(self, descriptors: Sequence[BucketDescriptor], values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Adds up values of the descriptors' sources, one array for each descriptor, by name: int64 [num_names]."""
+        """Add up values of the descriptors' sources by name, one array per descriptor: int64 [num_names]."""
         total = np.zeros(len(self.names), dtype=np.int64)
         for descriptor, line_values in zip(descriptors, values, strict=True):
-            if id(descriptor) not in self._where:  # kept with the descriptor, so that no other has its id
+            if id(descriptor) not in self._where:  # keeps the descriptor alive, so that its id stays unique
                 where = np.array([self.index[source.name] for source in descriptor.sources], dtype=np.int64)
                 self._where[id(descriptor)] = descriptor, where
             total[self._where[id(descriptor)][1]] += line_values  # a descriptor has each source once
@@ -60,7 +61,10 @@ def _checked_sources(descriptors: Sequence[BucketDescriptor]) -> list[SourceSpec
     for descriptor in descriptors:
         for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
             if sources.setdefault(source.name, source) != source:
-                raise ValueError(f"trainer ranks disagree about {source.name!r}: {sources[source.name]} and {source}")
+                raise ValueError(
+                    f"trainer ranks disagree about {source.name!r}: {sources[source.name]} and {source}; all must pass "
+                    f"the same global shape and dtype"
+                )
             boxes.setdefault(source.name, []).extend(shard.box for shard in shards)
     for name, held in boxes.items():
         numel, count = Box.whole(sources[name].shape).numel, sum(box.numel for box in held)
@@ -68,6 +72,6 @@ def _checked_sources(descriptors: Sequence[BucketDescriptor]) -> list[SourceSpec
             raise ValueError(
                 f"{name!r} has {numel} elements, the trainer ranks send {count}"
                 f"{'' if are_disjoint(held) else ', some twice'}; "
-                f"each must be sent once (see LocalShard for replicas)"
+                f"each must be sent exactly once (for equal copies set LocalShard.replica and num_replicas)"
             )
     return list(sources.values())

@@ -1,4 +1,4 @@
-"""The ranks of one engine during an update: what they tell the trainer and each other."""
+"""The ranks of one engine during an update: their reports to the trainer and to each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ class Peers:
     """One rank's view of the ranks of its engine, in the mailbox of trainer rank 0.
 
     Args:
-        control: that mailbox.
-        request: of the update.
-        rank: of this process in its engine.
-        check: raises if the trainer is gone.
+        control: mailbox of trainer rank 0.
+        request: request of the update.
+        rank: rank of this process in its engine.
+        check: raises if the trainer has exited.
 
     Attributes:
-        row: of this rank.
-        reached: the last state that it reported.
+        row: row of this rank.
+        reached: last state that it reported.
     """
 
     def __init__(self, control: Channel, request: Request, rank: int, check: Callable[[], None]) -> None:
@@ -36,11 +36,12 @@ class Peers:
         self.row = request.first_receiver + rank
 
     def report(self, state: int, **reply: Any) -> None:
-        """Makes this rank's state known, unless the trainer has gone on.
+        """Publish this rank's state, unless the trainer is already in a later update.
 
         Raises:
-            RuntimeError: the trainer has given this rank up. It does so before it reads the state, which is written
-                before this looks: a rank that the trainer takes for one that has not begun will never begin.
+            RuntimeError: the trainer has excluded this rank. It excludes a rank before it reads its state, and this
+                method writes the state before it checks: so a rank that the trainer regards as not started never
+                starts.
         """
         self.reached = state
         if self._control.is_at(self._sequence):
@@ -48,16 +49,16 @@ class Peers:
         self._check_own_row()
 
     def check(self) -> None:
-        """Raises RuntimeError: the trainer is gone, or has given this rank up, which waits for nothing then."""
+        """Raise RuntimeError if the trainer has exited or has excluded this rank."""
         self._check_trainer()
         self._check_own_row()
 
     def wait(self, state: int) -> None:
-        """Returns when all ranks have come to `state`, even if one of them failed since: what it knew, this one knows.
+        """Return when all ranks have reached `state`, also if one of them failed after it.
 
         Raises:
-            RuntimeError: one of them has failed or ended, or the trainer is gone.
-            TimeoutError: nothing happened for too long.
+            RuntimeError: a rank has failed or exited, or the trainer has exited.
+            TimeoutError: no progress in time.
         """
         pending = set(self._rows) - {self.row}
         wait = PollingWait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
@@ -65,7 +66,7 @@ class Peers:
             for row in list(pending):
                 reached = self._control.state(self._sequence, row)
                 if reached in (UNCHANGED, MIXED) and self._control.reply(row).get("reached", IDLE) < state:
-                    raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed")
+                    raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed; see its own error")
                 if reached >= state:
                     pending.remove(row)
                     wait.progress()
@@ -73,12 +74,12 @@ class Peers:
                 wait.pause()
 
     def share_totals(self, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Write the checksum and element count of each tensor on this rank; announced by the next `report`."""
+        """Write the checksum and element count of each tensor on this rank; the next `report` announces them."""
         self._check_trainer()
         self._control.write_totals(self.row, checksums, counts)
 
     def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sums over all ranks of what they left: checksums modulo 2**64, and element counts."""
+        """Return the sums over all ranks of what they wrote: checksums modulo 2**64, and element counts."""
         totals = [self._control.totals(row, num_tensors) for row in self._rows]
         checksums = np.zeros(num_tensors, np.int64)
         counts = np.zeros(num_tensors, np.int64)
@@ -90,8 +91,8 @@ class Peers:
     def _check_own_row(self) -> None:
         if self._control.is_excluded(self._sequence, self.row):
             raise RuntimeError(
-                "the trainer has given this rank up: it made no progress within timeout_s of WeightUpdater (requests "
-                "that are waited for count), or its client got no answer in time"
+                "the trainer excluded this rank: it made no progress within timeout_s of WeightUpdater (including the "
+                "wait for running requests), or its client got no response in time"
             )
 
     def _check(self, pending: set[int]) -> None:
@@ -100,6 +101,6 @@ class Peers:
             rank = row - self._rows[0]
             if self._control.receiver_has_exited(self._sequence, row):
                 pid = self._control.receiver_pid(self._sequence, row)
-                raise RuntimeError(f"rank {rank} of this engine (process {pid}) has ended")
+                raise RuntimeError(f"rank {rank} of this engine (process {pid}) has exited")
             if self._control.is_excluded(self._sequence, row):
-                raise RuntimeError(f"rank {rank} of this engine made no progress; the trainer has given it up")
+                raise RuntimeError(f"rank {rank} of this engine made no progress; the trainer excluded it")

@@ -1,4 +1,4 @@
-"""The engine's side of the fast path: one engine rank, which keeps its plan and tables between updates."""
+"""One engine rank on the fast path: caches its plan and copy tables between updates, and handles requests."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,23 +28,23 @@ from tidemill_weight_update.remote.engine_link import EngineLinks
 from tidemill_weight_update.remote.group_link import LinkAddress
 
 ALL_BUCKETS = 1 << 31
-"""More buckets than any update has: nobody waits for a rank that acknowledged so many."""
+"""More buckets than any update has: acknowledging this many releases the trainer from waiting for this rank."""
 
 
 class Receiver:
     """Loads what trainer ranks publish into a model.
 
     Args:
-        model: with SGLang's `load_weights`. Between updates its parameters may move.
-        rank, num_ranks: of this process in its engine, and of all of them.
-        may_ignore: tells for a name that no parameter takes whether that is as it should be (`lm_head.weight` of a
-            model with tied embeddings).
-        finish: called after the copies of each update, to compute what the model derives from its parameters.
+        model: model with SGLang's `load_weights`. Its parameters may move between updates.
+        rank: rank of this process in its engine.
+        num_ranks: number of ranks of the engine.
+        may_ignore: returns whether a name that no parameter reads is expected (`lm_head.weight` of a model with tied
+            embeddings).
+        finish: called after the copies of each update, to recompute what the model derives from its parameters.
 
     Attributes:
-        checked: what was sent when all was last found to be as it should be, the plan, and how many elements of each
-            tensor are copied to this rank.
-        last_names: of the tensors of the last update that loaded all parameters.
+        checked: manifest that passed all checks last, its plan, and how many elements of each tensor are copied here.
+        last_names: names of the tensors of the last update that loaded all parameters.
     """
 
     def __init__(
@@ -71,35 +71,40 @@ class Receiver:
         self._parsed: dict[DescriptorKey, BucketDescriptor] = {}
         self._bucket_copies: dict[DescriptorKey, BucketCopies] = {}
         self._joined: dict[tuple[DescriptorKey, ...], BucketCopies] = {}
-        self._plan = self.recorder.plan  # of `_bucket_copies` and `_joined`
+        self._plan = self.recorder.plan  # plan of `_bucket_copies` and `_joined`
         self._manifest: Manifest | None = None
         self._modules = list(model.modules())
         self._layout = self._find_parameters()
 
     def handle(self, request: Request) -> None:
-        """Carries out one update. What goes wrong is reported to the trainer, not raised: it would end the engine.
+        """Process one update. Errors are reported to the trainer instead of raised: an exception would crash the
+        engine.
 
         Raises:
-            RuntimeError: nobody waits for a report: rank 0's mailbox cannot be opened, or is at another update.
+            RuntimeError: nobody waits for a report, because the mailbox of rank 0 cannot be opened or is at another
+                update.
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
         self._links.keep(request.mailboxes)
         control = self._open(request.mailboxes[0], request.timeout_s)
         if not control.is_at(request.sequence):
-            raise RuntimeError(f"the trainer gave up update {request.sequence} before this engine came to it")
+            raise RuntimeError(f"the trainer cancelled update {request.sequence} before this engine started it")
         rank = min(self._rank, request.num_receivers - 1)
         row = request.first_receiver + rank
         boxes, turn = [control], None
         try:
             if self._num_ranks != request.num_receivers:
-                raise ValueError(f"the engine has {self._num_ranks} ranks, its client said {request.num_receivers}")
+                raise ValueError(
+                    f"the engine has {self._num_ranks} ranks, but its client reported tp_size="
+                    f"{request.num_receivers}; fix the client's tp_size"
+                )
             boxes = [control, *self._open_others(request)]
             turn = UpdateSession(self, request, boxes, rank)
             with torch.no_grad():
                 self._follow_model()
                 turn.run()
-        except Exception as error:  # noqa: BLE001 - raised, it would end the engine
+        except Exception as error:  # noqa: BLE001 - raising would crash the engine
             state = MIXED if turn is not None and turn.changed else UNCHANGED
             reply = {
                 "error": f"{type(error).__name__}: {error}",
@@ -115,24 +120,26 @@ class Receiver:
                 box.acknowledge(request.sequence, row, ALL_BUCKETS)
 
     def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest:
-        """What these lines send in all; kept for the next update, which is likely to have the same lines."""
+        """Return what these descriptors send in total; cached because the next update usually has the same
+        descriptors.
+        """
         if self._manifest is None or self._manifest.keys != tuple(keys):
             self._manifest = Manifest(keys, [self.descriptor(*key) for key in keys])
         return self._manifest
 
     def read_listing(self, box: Channel, listed: Place) -> list[Place]:
-        """The lines of an update that lists them."""
+        """Return the places of an update's descriptors from its listing."""
         return listing_from_json(box.read_journal(listed))
 
     def descriptor(self, box: Channel, place: Place) -> BucketDescriptor:
-        """A descriptor of a journal, parsed once. What stands at a place of a journal never changes."""
+        """Return a descriptor of a journal, parsed once. A text in a journal never changes."""
         key = (box, place)
         if key not in self._parsed:
             self._parsed[key] = descriptor_from_json(box.read_journal(place))
         return self._parsed[key]
 
     def bucket_copies(self, box: Channel, place: Place) -> BucketCopies:
-        """The copies of a descriptor, for the present plan."""
+        """Return the copies of a bucket for the current plan."""
         self._follow_plan()
         key = (box, place)
         if key not in self._bucket_copies:
@@ -143,10 +150,10 @@ class Receiver:
         return self._bucket_copies[key]
 
     def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies:
-        """The copies of lines whose pieces stay where they are, as one.
+        """Return one set of copies for buckets whose pieces are read in place.
 
-        The parts of a tensor that lie on several GPUs are then copied at about the same time, and no GPU has to serve
-        all others at once.
+        The parts of a tensor on several GPUs are then copied at about the same time, and no GPU has to serve all others
+        at once.
         """
         if len(keys) == 1:
             return self.bucket_copies(*keys[0])
@@ -159,7 +166,7 @@ class Receiver:
         return memory_from_json(box.read_journal(place))
 
     def _follow_plan(self) -> None:
-        """Forgets the copies that were built on another plan than the present one."""
+        """Discard copies that were built for an earlier plan."""
         if self._plan is not self.recorder.plan:
             self._plan = self.recorder.plan
             self._bucket_copies.clear()
@@ -169,15 +176,15 @@ class Receiver:
         return BucketCopies(descriptor, self._plan, dict(self.model.named_parameters()), self.device)
 
     def _follow_model(self) -> None:
-        """Forgets what is known of the parameters if they lie elsewhere than at the last update."""
+        """Discard the plan if the parameters have moved since the last update."""
         layout = self._find_parameters()
         if layout != self._layout:
             self._layout = layout
             self.recorder.forget()
 
     def _find_parameters(self) -> list[tuple[object, ...]]:
-        """Where the parameters are."""
-        # Their registries are read directly: `named_parameters` takes milliseconds for a large model.
+        """Return identities, addresses, shapes and dtypes of the parameters."""
+        # Reads the modules' registries directly: `named_parameters` takes milliseconds for a large model.
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
 

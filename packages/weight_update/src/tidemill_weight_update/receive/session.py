@@ -1,4 +1,4 @@
-"""One update, as one engine rank carries it out."""
+"""One update on one engine rank: check, copy, finish, verify, report."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from tidemill_weight_update.stages import Stages
 
 
 class ReceiverState(Protocol):
-    """What a session uses of the `Receiver`, which outlives it."""
+    """What a session uses of its `Receiver`, which outlives it."""
 
     model: nn.Module
     device: torch.device
@@ -51,10 +51,10 @@ class ReceiverState(Protocol):
 
 
 class UpdateSession:
-    """What one engine rank does in one update, and what it knows during it.
+    """The state of one update on one engine rank.
 
     Attributes:
-        peers: where this rank reports.
+        peers: the ranks of this engine; this rank reports through it.
         changed: whether parameters may have been written to.
     """
 
@@ -62,7 +62,7 @@ class UpdateSession:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
-        # Not a method: a cycle would keep staged tensors and mappings until Python collects garbage.
+        # Not a method: a reference cycle would keep staged tensors and mappings until garbage collection.
         self.peers = Peers(boxes[0], request, rank, partial(_check_trainer, boxes, request.sequence))
         self.changed = False
         self._copied: list[tuple[tuple[DescriptorKey, ...], BucketCopies]] = []
@@ -72,11 +72,11 @@ class UpdateSession:
         self._stages = Stages()
 
     def run(self) -> None:
-        """Raises when anything is wrong; the docstring of `WeightUpdater.update` lists what may be."""
+        """Run the update; raise on any error that the docstring of `WeightUpdater.update` lists."""
         try:
             self._run()
         except Exception:
-            _check_alive(self._boxes)  # whatever else goes wrong then follows from it
+            _check_alive(self._boxes)  # an exited trainer is the root cause of other errors
             raise
         finally:
             if self.changed:
@@ -85,7 +85,7 @@ class UpdateSession:
     def _run(self) -> None:
         self.peers.report(ATTACHED)
         with self._stages("wait"):
-            if self._receiver.device.type == "cuda":  # paused, SGLang may still compute a token on another stream
+            if self._receiver.device.type == "cuda":  # a paused SGLang may still compute a token on another stream
                 torch.cuda.synchronize(self._receiver.device)
             listed = [self._wait_until_open(box) for box in self._boxes]
         with self._stages("check"):
@@ -115,19 +115,19 @@ class UpdateSession:
             seconds=self._stages.seconds,
         )
 
-    # Before anything changes.
+    # Before any parameter changes.
 
     def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
-        wait = PollingWait(self._request.timeout_s, "the trainer to begin", self.peers.check)
+        wait = PollingWait(self._request.timeout_s, "the trainer to start the update", self.peers.check)
         while True:
             is_open, listed = box.listing(self._request.sequence)
             if is_open:
                 return listed
-            box.num_buckets(self._request.sequence)  # raises if the trainer has failed or gone on
+            box.num_buckets(self._request.sequence)  # raises if the trainer has failed or started a later update
             wait.pause()
 
     def _prepare(self, listed: Sequence[tuple[int, int] | None]) -> Manifest:
-        """Compiles all descriptors and checks them, or finds that they are those of the last update."""
+        """Build and check the copies of all buckets, unless they are those of the last update."""
         receiver, recorder = self._receiver, self._receiver.recorder
         keys = [
             (box, place)
@@ -149,14 +149,15 @@ class UpdateSession:
         return manifest
 
     def _check_dtypes(self) -> None:
-        """Loading would convert integers to floating-point numbers in silence, and the reverse, and take quantised
-        values without their scale."""
+        """Raise ValueError for casts that loading would do silently: between integers and floats, and of quantized
+        values without their scale.
+        """
         recorder = self._receiver.recorder
         wrong = {name: recorder.plan.through_loader[name] for name in recorder.plan.converted}
         for copy in recorder.plan.copies:
             sent = recorder.sources[copy.name].dtype
             if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
-                wrong[copy.name] = f"it is cast from {sent} to {copy.dtype}, and its scale is not applied"
+                wrong[copy.name] = f"it is cast from {sent} to {copy.dtype} without its scale"
         if wrong:
             message = _first_few([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
             raise ValueError(f"{message}; send it in the dtype of its parameter")
@@ -168,7 +169,7 @@ class UpdateSession:
         missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
         message = f"no tensor was sent for these parameters of the engine: {_first_few(missing)}"
         if gone := [repr(name) for name in self._receiver.last_names if name not in manifest.index]:
-            message += f"; of the tensors of the last complete update these did not come: {_first_few(gone)}"
+            message += f"; tensors of the last complete update that are missing now: {_first_few(gone)}"
         raise ValueError(message)
 
     def _reject_unused(self, manifest: Manifest) -> None:
@@ -177,21 +178,22 @@ class UpdateSession:
         unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
         if unused:
             raise ValueError(f"the engine's model has no parameter for these tensors: {_first_few(unused)}")
-        # SGLang's sharded layers cut off what is beyond their own shape, in silence.
+        # SGLang's sharded layers silently ignore what exceeds their own shape.
         cut = [
             f"{manifest.names[i]!r} ({counts[i]} of {manifest.numel[i]} elements)"
             for i in np.flatnonzero((counts > 0) & (counts < manifest.numel))
         ]
         if cut:
             raise ValueError(
-                f"the engine's model takes only a part of these tensors: {_first_few(cut)}; they do not have its shapes"
+                f"the engine's model reads only a part of these tensors: {_first_few(cut)}; send them in the shapes of "
+                f"the engine's checkpoint"
             )
 
     # The copies.
 
     def _copy(self, manifest: Manifest | None) -> None:
-        """Copies the buckets of all trainer ranks as they come."""
-        # Each rank begins with another trainer rank, so that over a link no trainer rank has to serve all at once.
+        """Copy the buckets of all trainer ranks as they arrive."""
+        # Each rank starts with another trainer rank, so that over a link no trainer rank serves all at once.
         num_boxes = len(self._boxes)
         pending = {(index + self.peers.row) % num_boxes: 0 for index in range(num_boxes)}
         wait = PollingWait(self._request.timeout_s, "the trainer's next bucket", self.peers.check)
@@ -204,7 +206,7 @@ class UpdateSession:
                 elif self._boxes[index].num_buckets(self._request.sequence) == bucket:
                     del pending[index]
             in_place = tuple((self._boxes[index], place) for index, (place, arena) in ready.items() if arena is None)
-            if 0 < len(in_place) < self._num_in_place:  # what stays where it is waits for the others that do
+            if 0 < len(in_place) < self._num_in_place:  # buckets read in place are copied together
                 ready = {index: announced for index, announced in ready.items() if announced[1] is not None}
                 in_place = ()
             if not ready:
@@ -249,10 +251,10 @@ class UpdateSession:
         self._copied.append((keys, bucket_copies))
 
     def _check_received(self) -> Manifest:
-        """What `_prepare` checks, for an update whose tensors were not known before."""
+        """Run the checks of `_prepare` for a stream, whose tensors are known only after the copies."""
         recorder = self._receiver.recorder
         manifest = self._receiver.manifest([key for keys, _ in self._copied for key in keys])
-        # Without what came only with earlier updates, unless that keeps its values.
+        # Tensors of earlier updates only count if they keep their values.
         recorder.record_all(list(recorder.sources.values()) if self._request.partial else manifest.sources)
         self._check_dtypes()
         self._check_coverage(manifest)
@@ -260,7 +262,9 @@ class UpdateSession:
         return manifest
 
     def _check_split_modules(self, manifest: Manifest) -> None:
-        """Raises ValueError: a model combines tensors that came apart, so that they were not loaded as it would."""
+        """Raise ValueError if the model combines tensors that arrived in different parts of the stream: they were not
+        loaded correctly.
+        """
         descriptors = [bucket_copies.descriptor for _, bucket_copies in self._copied]
         copied = manifest.sum(descriptors, [bucket_copies.counts for _, bucket_copies in self._copied])
         plan = self._receiver.recorder.plan
@@ -274,10 +278,10 @@ class UpdateSession:
             or (name not in self._staging and count != wanted[name])
         ]
         if apart:
-            self._receiver.recorder.forget()  # else what comes together next would lack constants: none were written
+            self._receiver.recorder.forget()  # the constants of these parameters were not written
             raise ValueError(
-                f"the model combines these tensors with others that came in another part of the stream: "
-                f"{_first_few(apart)}; pass a collection, or larger bucket_bytes"
+                f"the model combines these tensors with others from another part of the stream: "
+                f"{_first_few(apart)}; pass a collection instead of a generator, or increase bucket_bytes"
             )
 
     def _load_staged(self) -> None:
@@ -285,10 +289,10 @@ class UpdateSession:
             order = [name for name in self._receiver.recorder.sources if name in self._staging]
             self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
 
-    # Afterwards.
+    # After the copies.
 
     def _compare(self, manifest: Manifest) -> int:
-        """Compares with the other ranks and the trainer; see `_verify`."""
+        """Compare checksums with the other ranks and the trainer; see `_verify`."""
         counts, sent = self._expected or self._expect(manifest)
         descriptors = [bucket_copies.descriptor for _, bucket_copies in self._copied]
         checksums = [bucket_copies.sums.checksums_on_host() for _, bucket_copies in self._copied]
@@ -300,7 +304,9 @@ class UpdateSession:
         return self._verify(manifest, sent)
 
     def _expect(self, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each tensor: how many elements the descriptors that came bring here, and the checksum of what was sent."""
+        """Return for each tensor how many elements its buckets bring to this rank, and the checksum of what
+        was sent.
+        """
         copied = [bucket_copies for _, bucket_copies in self._copied]
         counts = manifest.sum([each.descriptor for each in copied], [each.counts for each in copied])
         descriptors = [self._receiver.descriptor(*key) for key in manifest.keys]
@@ -312,20 +318,24 @@ class UpdateSession:
         return counts, manifest.sum(descriptors, sent)
 
     def _verify(self, manifest: Manifest, sent: NDArray[np.int64]) -> int:
-        """Compares what all ranks copied with what the trainer sent; returns how many tensors could not be compared.
+        """Compare what all ranks copied with what the trainer sent; return the number of tensors that could not be
+        compared.
 
-        Each element was copied once, or the same number of times (on ranks that hold replicas), else the sum over the
-        ranks does not tell. What the model's own loader made of a tensor, nothing tells.
+        A tensor can be compared if each element was copied equally often (once, or once per replica). Tensors that the
+        model's own loader writes cannot be compared.
 
         Raises:
-            RuntimeError: a tensor arrived with other values than it was sent with.
+            RuntimeError: a tensor arrived with other values than were sent.
         """
         checksums, counts = self.peers.sum_totals(len(manifest.names))
         comparable = counts % manifest.numel == 0
         wrong = comparable & (checksums != sent * (counts // manifest.numel))
         if wrong.any():
             names = [repr(manifest.names[i]) for i in np.flatnonzero(wrong)]
-            raise RuntimeError(f"these tensors did not arrive as they were sent: {_first_few(names)}")
+            raise RuntimeError(
+                f"checksum mismatch: these tensors did not arrive as they were sent: {_first_few(names)}; they must "
+                f"not change during the update"
+            )
         through = self._receiver.recorder.plan.through_loader
         comparable[[manifest.index[name] for name in through if name in manifest.index]] = False
         return int((~comparable).sum())
@@ -343,8 +353,8 @@ def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
 
 def _check_alive(boxes: Sequence[Channel]) -> None:
     ended = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
-    if ended:  # all are named: the others may have ended because of the first
-        raise RuntimeError(f"trainer rank {', '.join(ended)} has ended")
+    if ended:  # list all of them: the first may have caused the others to exit
+        raise RuntimeError(f"trainer rank {', '.join(ended)} has exited")
 
 
 def _first_few(items: Sequence[str]) -> str:
