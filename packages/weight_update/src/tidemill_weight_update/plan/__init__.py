@@ -1,1 +1,1 @@
-"""What stock `load_weights` does, recorded as a plan of copies."""
+"""Copy plans: `load_weights` recorded on tensors without data, with proof of coverage."""

@@ -1,4 +1,4 @@
-"""Coverage: which elements of the parameters are written, how often, and by whom last. Pure, numpy only."""
+"""Coverage: which elements of the parameters are written, how often, and by which write last. Pure, numpy only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from tidemill_weight_update.plan.origin import Origin, UntraceableError, trace
 from tidemill_weight_update.tensors.box import Box
 
 MAX_ELEMENTWISE = 1 << 27
-"""Parameters that are not written in boxes are looked at element by element up to this size."""
+"""Parameters that are not written in boxes are checked element by element up to this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter's shape and strides (elements)."""
+    """Shape and strides (in elements) of a parameter."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,13 +24,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Loading writes elements `offset + sum(i_d * strides[d])` of `parameter`, for all `i` below `shape`.
+    """A write of loading to elements `offset + sum(i_d * strides[d])` of `parameter`, for all `i` below `shape`.
 
     Attributes:
-        kind: "copy" of a source and "fill" with a constant can be replayed; "loader" means that only `load_weights`
-            can do it.
-        names: the sources that the values come from; none for a fill, and for what depends on no source.
-        during: the source that loading had taken last, None before the first and after the last one.
+        kind: "copy" of a source and "fill" with a constant can be replayed; "loader" requires `load_weights`.
+        parameter: name of the parameter.
+        offset: first element.
+        shape: sizes.
+        strides: strides in elements.
+        names: sources of the values; empty for a fill, and for values that depend on no source.
+        during: source that loading had requested last; None before the first and after the last one.
     """
 
     kind: Literal["copy", "fill", "loader"]
@@ -44,15 +47,16 @@ class Write:
 
 @dataclass(slots=True)
 class Coverage:
-    """What a sequence of writes does to the parameters.
+    """The effect of a sequence of writes on the parameters.
 
     Attributes:
-        uncovered: parameter -> elements that nothing writes, or only what loading does before or after the sources.
-        overwritten: parameter -> elements that more than one write from sources hits.
+        uncovered: parameter -> number of elements that nothing writes, or only code that runs before or after the
+            sources are loaded.
+        overwritten: parameter -> number of elements that more than one write from sources hits.
         hidden: indices of copies and fills that later ones overwrite completely.
-        overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is left out where
-            writes between the two hide all that they share.
-        unknown: parameters too large and written in too scattered a way to tell.
+        overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is omitted where
+            writes between the two overwrite all shared elements.
+        unknown: parameters that are too large and written in too scattered a way to check.
     """
 
     uncovered: dict[str, int] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class Coverage:
 
 
 def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
-    """Looks at `writes`, in their order. None may write an element twice by itself; exact for each element."""
+    """Analyze `writes` in their order, exactly for each element. No write may hit an element twice by itself."""
     of_parameter: dict[str, list[int]] = {name: [] for name in places}
     for index, write in enumerate(writes):
         of_parameter[write.parameter].append(index)
@@ -79,14 +83,14 @@ def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
 
 
 class _CellGrid:
-    """Cells of a parameter, and the cells that each write hits, as views into arrays of the grid' shape.
+    """Cells of a parameter, and the cells that each write hits, as views into arrays of the grid's shape.
 
     Attributes:
-        numel: elements in each cell.
+        numel: number of elements in each cell.
     """
 
     def __init__(self, place: Place, writes: Mapping[int, Write]) -> None:
-        """Raises UntraceableError: no reasonable number of cells."""
+        """Raise UntraceableError if the number of cells is too large."""
         order = sorted(range(len(place.shape)), key=lambda dim: -place.strides[dim])
         shape = tuple(place.shape[dim] for dim in order)
         strides = tuple(place.strides[dim] for dim in order)
@@ -124,7 +128,7 @@ class _CellGrid:
             raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
 
     def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
-        """The cells that the write hits, of an array in the shape of the grid."""
+        """Yield the cells that the write hits, of an array in the shape of the grid."""
         if self._slices is None:
             write = self._writes[index]
             strides = [stride * cells.itemsize for stride in write.strides]
@@ -135,7 +139,7 @@ class _CellGrid:
 
 
 def _boxes(shape: tuple[int, ...], writes: Mapping[int, Write]) -> dict[int, list[Box]] | None:
-    """Each write as boxes of a contiguous parameter, None if one is not made of boxes."""
+    """Return each write as boxes of a contiguous parameter; None if a write is not made of boxes."""
     whole = Origin.source("", shape)
     boxes = {}
     for index, write in writes.items():
@@ -162,8 +166,8 @@ def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mappi
         coverage.unknown.add(name)
         return
     last = np.full(grid.shape, -1, np.int64)
-    visible = last.copy()  # what `load_weights` alone can do may depend on what it finds, and hides nothing
-    sources = np.zeros(grid.shape, np.int8)  # how many writes from sources, at most 2
+    visible = last.copy()  # writes of kind "loader" may depend on previous values, so they hide nothing
+    sources = np.zeros(grid.shape, np.int8)  # number of writes from sources, at most 2
     covered = np.zeros(grid.shape, bool)
     for index, write in writes.items():
         for view in grid.hit(index, last):
@@ -189,21 +193,21 @@ def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mappi
 
 
 def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
-    """Names that `load_weights` must load, so that a replay gives the same -> why.
+    """Return name -> reason for the sources that `load_weights` must load, so that a replay has the same result.
 
-    A replay does the fills, then the copies that are not hidden, then calls `load_weights` with these names. Where two
-    writes share elements, that must not stage their order round.
+    A replay writes the fills, then the copies that are not hidden, then calls `load_weights` with these names. It must
+    not change the order of two writes that share elements.
 
     Args:
-        names: those that are left to `load_weights` already.
+        names: sources that are already left to `load_weights`.
     """
     left = dict(names)
     for write in writes:
         if write.kind == "loader" and not write.names and write.during is not None:
-            left.setdefault(write.during, f"loading it writes to {write.parameter!r} what is no copy of a source")
+            left.setdefault(write.during, f"loading it writes values to {write.parameter!r} that are not copies")
         if write.parameter in coverage.unknown:
             for name in write.names:
-                left.setdefault(name, f"{write.parameter!r} is too large for the scattered way in which it is written")
+                left.setdefault(name, f"{write.parameter!r} is too large to check its scattered writes")
     known = -1
     while len(left) > known:
         known = len(left)
@@ -224,7 +228,7 @@ def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[s
 
 
 def _replay_stage(write: Write, left: Mapping[str, str]) -> int | None:
-    """When a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
+    """Return when a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
     by_name = not left.keys().isdisjoint(write.names) if write.names else write.during in left
     if by_name or (left and not write.names and write.during is None):
         return 2

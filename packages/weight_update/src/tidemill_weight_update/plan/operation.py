@@ -1,4 +1,4 @@
-"""What an operation of PyTorch's dispatcher does with its arguments, as far as its schema says."""
+"""The effect of a PyTorch dispatcher operation on its arguments, from its schema."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -11,7 +11,7 @@ _aten = torch.ops.aten
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Arguments of an operation with those in lists; an operation takes no deeper ones."""
+    """Yield the arguments of an operation, including those in lists; operations accept no deeper nesting."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from value
@@ -21,7 +21,7 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether the operation returns views of what it is given."""
+    """Return whether the operation returns views of its arguments."""
     if func is _aten._unsafe_view.default:
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments]
@@ -35,19 +35,19 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
     return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 def returned(func: Any, tensors: list[Tensor]) -> Any:
-    """What an operation returns that writes to tensors: these, or nothing."""
+    """Return the result of an operation that writes to `tensors`: the tensors, or nothing."""
     count = len(func._schema.returns)
     return None if count == 0 else tensors[0] if count == 1 else tuple(tensors)
 
 
 def constant(func: Any, args: tuple) -> float | None:
-    """The value that an operation writes to every element, None if it does something else."""
+    """Return the value that an operation writes to every element; None if it does something else."""
     if func is _aten.zero_.default:
         return 0.0
     if func is _aten.fill_.Scalar:

@@ -1,4 +1,6 @@
-"""Origins: which box of which source each element of a tensor came from. Pure arithmetic on shapes and strides."""
+"""Origins: from which box of which source each element of a tensor was copied. Pure arithmetic on shapes
+and strides.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -7,16 +9,16 @@ from dataclasses import dataclass
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
 MAX_PARTS = 1024
-"""Views that fall into more boxes than this are not followed."""
+"""Views that consist of more boxes than this are not traced."""
 
 
 class UntraceableError(Exception):
-    """The view has no short description by boxes; the message says why."""
+    """The view has no short description by boxes; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`box` of a tensor holds the values of source `name` from index `start` on; dim d runs along source dim `dims[d]`.
+    """`box` of a tensor holds the values of source `name` from index `start` on; dim d follows source dim `dims[d]`.
 
     `dims[d]` is None where the box has size 1.
     """
@@ -29,14 +31,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A contiguous tensor of this shape, made of disjoint parts that cover it."""
+    """The sources of a contiguous tensor of this shape, as disjoint parts that cover it."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     @classmethod
     def source(cls, name: str, shape: tuple[int, ...]) -> "Origin":
-        """The source itself."""
+        """Return the origin of the source itself."""
         dims = tuple(None if size == 1 else dim for dim, size in enumerate(shape))
         return cls(tuple(shape), (Part(Box.whole(shape), name, (0,) * len(shape), dims),))
 
@@ -45,7 +47,8 @@ class Origin:
 class Run:
     """`size` steps of `step` indices each along dim `view_dim` of a view; `origin_dim` is the dim they follow.
 
-    None: they follow no dim one index at a time (broadcast, every n-th), each step is a part of its own.
+    If `origin_dim` is None, they follow no dim index by index (broadcast, every n-th element); each step is a part of
+    its own.
     """
 
     view_dim: int
@@ -55,18 +58,20 @@ class Run:
 
 
 def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Origin, tuple[Run, ...]]:
-    """Where the elements of a view come from.
+    """Return the origin of the elements of a view.
 
     Args:
-        origin: of the tensor that is viewed.
-        offset, shape, strides: the view, in elements of that tensor.
+        origin: origin of the tensor that is viewed.
+        offset: first element of the view, in elements of that tensor.
+        shape: shape of the view.
+        strides: strides of the view, in elements of that tensor.
 
     Returns:
-        The origin of the view, in as many dims as there are runs, and what these are: dims of size 1 have no run, a
-        dim that was flattened from several has one for each. Runs are in the order of the view's dims.
+        The origin of the view, with one dim per run, and the runs in the order of the view's dims. Dims of size 1 have
+        no run; a dim that was flattened from several dims has one run for each.
 
     Raises:
-        UntraceableError: the view is not made of few boxes.
+        UntraceableError: the view consists of too many boxes.
     """
     runs = _runs(origin.shape, shape, strides)
     counted = [run.size if run.origin_dim is None else 1 for run in runs]
@@ -79,7 +84,7 @@ def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[i
             if common is not None:
                 parts.append(_part(part, common, box, index, runs, run_of_dim))
         if len(parts) > MAX_PARTS:
-            raise UntraceableError(f"the view falls into more than {MAX_PARTS} boxes")
+            raise UntraceableError(f"the view consists of more than {MAX_PARTS} boxes")
     return Origin(tuple(run.size for run in runs), tuple(parts)), runs
 
 
@@ -93,11 +98,11 @@ def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -
         if stride not in dim_of:
             runs.append(Run(view_dim, 1, size, None))
             continue
-        # A dim that is longer than the one it follows goes on along the next outer one.
+        # A dim that is longer than the one it follows continues along the next outer one.
         dim, step, split = dim_of[stride], 1, []
         while size > base[dim] and dim > 0:
             if size % base[dim]:
-                raise UntraceableError("a flattened dim is cut within a row")
+                raise UntraceableError("a flattened dim ends within a row")
             if base[dim] > 1:
                 split.append(Run(view_dim, step, base[dim], dim))
             size, step, dim = size // base[dim], step * base[dim], dim - 1
@@ -108,7 +113,7 @@ def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -
 
 
 def _box(base: tuple[int, ...], first: int, runs: tuple[Run, ...]) -> tuple[Box, dict[int, int]]:
-    """The box that starts at element `first` and follows `runs`, and the run of each dim that has one."""
+    """Return the box that starts at element `first` and follows `runs`, and the run of each dim that has one."""
     start = []
     for step in contiguous_strides(base):
         index, first = divmod(first, max(step, 1))
@@ -129,7 +134,7 @@ def _box(base: tuple[int, ...], first: int, runs: tuple[Run, ...]) -> tuple[Box,
 def _part(
     part: Part, common: Box, box: Box, index: tuple[int, ...], runs: tuple[Run, ...], run_of_dim: dict[int, int]
 ) -> Part:
-    """`common`, the intersection of `box` with that of `part`, as a part of the view whose dims are `runs`."""
+    """Return `common`, the intersection of `box` with that of `part`, as a part of the view with the dims `runs`."""
     start = list(part.start)
     at, size = list(index), [1] * len(runs)
     dims: list[int | None] = [None] * len(runs)

@@ -9,11 +9,10 @@ from tidemill_weight_update.tensors.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of source `name` that is copied into `parameter`, cast to `dtype`, the parameter's.
+    """A copy of a box of source `name` into `parameter`, cast to the parameter's dtype `dtype`.
 
-    Element `(i_0, i_1, ...)` of the source, with `i` in `box`, goes to element
-    `offset + sum((i_d - box.start[d]) * strides[d])` of the parameter, counted from the one at `data_ptr()`.
-    The stride of a dim of size 1 is 0.
+    Element `(i_0, i_1, ...)` of the source, with `i` in `box`, is copied to element `offset + sum((i_d - box.start[d])
+    * strides[d])` of the parameter, counted from `data_ptr()`. The stride of a dim of size 1 is 0.
     """
 
     name: str
@@ -26,9 +25,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Elements of `parameter` that loading sets to a constant, such as padding: to be written before any copy.
+    """Elements of `parameter` that loading sets to a constant, such as padding. Written before any copy.
 
-    Counted as in `Copy`: element `offset + sum(i_d * strides[d])` for all `i` below `shape`.
+    The elements are `offset + sum(i_d * strides[d])` for all `i` below `shape`, counted as in `Copy`.
     """
 
     parameter: str
@@ -43,14 +42,14 @@ class CopyPlan:
     """What `load_weights` does with its sources, as data.
 
     Attributes:
-        copies: no element of a parameter is written by two of them.
-        fills: constants, to be written before the first copies.
-        through_loader: names whose loading is no pure copy -> why. They have no copies; give all of them, in this
-            order, to one call of the model's own `load_weights` after the copies.
+        copies: copies, each element of a parameter is written by at most one of them.
+        fills: constants, written before the first copy.
+        through_loader: name -> reason, for sources whose loading is more than copies. They have no copies; pass all of
+            them, in this order, to one call of the model's own `load_weights` after the copies.
         converted: names in `through_loader` that loading would cast between integers and floating-point numbers.
-        unused: names that loading does not copy anywhere: another rank's experts, `lm_head` of a tied model.
-        uncovered: parameter -> number of its elements that nothing writes.
-        overwritten: parameter -> number of its elements that more than one source writes. The last one counts.
+        unused: names that loading does not copy anywhere: experts of other ranks, `lm_head` of a tied model.
+        uncovered: parameter -> number of elements that nothing writes.
+        overwritten: parameter -> number of elements that more than one source writes. The last write counts.
     """
 
     copies: tuple[Copy, ...]

@@ -1,4 +1,4 @@
-"""Recording: a model's own `load_weights`, run on tensors without data, becomes a copy plan."""
+"""Recording: runs a model's own `load_weights` on tensors without data to obtain a copy plan."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -12,25 +12,26 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
-    """Runs `model.load_weights` on `sources` without data and notes what it copies where.
+    """Run `model.load_weights` on `sources` without data and record what it copies where.
 
-    No parameter is written, and they may be on the meta device. Give all sources at once: some are loaded together.
+    No parameter is written, and parameters may be on the meta device. Pass all sources at once: some are loaded
+    together.
 
-    The tensors that loading gets say that they are on the meta device, because SGLang hands CPU tensors to other
-    threads. Copies of sources are noted in any thread, but constants that another thread writes to a parameter cannot
-    be held back. What loading computes from parameters, such as MLA's absorbed matrices, comes out as it was, because
-    these have not changed; see `finish_load`.
+    The tensors passed to `load_weights` claim to be on the meta device, because SGLang moves CPU tensors to other
+    threads. Copies of sources are recorded in any thread, but constants that another thread writes to a parameter are
+    written for real. Values that loading computes from parameters, such as MLA's absorbed matrices, keep their values,
+    because the parameters have not changed; see `finish_load`.
 
     Raises:
-        ValueError: a source comes twice.
-        RuntimeError: `load_weights` failed, did what cannot be followed without data, or gave a parameter other
-            memory.
+        ValueError: a duplicate source.
+        RuntimeError: `load_weights` failed, did something that cannot be traced without data, or replaced the memory of
+            a parameter.
     """
     specs = {spec.name: spec for spec in sources}
     if len(specs) != len(sources):
         names = [spec.name for spec in sources]
         raise ValueError(
-            f"each source may come once, got twice: {sorted({n for n in names if names.count(n) > 1})[:5]}"
+            f"each source may be passed once, got duplicates of {sorted({n for n in names if names.count(n) > 1})[:5]}"
         )
     parameters = dict(model.named_parameters())
     data = {name: parameter.data for name, parameter in parameters.items()}
@@ -48,14 +49,15 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     moved += [name for name in now.keys() | parameters.keys() if now.get(name) is not parameters.get(name)]
     if moved:
         raise RuntimeError(
-            f"{what} gave {moved[0]!r} (one of {len(moved)}) other memory or another shape: the engine keeps its "
-            f"weights in a layout that is not the one it loads. Update it through SGLang's own loader"
+            f"{what} replaced the memory or shape of {moved[0]!r} ({len(moved)} parameters in total): the engine keeps "
+            f"its weights in another layout than the one it loads. Launch it without the tidemill loader, so that it "
+            f"is updated through SGLang's own loader"
         )
     return _plan(tracer, list(specs))
 
 
 class _Progress:
-    """Hands out the sources and knows how far loading has come."""
+    """Iterates over the sources and knows how far loading has progressed."""
 
     def __init__(self, sources: Sequence[SourceSpec], tracer: Tracer) -> None:
         self._sources = sources
@@ -71,14 +73,14 @@ class _Progress:
 
     def where(self) -> str:
         if self._exhausted:
-            return f"after it had been given all {len(self._sources)} sources"
+            return f"after it had received all {len(self._sources)} sources"
         if self._current is None:
-            return "before it took a source"
+            return "before it requested a source"
         return f"at source {self._current.name!r} {self._current.shape} {self._current.dtype}"
 
 
 def _put_back(parameters: Mapping[str, nn.Parameter], data: Mapping[str, Tensor]) -> list[str]:
-    """Gives parameters the memory back that they had; the names of those that had lost it."""
+    """Restore the parameters' original memory; return the names of those that had lost it."""
     moved = []
     for name, parameter in parameters.items():
         before = data[name]
@@ -102,7 +104,7 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
         for group in groups:
             if reasons := [left[name] for name in group if name in left]:
                 for name in group:
-                    left.setdefault(name, f"it is loaded together with one that is not copied: {reasons[0]}")
+                    left.setdefault(name, f"it is loaded together with a tensor that is not copied: {reasons[0]}")
         left = left_to_loader(coverage, tracer.writes, left)
     copies, fills = [], []
     for index, replay in enumerate(tracer.replays):
@@ -125,7 +127,7 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
 
 
 def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
-    """Groups that share a name become one."""
+    """Merge groups that share a name."""
     group_of: dict[str, set[str]] = {}
     for group in groups:
         merge_descriptors = set(group).union(*(group_of.get(name, ()) for name in group))
@@ -134,18 +136,18 @@ def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
 
 
 def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None:
-    """Writes the constants of a plan, `parameters` being the model's. Needed before any copy."""
+    """Write the constants of a plan to the model's `parameters`. Required before any copy."""
     for fill in fills:
         data = parameters[fill.parameter].detach()
         data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)
 
 
 def finish_load(model: nn.Module) -> None:
-    """Lets a model compute anew what it derives from its weights. Call it after the copies and after `load_weights`.
+    """Recompute what a model derives from its weights. Call it after the copies and after `load_weights`.
 
-    SGLang's protocol for loaders that do not go through `load_weights` (`_post_load_weights` in
-    `srt/model_loader/loader.py` of 0.5.17): a model that derives tensors from its parameters, as MLA models split
-    kv_b_proj into w_kc and w_vc, has a method `post_load_weights`.
+    This is SGLang's protocol for loaders that do not call `load_weights` (`_post_load_weights` in
+    `srt/model_loader/loader.py` of 0.5.17): a model that derives tensors from its parameters, such as MLA models that
+    split kv_b_proj into w_kc and w_vc, has a method `post_load_weights`.
     """
     post_load_weights = getattr(model, "post_load_weights", None)
     if post_load_weights is not None:

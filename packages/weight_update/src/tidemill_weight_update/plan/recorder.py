@@ -1,4 +1,4 @@
-"""What a model takes of the tensors that were announced so far."""
+"""The copy plan of a model for the sources announced so far."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,15 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 class Recorder:
-    """Keeps the copy plan of a model and records anew what is new.
+    """Keeps the copy plan of a model, and records new sources only.
 
     Args:
-        model: with SGLang's `load_weights`.
+        model: model with SGLang's `load_weights`.
 
     Attributes:
-        sources: by name, what `plan` is of.
-        plan: another object whenever it changes, so that what was built on one is told apart from what was not.
+        sources: sources of `plan`, by name.
+        plan: the plan; replaced by a new object whenever it changes, so that caches built for an old plan are
+            recognized.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,18 +27,18 @@ class Recorder:
         self.forget()
 
     def forget(self) -> None:
-        """Starts from nothing, as if no source had ever come."""
+        """Discard all sources and the plan."""
         self.sources: dict[str, SourceSpec] = {}
         self.plan = CopyPlan(copies=())
         self._fills: list[Fill] = []
-        self._filled: dict[str, nn.Parameter] = {}  # thousands of others are not looked for at each update
+        self._filled: dict[str, nn.Parameter] = {}  # cached: a model has thousands of other parameters
         self._proven = False
 
     def cover(self, sources: Sequence[SourceSpec]) -> None:
-        """Makes `plan` that of exactly these sources, recorded as a whole, so that it tells what is covered.
+        """Set `plan` to the plan of exactly these sources, recorded as a whole, so that its coverage is exact.
 
         Raises:
-            RuntimeError: the model refuses a source.
+            RuntimeError: the model rejects a source.
         """
         before = self.plan
         self.record_all(sources)
@@ -45,27 +46,28 @@ class Recorder:
             self._fills = list(self.plan.fills)
 
     def begin(self, *, all_come: bool) -> None:
-        """Starts an update; its sources are those of `cover`, or come to `extend`.
+        """Start an update; its sources are those of `cover`, or are passed to `extend`.
 
-        If all parameters are written anew, so are the constants: memory may have been given back and taken again since.
+        If all parameters are written, so are the constants: an engine may have released its memory since the last
+        update.
         """
         self._received = {}
         if all_come and self._proven:
             self._fills = list(self.plan.fills)
 
     def extend(self, sources: Sequence[SourceSpec]) -> None:
-        """Adds sources to `plan`, which proves nothing about coverage then.
+        """Add sources to `plan`, whose coverage is then unknown.
 
-        If one has another shape or dtype than at the last update, all others may have, too: then `plan` is that of the
-        sources that came since `begin`.
+        If one has another shape or dtype than at the last update, all others may have changed too: then `plan` contains
+        only the sources passed since `begin`.
 
         Raises:
-            RuntimeError: the model refuses a source.
+            RuntimeError: the model rejects a source.
         """
         if any(source != self.sources.get(source.name, source) for source in sources):
             self.forget()
             self._add(list(self._received.values()))
-            self._fills = []  # they are written, and copies that came since may lie there
+            self._fills = []  # already written, and later copies may have overwritten them
         self._received |= {source.name: source for source in sources}
         self._add([source for source in sources if source.name not in self.sources])
 
@@ -84,7 +86,7 @@ class Recorder:
         )
 
     def record_all(self, sources: Sequence[SourceSpec]) -> None:
-        """What `cover` does, after all of these sources were loaded in parts, with the constants of each."""
+        """Do what `cover` does, after these sources were loaded in parts together with their constants."""
         wanted = {source.name: source for source in sources}
         if not self._proven or wanted != self.sources:
             self.plan = record(self._model, list(wanted.values()))
@@ -92,8 +94,9 @@ class Recorder:
             self._proven = True
 
     def write_fills(self) -> None:
-        """Writes the constants that came to the plan since the last call, or all, if an update that brings all begins.
-        Copies of their sources come afterwards."""
+        """Write the constants added to the plan since the last call; all of them at the start of an update of all
+        parameters. Copies of their sources must follow.
+        """
         if not self._fills:
             return
         if any(fill.parameter not in self._filled for fill in self._fills):

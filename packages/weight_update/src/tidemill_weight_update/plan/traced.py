@@ -1,4 +1,4 @@
-"""Traced tensors: without data, they remember which elements of which sources they stand for."""
+"""Traced tensors: tensors without data that remember which elements of which sources they represent."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -17,18 +17,20 @@ class ConversionError(UntraceableError):
 
 
 class Runner(Protocol):
-    """Carries out operations in the place of the dispatcher."""
+    """Executes operations in place of the dispatcher."""
 
     def run(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any: ...
 
 
 class Traced(Tensor):
-    """A tensor on the meta device whose operations go to its runner.
+    """A tensor on the meta device whose operations are passed to its runner.
 
     Attributes:
-        stand_in: a meta tensor of the same shape; its storage offset and strides count the elements of `origin`.
-        origin: where the elements come from; None if they were computed, from `sources`.
-        rounded: the dtype to which the values were rounded on the way, None if they are the source's.
+        stand_in: meta tensor of the same shape; its storage offset and strides count the elements of `origin`.
+        origin: origin of the elements; None if they were computed from `sources`.
+        sources: names of the sources it depends on.
+        rounded: dtype to which the values were rounded; None if they are those of the source.
+        runner: executes its operations.
     """
 
     stand_in: Tensor
@@ -71,7 +73,7 @@ class Traced(Tensor):
 
 
 class Watch(TorchDispatchMode):
-    """Sends the runner all operations of the current thread, those without a traced tensor too."""
+    """Passes all operations of the current thread to the runner, including those without a traced tensor."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__()
@@ -82,12 +84,16 @@ class Watch(TorchDispatchMode):
 
 
 def traced_arguments(args: tuple, kwargs: Mapping[str, Any]) -> list[Traced]:
-    """The traced tensors that an operation is given."""
+    """Return the traced tensors among the arguments of an operation."""
     return [leaf for leaf in leaves((*args, *kwargs.values())) if isinstance(leaf, Traced)]
 
 
 def origin_of(tensor: Tensor) -> Origin:
-    """Raises UntraceableError: the tensor is no part of sources."""
+    """Return the origin of a traced tensor.
+
+    Raises:
+        UntraceableError: the tensor does not consist of parts of sources.
+    """
     if not isinstance(tensor, Traced):
         raise UntraceableError("it is combined with a tensor that is not a source")
     if tensor.origin is None:
@@ -96,16 +102,16 @@ def origin_of(tensor: Tensor) -> Origin:
 
 
 def view_of(tensor: Traced, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `func`, which returns views of its first argument, returns.
+    """Return the result of `func`, which returns views of its first argument.
 
     Raises:
-        UntraceableError: the tensor is no part of sources, or the view has another dtype.
+        UntraceableError: the tensor does not consist of parts of sources, or the view has another dtype.
     """
     origin = origin_of(tensor)
 
     def wrap(inner: Tensor) -> Traced:
         if inner.dtype != tensor.dtype:
-            raise UntraceableError("its bits are read as another dtype")
+            raise UntraceableError("its bits are viewed as another dtype")
         assert inner.untyped_storage()._cdata == tensor.stand_in.untyped_storage()._cdata, f"{func} is no view"
         return Traced(tensor.runner, inner, origin, tensor.sources, tensor.rounded)
 
@@ -113,11 +119,11 @@ def view_of(tensor: Traced, func: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def rounding(tensor: Traced, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype to which the values of `tensor` have been rounded once they are cast to `dtype`.
+    """Return the dtype to which the values of `tensor` have been rounded after a cast to `dtype`.
 
     Raises:
-        ConversionError: no cast between floating-point dtypes.
-        UntraceableError: one that rounds a second time.
+        ConversionError: the cast is not between floating-point dtypes.
+        UntraceableError: the cast rounds a second time.
     """
     if tensor.dtype == dtype:
         return tensor.rounded

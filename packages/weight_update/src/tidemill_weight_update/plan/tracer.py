@@ -1,4 +1,4 @@
-"""The tracer: follows what a model's loading does with its sources, up to the parameters."""
+"""The tracer: follows the sources through a model's loading code to the parameters."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,16 @@ _CLONES = (_aten.clone.default, _aten._to_copy.default)
 
 
 class Tracer:
-    """Writes down what reaches the parameters instead of letting it happen.
+    """Records the writes to the parameters instead of executing them.
 
     Attributes:
-        places, writes: what `coverage` needs; `replays[i]` is the copy or fill of `writes[i]`, None if there is none.
-        untraceable: names of sources that were used in a way that is no copy -> how, the first time.
-        converted: those of them that were cast between integers and floating-point numbers.
+        places: shape and strides of each parameter, for `coverage`.
+        writes: writes in their order, for `coverage`.
+        replays: copy or fill of each write; None if the write cannot be replayed.
+        untraceable: source -> reason, for sources that were used in other ways than copies.
+        converted: sources among them that were cast between integers and floating-point numbers.
         groups: sets of names that an operation combined.
-        current: name of the source that loading took last, None before the first and after the last one.
+        current: source that loading requested last; None before the first and after the last one.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -48,17 +50,17 @@ class Tracer:
             place = Place(tuple(parameter.shape), parameter.stride())
             start = _offset(parameter)
             others = self._of_storage.setdefault(parameter.untyped_storage()._cdata, [])
-            if all((start, place) != (at, self.places[other]) for at, _, other in others):  # else it is the same
+            if all((start, place) != (at, self.places[other]) for at, _, other in others):  # otherwise it is an alias
                 others.append((start, start + _span(parameter), name))
                 self.places[name] = place
 
     def source(self, spec: SourceSpec) -> Traced:
-        """The tensor that loading gets for a source."""
+        """Return the tensor that loading receives for a source."""
         inner = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         return Traced(self, inner, Origin.source(spec.name, spec.shape), frozenset([spec.name]))
 
     def run(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Carries out an operation of the model's loading, as far as it needs to be."""
+        """Execute an operation of the model's loading as far as required."""
         traced = traced_arguments(args, kwargs)
         with self._lock:
             if not traced:
@@ -76,7 +78,11 @@ class Tracer:
                 return self._compute(func, args, kwargs, names)
 
     def _follow(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Raises UntraceableError: the operation does more than move values."""
+        """Trace an operation that only moves values.
+
+        Raises:
+            UntraceableError: the operation does more than move values.
+        """
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
         if func in _CLONES:
@@ -86,7 +92,7 @@ class Tracer:
             if func is _aten.stack.default:
                 tensors = [view_of(tensor, _aten.unsqueeze.default, dim) for tensor in tensors]
             return self._cat(tensors, dim)
-        # Without autograd's keys, in inference mode, operations that consist of others come as they are.
+        # In inference mode, without autograd's dispatch keys, composite operations arrive undecomposed.
         out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
             return out
@@ -130,7 +136,7 @@ class Tracer:
         inner = func(tensor.stand_in, **options)
         rounded = rounding(tensor, inner.dtype)
         origin, runs = trace(origin_of(tensor), _offset(tensor.stand_in), tensor.shape, tensor.stand_in.stride())
-        # The copy may be laid out as the view was, with its dims in another order.
+        # The copy may have the layout of the view, with its dims in another order.
         order = sorted(range(len(runs)), key=lambda run: -inner.stride(runs[run].view_dim))
         parts = tuple(
             Part(_permuted_box(part.box, order), part.name, part.start, tuple(part.dims[run] for run in order))
@@ -165,7 +171,7 @@ class Tracer:
         return Traced(self, inner, Origin(tuple(inner.shape), tuple(parts)), names, traced[0].rounded)
 
     def _compute(self, func: Any, args: tuple, kwargs: Mapping[str, Any], names: frozenset[str]) -> Any:
-        """Does as if the operation had been carried out; what it returns was computed from `names`."""
+        """Record the effect of the operation without executing it; its result was computed from `names`."""
         targets = written(func, args, kwargs)
         for tensor in targets:
             where = self._find(tensor)
@@ -185,13 +191,13 @@ class Tracer:
         try:
             out = func(*args, **options)
         except (RuntimeError, NotImplementedError) as error:
-            raise RuntimeError(f"{func} of {sorted(names)[:5]} cannot be followed without data: {error}") from error
+            raise RuntimeError(f"{func} of {sorted(names)[:5]} cannot be traced without data: {error}") from error
         return tree_map(lambda leaf: Traced(self, leaf, None, names) if isinstance(leaf, Tensor) else leaf, out)
 
     def _value(self, tensor: Tensor, names: frozenset[str]) -> float | bool:
-        """Stands for a value that loading reads from a source."""
+        """Return a placeholder for a value that loading reads from a source."""
         if threading.get_ident() != self._thread:
-            # It may be written to a parameter next, in a thread where we do not see it.
+            # It may be written to a parameter next, and operations of another thread are not traced.
             raise RuntimeError(f"the value of {sorted(names)[:5]} is read in another thread than the one that loads")
         self._read = tuple(sorted(names))
         return float("nan") if tensor.is_floating_point() else False
@@ -207,7 +213,7 @@ class Tracer:
             parameter, offset = where
             shape, strides = tuple(tensor.shape), tensor.stride()
             value = constant(func, args)
-            if value is None or value != value:  # not a number: it was read from a source
+            if value is None or value != value:  # NaN: it was read from a source
                 names = () if value is None else self._read
                 self._write("loader", parameter, offset, shape, strides, names, None)
             else:
@@ -229,7 +235,9 @@ class Tracer:
         self.replays.append(replay)
 
     def _find(self, tensor: Tensor) -> tuple[str, int] | None:
-        """The parameter that holds the elements of `tensor`, and its first element counted from the parameter's."""
+        """Return the parameter that contains the elements of `tensor`, and its first element counted from the
+        parameter's.
+        """
         if isinstance(tensor, Traced):
             return None
         start = _offset(tensor)
@@ -242,7 +250,9 @@ class Tracer:
 def _joined(
     shape: Sequence[int], steps: Sequence[int], target_steps: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same copy with as few dims as possible: neighbours that are one run on both sides are merge_descriptors."""
+    """Return the same copy with as few dims as possible: neighbouring dims that are one run on both sides
+    are joined.
+    """
     out: tuple[list[int], list[int], list[int]] = ([], [], [])
     for size, step, target_step in zip(shape, steps, target_steps, strict=True):
         if size == 1:
@@ -264,7 +274,7 @@ def _offset(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last one of `tensor`, with those between that are not its own."""
+    """Return the number of elements from the first to the last one of `tensor`, including those in between."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
