@@ -1,1 +1,1 @@
-"""Carrying out many copies at once, and checksums of what was copied."""
+"""Copying: tables of copies, the copiers that run them on a CPU or GPU, and checksums."""

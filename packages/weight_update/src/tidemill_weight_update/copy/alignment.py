@@ -1,9 +1,11 @@
-"""Where tensors begin in shared memory."""
+"""Alignment of tensors in shared memory."""
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this many bytes: views of any dtype are legal and copies are vectorised."""
+"""Every tensor starts at a multiple of this many bytes, so that views of any dtype are valid and copies are
+vectorized.
+"""
 
 
 def aligned(offset: int) -> int:
-    """The first multiple of ALIGNMENT that is not below `offset`."""
+    """Return the smallest multiple of ALIGNMENT that is at least `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

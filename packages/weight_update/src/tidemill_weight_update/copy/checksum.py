@@ -1,21 +1,23 @@
-"""Checksums of tensors that add up: the checksums of disjoint parts of a tensor sum to the checksum of the whole.
+"""Additive checksums: the checksums of disjoint parts of a tensor add up to the checksum of the whole.
 
-The checksum of a tensor is, modulo 2**64 and kept as a signed 64-bit number,
+The checksum of a tensor is, modulo 2**64 and stored as a signed 64-bit number,
 
     sum over its elements of  bits(element) * g(position)
 
 where `bits` reads the element as an unsigned integer and `position` is its index in the flattened *global* tensor, so
-that it does not matter how the tensor is sharded. An element of 8 bytes counts as two of 4. The factors of the
-`lanes = 4 / itemsize` elements that share 4 bytes come from one mix of 32 bits:
+the sharding does not matter. An element of 8 bytes counts as two of 4. The factors of the `lanes = 4 / itemsize`
+elements that share 4 bytes come from one 32-bit mix:
 
     g(position) = (mix32(position // lanes) | 1) * LANE_FACTOR ** (position % lanes)  mod 2**32
 
-Factors are odd, hence invertible: any single changed element changes the checksum. `mix32` reads 32 bits, so they
-repeat after 16 GiB of one tensor. This is no cryptographic hash: it finds lost, stale and misplaced bytes, not forgery.
+Factors are odd, hence invertible: any single changed element changes the checksum. `mix32` reads 32 bits, so the
+factors repeat after 16 GiB of one tensor. The checksum is not cryptographic: it detects lost, stale and misplaced
+bytes, not forgery.
 
-Everything is chosen for a GPU, whose multipliers are idle during a copy while its logic units are not: `mix32` is two
-multiplications, each folded to 32 bits, as in mum-hash and wyhash, with the primes of xxHash32. On sequential numbers
-it scatters as well as finalisers of shifts and multiplications (lowbias32, murmur3), at a third of their other work.
+The arithmetic is chosen for a GPU, whose multipliers are idle during a copy while its logic units are not: `mix32` is
+two multiplications, each folded to 32 bits, as in mum-hash and wyhash, with the primes of xxHash32. On sequential
+numbers it scatters as well as finalizers of shifts and multiplications (lowbias32, murmur3), with a third of their
+other operations.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from torch import Tensor
 from tidemill_weight_update.tensors.box import contiguous_strides
 
 CHUNK_ELEMENTS = 1 << 16
-"""Elements that are worked on at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
+"""Elements processed at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
 
 MIX_START = 0x165667B1
 MIX_FACTORS = (0x9E3779B1, 0x85EBCA77)
@@ -37,7 +39,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def mix32(values: Tensor) -> Tensor:
-    """Scatters 32-bit integers: flipping any bit of the argument flips each bit of the result in 49 to 51 % of cases.
+    """Mix 32-bit integers: flipping any input bit flips each output bit in 49 to 51 % of cases.
 
     Args:
         values: int64, any shape; only the low 32 bits are read.
@@ -47,62 +49,64 @@ def mix32(values: Tensor) -> Tensor:
     """
     mixed = (values + MIX_START) & _MASK32
     for factor in MIX_FACTORS:
-        mixed *= factor  # of the 64 bits, signed or not, ...
-        mixed ^= mixed >> 32  # ... the halves are folded
+        mixed *= factor  # 64-bit product; the sign does not matter
+        mixed ^= mixed >> 32  # fold its halves
         mixed &= _MASK32
     return mixed
 
 
 def checksum(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The checksum of a box of a global tensor.
+    """Return the checksum of a box of a global tensor.
 
     Args:
-        tensor: the values of the box; any strides, any dtype of 1, 2, 4 or 8 bytes per element, any device.
+        tensor: values of the box; any strides, any dtype of 1, 2, 4 or 8 bytes per element, any device.
         start: index of the box's first element in the global tensor, one number per dim.
-        shape: the shape of the global tensor.
+        shape: shape of the global tensor.
 
     Returns:
         int64 [], on the device of `tensor`.
 
     Raises:
         TypeError: the elements have another size.
-        ValueError: the box does not lie inside `shape`.
+        ValueError: the box is not inside `shape`.
     """
     inside = len(start) == len(shape) == tensor.dim() and all(
         first >= 0 and first + size <= whole for first, size, whole in zip(start, tensor.shape, shape, strict=True)
     )
     if not inside:
-        raise ValueError(f"a box of shape {tuple(tensor.shape)} at {tuple(start)} is no part of shape {tuple(shape)}")
+        raise ValueError(
+            f"expected a box inside shape {tuple(shape)}, got shape {tuple(tensor.shape)} at {tuple(start)}"
+        )
     strides = contiguous_strides(tuple(shape))
     position = sum(first * stride for first, stride in zip(start, strides, strict=True))
     return _checksum(_bits(tensor), position, strides)
 
 
 def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
-    """The checksum of equidistant rows of a global tensor.
+    """Return the checksum of equidistant rows of a global tensor.
 
     Args:
         rows: [R, C], any strides, dtype and device as for `checksum`.
-        pos: position of `rows[0, 0]` in the flattened global tensor; those of its row follow it.
-        pos_pitch: how many positions `rows[r + 1, 0]` lies after `rows[r, 0]`.
+        pos: position of `rows[0, 0]` in the flattened global tensor; the other elements of its row follow.
+        pos_pitch: distance of `rows[r + 1, 0]` from `rows[r, 0]` in positions.
 
     Returns:
         int64 [], on the device of `rows`.
 
     Raises:
-        TypeError: the elements have another size than 1, 2, 4 or 8 bytes.
+        TypeError: the element size is not 1, 2, 4 or 8 bytes.
     """
     return _checksum(_bits(rows), pos, (pos_pitch, 1))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.element_size() not in _BITS:
-        raise TypeError(f"checksums are defined for elements of 1, 2, 4 or 8 bytes, got {tensor.dtype}")
+        raise TypeError(f"checksums need elements of 1, 2, 4 or 8 bytes, got {tensor.dtype}")
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
 def _checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
-    """Sums the pieces that `bits` (integers, any shape) has to be cut into so that each is small enough."""
+    """Sum over pieces of `bits` (integers, any shape) that are small enough for temporaries."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for piece, index in _pieces(bits):
         first = position + sum(i * stride for i, stride in zip(index, strides, strict=True))
@@ -111,7 +115,7 @@ def _checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Views of at most CHUNK_ELEMENTS that tile `tensor`, each with the index of its first element."""
+    """Return views of at most CHUNK_ELEMENTS that tile `tensor`, each with the index of its first element."""
     pieces = [(tensor, (0,) * tensor.dim())] if tensor.numel() else []
     for dim in range(tensor.dim()):
         inner = tensor[(0,) * (dim + 1)].numel() if tensor.numel() else 1
@@ -141,7 +145,7 @@ def _piece_checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tens
 
 
 def _factors(positions: Tensor, itemsize: int) -> Tensor:
-    """g of the module's docstring, int64 in [0, 2**32)."""
+    """Return g of the module's docstring, int64 in [0, 2**32)."""
     if itemsize == 4:
         return mix32(positions).bitwise_or_(1)
     lane_bits = 3 - itemsize  # lanes is 2 ** lane_bits; shifts, because torch's integer division is ten times slower
@@ -152,7 +156,7 @@ def _factors(positions: Tensor, itemsize: int) -> Tensor:
 
 
 def non_finite(tensor: Tensor) -> Tensor:
-    """How many elements are infinite or not a number: int64 [], on the device of `tensor`; 0 for integers."""
+    """Return the number of infinite or NaN elements: int64 [], on the device of `tensor`; 0 for integers."""
     count = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return count

@@ -1,4 +1,4 @@
-"""Filling the arena, on the host and on a GPU."""
+"""Filling the arena, on the host or on a GPU."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,11 +10,11 @@ from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import CopyTable
 
 READING_STEPS = 4
-"""Tiles that a block reads one after the other, where nothing is written."""
+"""Tiles that a thread block reads one after the other when nothing is written."""
 
 
 class SendCopier(Protocol):
-    """Copies pieces into an arena, casts them on the way, and checksums what is sent."""
+    """Copies pieces into an arena, casts them on the way, and computes checksums of what is sent."""
 
     def run(
         self,
@@ -23,16 +23,16 @@ class SendCopier(Protocol):
         checksums: Tensor,
         non_finite: Tensor | None,
     ) -> None:
-        """Adds to `checksums` (int64) and `non_finite` (int32, if given), by source; without an arena it only reads.
+        """Add to `checksums` (int64) and `non_finite` (int32, if given), by source; without an arena only read.
 
         Args:
-            pieces: what the tables number as memories: tensors, or addresses of GPU memory.
+            pieces: memories of the tables: tensors, or addresses of GPU memory.
         """
         ...
 
 
 def send_copier(tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> SendCopier:
-    """The copier for an arena on `device`, or for pieces that stay on it and are only read."""
+    """Return the copier for an arena on `device`, or for pieces on `device` that are only read (`stays`)."""
     return _HostSend(tables) if device.type == "cpu" else _CudaSend(tables, device, stays=stays)
 
 
@@ -48,7 +48,7 @@ class _HostSend:
         non_finite: Tensor | None,
     ) -> None:
         assert arena is not None, "host memory of this process cannot be read by others"
-        # Not kept: its views would hold the trainer's tensors.
+        # Not cached: its views would keep the trainer's tensors alive.
         copier = HostCopier(self._tables, [arena], checksum_of="target")
         copier.run(
             [_on_device(piece, arena.device) for piece in pieces if isinstance(piece, Tensor)], checksums, non_finite
@@ -70,7 +70,7 @@ class _CudaSend:
         checksums: Tensor,
         non_finite: Tensor | None,
     ) -> None:
-        # Memory of what was brought here is given out again in stream order, so it lives until it was read.
+        # The allocator reuses memory of temporary copies in stream order, so it stays valid until it is read.
         here = [_on_device(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
         addresses = [piece.data_ptr() for piece in here] or pieces
         target = 0 if arena is None else arena.data_ptr()

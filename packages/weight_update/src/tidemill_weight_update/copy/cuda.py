@@ -1,9 +1,9 @@
-"""Executes copy tables on a GPU, with a Triton kernel that copies, casts, checksums and counts in one pass.
+"""Execution of copy tables on a GPU, with a Triton kernel that copies, casts, sums and counts in one pass.
 
-The floor is the time in which the bytes cross the memory, so the kernel is laid out around keeping many bytes on the
-way: a block of threads handles one tile (see `tiles`), each thread with several 16-byte loads in flight, and all tiles
-of a model start from one launch. The checksum costs one 32-bit mix per 4 bytes and one multiply-add per element; each
-block adds its sum to the tensor's by one atomic.
+The lower bound is the time to move the bytes through memory, so the kernel keeps many bytes in flight: a thread block
+handles one tile (see `tiles`), each thread with several 16-byte loads in flight, and all tiles of a model start in one
+launch. The checksum costs one 32-bit mix per 4 bytes and one multiply-add per element; each block adds its sum to the
+tensor's by one atomic operation.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from tidemill_weight_update.copy.table import CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_STRIDE, VECTOR_BYTES, TileGroup, cut
 
 CACHED_BASES = 4
-"""Lists of addresses that are kept on the GPU: two kinds (memories and targets), two slots of a double buffer."""
+"""Address lists that are cached on the GPU: two kinds (memories and targets), two halves of a double buffer."""
 
 _WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# An element is infinite or not a number if all these bits are set; of the 8-byte float it is those of the upper word.
+# An element is infinite or NaN if all these bits are set; for an 8-byte float the bits are those of the upper word.
 _NON_FINITE = {
     torch.float64: 0x7FF00000,
     torch.float32: 0x7F800000,
@@ -39,13 +39,13 @@ _NON_FINITE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """How the work is cut. By default each thread has eight loads of 16 bytes on the way, in blocks of 16 KiB.
+    """How the work is split. By default each thread has eight loads of 16 bytes in flight, in blocks of 16 KiB.
 
     Attributes:
         tile_elements: numbers of up to 4 bytes per block, a power of two, at least 4096.
-        num_warps: per block.
-        steps: tiles that a block does one after the other. More than one is faster for reading alone (4.1 TB/s against
-            3.4), and slower for copying.
+        num_warps: warps per block.
+        steps: tiles that a block processes one after the other. More than one is faster for reading alone (4.1 TB/s
+            against 3.4), and slower for copying.
     """
 
     tile_elements: int = 4096
@@ -54,16 +54,18 @@ class Tiling:
 
 
 class CudaCopier:
-    """Runs the same copies again and again, between memories and targets that may move from run to run.
+    """Runs the same copies repeatedly, between memories and targets that may move between runs.
 
     Args:
-        tables: what to copy; see `CopyTable`. Casts are between float32, bfloat16 and float16.
-        device: where the kernel runs. Memories and targets are its own, or peers' that are mapped into this process.
-        checksum_of: which elements `run` checksums and counts: those read, or those written (after the cast, if any).
-        tiling: how the work is cut.
+        tables: copies to run; see `CopyTable`. Supported casts are those between float32, bfloat16 and float16.
+        device: device on which the kernel runs. Memories and targets are its own, or peers' memory mapped into this
+            process.
+        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
+            ("target").
+        tiling: how the work is split.
 
     Raises:
-        ValueError: a table casts between other dtypes or copies elements of another size than 1, 2, 4 or 8 bytes.
+        ValueError: a table casts between other dtypes, or has elements of another size than 1, 2, 4 or 8 bytes.
     """
 
     def __init__(
@@ -76,13 +78,13 @@ class CudaCopier:
         self._tables = tuple(tables)
         for table in self._tables:
             _check(table)
-        # With its index, as tensors name it.
+        # Normalized to include the device index.
         self._device = torch.empty(0, device=device).device
         self._checksum_target = checksum_of == "target"
         self._tiling = Tiling() if tiling is None else tiling
         self._num_tensors = _length(self._tables, "tensor")
         self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
-        # Of which blocks the addresses are multiples of VECTOR_BYTES. Those that torch allocates all are.
+        # Whether the address of each block is a multiple of VECTOR_BYTES, which is true for torch's allocations.
         self._aligned = np.ones(self._num_blocks["memory"], np.bool_), np.ones(self._num_blocks["target"], np.bool_)
         self._launches = self._cut()
         self._bases: dict[tuple[str, tuple[int, ...]], _Bases] = {}
@@ -95,16 +97,16 @@ class CudaCopier:
         non_finite: Tensor | None = None,
         write: bool = True,
     ) -> None:
-        """Queues the copies on the current stream, and the sums over what is copied.
+        """Queue the copies and their checksums on the current stream.
 
-        Nothing tells here how large the memories are: the caller has checked that the tables stay inside.
+        The sizes of the memories are unknown here: the caller has checked that the tables stay inside them.
 
         Args:
-            memory_bases: addresses of what the tables' `memory` columns index.
-            target_bases: addresses of what the tables' `target` columns index; not used if `write` is False.
+            memory_bases: addresses that the tables' `memory` columns index.
+            target_bases: addresses that the tables' `target` columns index; not used if `write` is False.
             checksums: int64 [number of tensors] on the device, added to; or None.
             non_finite: int32 [number of tensors] on the device, added to; or None.
-            write: False reads only.
+            write: False only reads.
 
         Raises:
             ValueError: an address is missing or not aligned to its elements, a result tensor does not fit, or
@@ -130,7 +132,7 @@ class CudaCopier:
         ]
 
     def _found(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
-        """What is known of these addresses; checked and sent to the GPU when they come for the first time."""
+        """Return the cached record of these addresses; new addresses are checked and uploaded to the GPU."""
         key = kind, tuple(addresses)
         bases = self._bases.pop(key, None)
         if bases is None:
@@ -143,7 +145,7 @@ class CudaCopier:
     def _checked(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
         number = self._num_blocks[kind]
         if len(addresses) < number:
-            raise ValueError(f"the tables use {number} {kind} blocks, got {len(addresses)} addresses")
+            raise ValueError(f"expected {number} {kind} addresses, got {len(addresses)}")
         values = np.array(addresses[:number], np.int64)
         for table in self._tables:
             dtype = table.src_dtype if kind == "memory" else table.dst_dtype
@@ -237,8 +239,7 @@ def _non_finite_bits(dtype: torch.dtype) -> int:
         return 0
     if dtype not in _NON_FINITE:
         raise ValueError(
-            f"non-finite elements of {dtype} cannot be counted on a GPU; pass non_finite=None (WeightUpdater: "
-            f"allow_non_finite=True)"
+            f"non-finite elements of {dtype} cannot be counted on a GPU; pass allow_non_finite=True to WeightUpdater"
         )
     return _NON_FINITE[dtype]
 

@@ -1,4 +1,4 @@
-"""Executes copy tables on host memory, with torch's own views and copies."""
+"""Execution of copy tables on host memory, with torch views and copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from tidemill_weight_update.copy.checksum import non_finite as count_non_finite
 from tidemill_weight_update.copy.table import CopyTable
 
 CACHED_RUNS = 2
-"""Sets of memories whose views are kept: the two slots of a double buffer."""
+"""Number of memory sets whose views are cached: the two halves of a double buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One row of a table as views: `source` and `target` are [R, C]."""
+    """One entry of a table as views: `source` and `target` are [R, C]."""
 
     tensor: int
     source: Tensor
@@ -27,13 +27,14 @@ class _Rows:
 
 
 class HostCopier:
-    """Runs the same copies again and again, from memories that may change between runs into fixed targets.
+    """Runs the same copies repeatedly, from memories that may change between runs into fixed targets.
 
     Args:
-        tables: what to copy; see `CopyTable`.
-        targets: what the tables' `target` columns index, in host memory. Offsets count elements of the table's
+        tables: copies to run; see `CopyTable`.
+        targets: tensors in host memory that the tables' `target` columns index. Offsets count elements of the table's
             `dst_dtype` from the first byte of a target, whatever the target's own dtype and shape.
-        checksum_of: which elements `run` checksums and counts: those read, or those written (after the cast, if any).
+        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
+            ("target").
     """
 
     def __init__(
@@ -54,18 +55,18 @@ class HostCopier:
         non_finite: Tensor | None = None,
         write: bool = True,
     ) -> None:
-        """Copies, and adds to `checksums` and `non_finite` what was copied.
+        """Copy, and add to `checksums` and `non_finite` what was copied.
 
         Args:
-            memories: what the tables' `memory` columns index; offsets count elements of the table's `src_dtype` from
-                the first byte of a memory, whatever its own dtype and shape. They must live until `forget` or until
-                two runs with other memories.
+            memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
+                from the first byte of a memory, whatever its own dtype and shape. They must stay alive until `forget`,
+                or until two runs with other memories.
             checksums: int64 [number of tensors], or None.
-            non_finite: int32 [number of tensors], number of elements that are infinite or not a number, or None.
-            write: False reads only.
+            non_finite: int32 [number of tensors], number of infinite or NaN elements, or None.
+            write: False only reads.
 
         Raises:
-            ValueError: a copy reaches outside a memory or target, or one is not aligned to its dtype.
+            ValueError: a copy exceeds a memory or target, or one is not aligned to its dtype.
         """
         for rows in self._rows(memories):
             if write:
@@ -81,7 +82,7 @@ class HostCopier:
                 non_finite[rows.tensor] += count_non_finite(elements)
 
     def forget(self) -> None:
-        """Drops the views of all memories, so that they can be freed or unmapped."""
+        """Drop the views of all memories, so that they can be freed or unmapped."""
         self._views.clear()
 
     def _rows(self, memories: Sequence[Tensor]) -> list[_Rows]:
@@ -96,7 +97,7 @@ class HostCopier:
 
 
 def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> list[_Rows]:
-    # Of other dtypes, which come in tables of their own, some need not be at multiples of this one's size.
+    # Only memories of this table: those of tables with other dtypes may not be aligned to this dtype.
     sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
     places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist())}
     columns = (
@@ -115,13 +116,13 @@ def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tenso
 
 
 def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The memory from the first byte of `tensor` to the end of its storage, as a flat tensor of `dtype`."""
+    """Return the memory from the first byte of `tensor` to the end of its storage, as a flat tensor of `dtype`."""
     start = tensor.storage_offset() * tensor.element_size()
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}, expected host memory; use CudaCopier for GPU memory")
     if start % dtype.itemsize:
         raise ValueError(
-            f"{name} starts at byte {start} of its storage, not at a multiple of the {dtype.itemsize} bytes of {dtype}"
+            f"{name} must start at a multiple of the {dtype.itemsize} bytes of {dtype}, got byte {start} of its storage"
         )
     num_elements = (tensor.untyped_storage().nbytes() - start) // dtype.itemsize
     whole = torch.empty(0, dtype=dtype, device="cpu")
@@ -132,7 +133,7 @@ def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int, na
     end = offset + max(rows - 1, 0) * pitch + cols
     if offset < 0 or pitch < 0 or end > elements.numel():
         raise ValueError(
-            f"a copy reaches elements {offset} to {end} of {name}, which holds {elements.numel()} of {elements.dtype}; "
-            f"was the plan recorded for other parameters?"
+            f"a copy needs elements {offset} to {end} of {name}, which has {elements.numel()} of {elements.dtype}; "
+            f"the plan may have been recorded for other parameters"
         )
     return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)

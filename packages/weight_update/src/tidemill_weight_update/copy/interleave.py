@@ -1,4 +1,4 @@
-"""The order of copies whose sources lie on several GPUs. Pure, numpy only."""
+"""The order of copies whose sources are on several GPUs. Pure, numpy only."""
 
 from dataclasses import replace
 
@@ -8,20 +8,22 @@ from numpy.typing import NDArray
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 PIECE_ELEMENTS = 1 << 19
-"""Small beside what a GPU has on its way at once, some ten million bytes: so all sources are always among it."""
+"""Size of the pieces. Small compared to the ten million bytes that a GPU has in flight at once, so that all sources are
+always among them.
+"""
 
 _ROWS = 128
-"""A piece has a multiple of so many rows, so that pieces need no more tiles than the whole."""
+"""A piece has a multiple of this many rows, so that pieces need no more tiles than the whole."""
 
 
 def interleave(table: CopyTable, origin: NDArray[np.int64]) -> CopyTable:
-    """The same copies, large ones in pieces, in an order in which all origins are read at an even pace.
+    """Return the same copies, large ones in pieces, in an order that reads from all origins at an even rate.
 
-    Each origin has a link of its own, and they are fastest together: in the order of the layers a rank would read its
-    own memory, then another's, and several ranks would often read the same one.
+    Each origin has its own link, and the links are fastest in parallel. In the order of the layers, a rank would read
+    its own memory, then another's, and several ranks would often read from the same GPU.
 
     Args:
-        origin: for each memory of the table, a number of the GPU that it lies on.
+        origin: number of the GPU that holds each memory of the table.
     """
     if len(table) == 0 or len(np.unique(origin[table.memory])) == 1:
         return table
@@ -31,7 +33,7 @@ def interleave(table: CopyTable, origin: NDArray[np.int64]) -> CopyTable:
 
 
 def _in_pieces(table: CopyTable) -> CopyTable:
-    """Copies of many rows cut into some rows each, single rows into parts."""
+    """Split copies of many rows into groups of rows, and single rows into parts."""
     is_row = table.rows == 1
     length = np.where(is_row, table.cols, table.rows)
     rows = np.maximum(PIECE_ELEMENTS // np.maximum(table.cols, 1) // _ROWS, 1) * _ROWS
@@ -49,7 +51,7 @@ def _in_pieces(table: CopyTable) -> CopyTable:
 
 
 def _progress(sizes: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each copy, the share of its origin's elements that is done when half of the copy is."""
+    """Return for each copy the share of its origin's elements that is done when half of the copy is done."""
     progress = np.zeros(len(sizes))
     for one in np.unique(origin):
         own = origin == one

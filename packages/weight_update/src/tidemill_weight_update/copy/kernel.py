@@ -1,10 +1,10 @@
-"""The kernel that copies, casts, checksums and counts a tile per block of threads.
+"""The kernel in which each thread block copies, casts, sums and counts a tile.
 
-Its arithmetic is that of `checksum`, which says what the numbers mean, and its tables are those of `tiles`.
+Its arithmetic is that of `checksum`, which defines the numbers; its tables are those of `tiles`.
 """
 
-# Triton's kernels look like Python functions but are not: compile-time arguments are upper case, and what pyright knows
-# of their types is wrong.
+# Triton kernels look like Python functions but are not: compile-time arguments are upper case, and pyright infers
+# wrong types.
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
@@ -33,7 +33,7 @@ def _mix32(number):
 
 @triton.jit
 def _checksum(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
-    """Sum over a tile of numbers, uint32 [R, C]; position: of its rows, int64 [R]; col: uint32 [C]."""
+    """Sum over a tile of numbers, uint32 [R, C]; position: position of its rows, int64 [R]; col: uint32 [C]."""
     if BITS * PACKED == 32:
         factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
         if PACKED == 1:
@@ -43,7 +43,7 @@ def _checksum(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, 
             factors *= _LANE
             total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
         return tl.sum(total.to(tl.int64))
-    # Numbers smaller than the 4 bytes that share a mix, which may begin anywhere in them.
+    # Numbers smaller than the 4 bytes that share a mix; they may start at any of its lanes.
     LANES: tl.constexpr = 32 // BITS
     SHIFT: tl.constexpr = 1 if LANES == 2 else 2
     within = col[None, :]
@@ -57,22 +57,23 @@ def _checksum(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, 
 
 @triton.constexpr_function
 def _repeat(packed):
-    """A 1 in each lane of a number."""
+    """Return a 1 in each lane of a number."""
     return {1: 1, 2: 0x10001, 4: 0x1010101}[packed]
 
 
 @triton.jit
 def _carries(numbers, BITS: tl.constexpr, PACKED: tl.constexpr, NON_FINITE: tl.constexpr):
-    """Numbers whose elements have their highest bit set if all bits NON_FINITE of the element are set, only then.
+    """Return numbers in which the highest bit of an element is set exactly if all bits NON_FINITE of the element are
+    set.
 
-    Adding the lowest of these bits carries into the highest. What the other bits hold means nothing.
+    Adding the lowest of these bits carries into the highest. The other bits of the result have no meaning.
     """
     return (numbers & NON_FINITE * _repeat(PACKED)) + (NON_FINITE & -NON_FINITE) * _repeat(PACKED)
 
 
 @triton.jit
 def _count(found, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """How many elements have their highest bit set in `found`, uint32 [R, C]."""
+    """Return how many elements have their highest bit set in `found`, uint32 [R, C]."""
     bits = (found >> (BITS - 1)) & 1
     for lane in tl.static_range(1, PACKED):
         bits += (found >> (BITS * (lane + 1) - 1)) & 1
@@ -119,7 +120,9 @@ def copy_tiles(
     row, col = tl.arange(0, R), tl.arange(0, C)
     rows_down = row.to(tl.int64)[:, None]
     if UNIT > 1:
-        source = tl.multiple_of(source, 16)  # seen on a pointer only, not on the number it is made from
+        source = tl.multiple_of(
+            source, 16
+        )  # Triton applies the hint to pointers only, not to the integer it was cast from
     if WRITE:
         target = tl.load(targets + tl.load(segment + 3)).to(tl.pointer_type(DST))
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT

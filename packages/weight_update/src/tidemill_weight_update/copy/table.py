@@ -14,10 +14,10 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a global tensor and where its values lie.
+    """A box of a global tensor and the place of its values.
 
     Element `i` of the global tensor, with `i` in `box`, is element `offset + sum((i_d - box.start[d]) * strides[d])` of
-    memory block `memory`; offset and strides in elements of the sent dtype.
+    memory block `memory`; offset and strides are in elements of the sent dtype.
     """
 
     box: Box
@@ -31,12 +31,13 @@ class CopyTable:
     """Two-dimensional copies, one per entry of the columns. All counts are in elements.
 
     Attributes:
+        src_dtype: sent dtype of all copies in the table.
+        dst_dtype: dtype of the parameters of all copies in the table.
         tensor: index of the source tensor, for checksums.
         memory, src, src_pitch: index of the memory block, first element, elements between rows.
         target, dst, dst_pitch: index of the parameter, first element, elements between rows.
-        rows, cols: a row is contiguous in the source, in the parameter and in the global tensor.
+        rows, cols: size; a row is contiguous in the source, in the parameter and in the global tensor.
         pos, pos_pitch: position of the first element in the flattened global tensor, and between rows.
-        src_dtype, dst_dtype: the sent dtype and the parameter's, of all copies in the table.
     """
 
     src_dtype: torch.dtype
@@ -63,12 +64,12 @@ class CopyTable:
 
     @property
     def num_elements(self) -> int:
-        """Elements that the table copies."""
+        """Number of elements that the table copies."""
         return int((self.rows * self.cols).sum())
 
 
 COLUMNS = tuple(item.name for item in fields(CopyTable) if not item.name.endswith("dtype"))
-"""The names of a table's columns."""
+"""Names of a table's columns."""
 
 
 def build_tables(
@@ -79,18 +80,19 @@ def build_tables(
     *,
     complete: bool = True,
 ) -> tuple[CopyTable, ...]:
-    """The tables that carry out `copies`, one for each pair of dtypes, in the order in which the pairs first appear.
+    """Return the tables that execute `copies`, one per pair of dtypes, in the order in which the pairs first appear.
 
     Args:
-        copies: what to copy; those of a plan.
+        copies: copies of a plan.
         sources: all tensors that are sent; a table's `tensor` is an index into this.
-        shards: source name -> disjoint shards that together hold at least what is copied of it. Of replicas pass one.
+        shards: source name -> disjoint shards that together contain at least what is copied of it. Pass one of several
+            replicas.
         targets: names of parameters; a table's `target` is an index into this.
-        complete: whether the shards must hold all that is copied; else what they do not hold is left out.
+        complete: whether the shards must contain everything that is copied; otherwise missing parts are skipped.
 
     Raises:
         ValueError: a copy of a source or into a parameter that is not listed, a box with the wrong number of dims, or
-            shards that do not hold each element of a copied box exactly once.
+            shards that do not contain each element of a copied box exactly once.
     """
     index_of = {spec.name: index for index, spec in enumerate(sources)}
     target_of = {name: index for index, name in enumerate(targets)}
@@ -143,17 +145,17 @@ def _table(
 def _overlaps(
     copies: Sequence[Copy], specs: Sequence[SourceSpec], held: Sequence[Sequence[Shard]], pair: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """What each copy takes of each shard of its source; `pair` [n] is the index of the copy.
+    """Return the overlap of each copy with each shard of its source; `pair` [n] is the index of the copy.
 
     Returns:
-        shape: of the common box [n, num_dims], with a 0 where there is none.
-        first, steps: its first element [3, n] and the elements between neighbours along each dim [3, n, num_dims],
-            in the shard's memory, in the parameter, and in the flattened source.
+        shape: shape of the common box [n, num_dims], with a 0 where there is none.
+        first, steps: its first element [3, n] and the elements between neighbours along each dim [3, n, num_dims], in
+        the shard's memory, in the parameter, and in the flattened source.
     """
     for copy, spec, group in zip(copies, specs, held, strict=True):
         boxes = (copy.box, *(shard.box for shard in group))
         if any(len(box.shape) != len(spec.shape) for box in boxes):
-            raise ValueError(f"{copy.name!r} has shape {spec.shape}, a copy or shard of it has another number of dims")
+            raise ValueError(f"{copy.name!r} has shape {spec.shape}, but a copy or shard has another number of dims")
     num_dims = max((len(spec.shape) for spec in specs), default=0)
     flat = [shard for group in held for shard in group]
 
@@ -187,26 +189,27 @@ def _check_held(copies: Sequence[Copy], pair: NDArray[np.int64], numel: NDArray[
     for copy, count in zip(copies, held.tolist(), strict=True):
         if count != copy.box.numel:
             raise ValueError(
-                f"{copy.name!r}: the shards hold {count} elements of a box of {copy.box.numel} ({copy.box}) that "
-                f"{copy.parameter!r} needs; each must be held exactly once (of replicas pass one)"
+                f"{copy.name!r}: {copy.parameter!r} needs the {copy.box.numel} elements of {copy.box}, but the shards "
+                f"hold {count} of them; pass each element exactly once (one of several replicas)"
             )
 
 
 def _to_rows(
     shape: NDArray[np.int64], first: NDArray[np.int64], steps: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], ...]:
-    """Boxes as two-dimensional copies.
+    """Convert boxes to two-dimensional copies.
 
     Args:
         shape: [n, num_dims], no zeros.
-        first, steps: [3, n] and [3, n, num_dims] in source, parameter and position.
+        first: [3, n] first elements in source, parameter and position.
+        steps: [3, n, num_dims] elements between neighbours.
 
     Returns:
         The box of each copy, its first elements [3, m], pitches [3, m], rows and cols [m].
     """
     n, num_dims = shape.shape
     at = np.arange(n)
-    # Dims that are one run in source, parameter and position alike become one; slot 0 is the innermost.
+    # Join dims that are one run in source, parameter and position; slot 0 is the innermost.
     sizes = np.ones((n, num_dims + 2), np.int64)
     strides = np.ones((3, n, num_dims + 2), np.int64)
     top = np.zeros(n, np.int64)
@@ -217,7 +220,7 @@ def _to_rows(
         top += new
         sizes[at, top] *= np.where(joins | new, size, 1)
         strides[:, at[new], top[new]] = step[:, new]
-    # The longest of the other dims is the rows, the rest are counted through.
+    # The longest of the other dims becomes the rows; the rest are enumerated.
     longest = 1 + np.argmax(sizes[:, 1:], axis=1)
     rows = sizes[at, longest]
     pitch = np.where(rows > 1, strides[:, at, longest], 0)

@@ -1,4 +1,4 @@
-"""Tiles: copy tables cut into pieces of one size for a GPU's thread blocks. Pure, numpy only."""
+"""Tiles: copy tables split into pieces of one size for a GPU's thread blocks. Pure, numpy only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from tidemill_weight_update.copy.table import CopyTable
 
 VECTOR_BYTES = 16
-"""What a GPU thread loads or stores at once where everything is aligned to it."""
+"""Bytes that a GPU thread loads or stores at once if everything is aligned."""
 
 TILE_WIDTHS = (1, 8, 32, 128)
-"""Tiles of R x C elements: C is the largest power of two that a tile may hold, divided by one of these, R the rest.
+"""Tiles have R x C elements: C is the largest power of two that a tile can hold, divided by one of these, R is the
+rest.
 
-Wide tiles cost the fewest address computations; narrow ones waste no threads on short rows. The narrowest are rows of
-128 bytes, a cache line.
+Wide tiles need the fewest address computations; narrow ones waste no threads on short rows. The narrowest have rows of
+128 bytes, one cache line.
 """
 
 SEGMENT_FIELDS = (
@@ -28,7 +29,7 @@ SEGMENT_FIELDS = (
 """Columns of `TileGroup.segments`; the kernel reads them by this order."""
 
 SEGMENT_STRIDE = 16
-"""Numbers from one segment to the next: 128 bytes, a cache line."""
+"""Distance between segments in numbers: 128 bytes, one cache line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,15 +37,15 @@ class TileGroup:
     """Copies that one kernel launch executes.
 
     Attributes:
-        src_dtype, dst_dtype: of the table.
-        packed: elements per number that a thread works on. 4-byte words that hold one or more whole elements if
-            nothing is cast and everything is aligned (8-byte elements are two words), else 1.
-        unit: src, src_pitch, dst, dst_pitch and cols are multiples of so many numbers, and counted in them; 1 if
-            the group is not aligned. pos and pos_pitch are counted in numbers, always.
+        src_dtype, dst_dtype: dtypes of the table.
+        packed: elements per number that a thread processes: 4-byte words with one or more whole elements if nothing is
+            cast and everything is aligned (an 8-byte element is two words), else 1.
+        unit: src, src_pitch, dst, dst_pitch and cols are multiples of this many numbers and counted in them; 1 if the
+            group is not aligned. pos and pos_pitch are always counted in numbers.
         shape: R, C of a tile, in numbers.
         segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
-        tile_segment: int32 [num_blocks], the segment of each block of `steps` tiles. Its blocks follow one another, row
-            by row.
+        tile_segment: int32 [num_blocks], segment of each block of `steps` tiles. The blocks of a segment are
+            consecutive, row by row.
     """
 
     src_dtype: torch.dtype
@@ -64,13 +65,13 @@ def cut(
     *,
     steps: int = 1,
 ) -> list[TileGroup]:
-    """Cuts the copies of a table into tiles.
+    """Split the copies of a table into tiles.
 
     Args:
         tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
-        memory_aligned, target_aligned: for each memory and target, whether its base address is a multiple of
-            VECTOR_BYTES.
-        steps: neighbouring tiles that one block does: to the right of each other if a tile is one row, else below.
+        memory_aligned: for each memory, whether its base address is a multiple of VECTOR_BYTES.
+        target_aligned: the same for each target.
+        steps: neighbouring tiles that one block processes: to the right of each other if a tile is one row, else below.
 
     Returns:
         The groups that have tiles.
@@ -79,7 +80,7 @@ def cut(
         ValueError: there are more tiles than fit into one launch.
     """
     columns = {name: getattr(table, name).astype(np.int64) for name in SEGMENT_FIELDS[:11]}
-    for pitch in ("src_pitch", "dst_pitch", "pos_pitch"):  # of a single row it may be anything
+    for pitch in ("src_pitch", "dst_pitch", "pos_pitch"):  # arbitrary for a single row
         columns[pitch] = np.where(columns["rows"] > 1, columns[pitch], 0)
     aligned_bases = memory_aligned[table.memory] & target_aligned[table.target]
     same = table.src_dtype == table.dst_dtype
@@ -121,7 +122,9 @@ def _by_shape(
         across = -(-part["cols"] * unit // span[1])
         counts = (-(-part["rows"] // span[0]) * across)[mask]
         if counts.sum() >= 2**31:
-            raise ValueError(f"{counts.sum()} tiles are more than one launch can have; send fewer bytes per table")
+            raise ValueError(
+                f"{counts.sum()} tiles exceed the limit of one launch (2**31); reduce bucket_bytes of WeightUpdater"
+            )
         segments = np.zeros((len(counts), SEGMENT_STRIDE), np.int64)
         values = part | {"first_tile": np.cumsum(counts) - counts, "tiles_across": across}
         for field, name in enumerate(SEGMENT_FIELDS):
@@ -141,7 +144,7 @@ def _by_shape(
 
 
 def _choose(part: dict[str, NDArray[np.int64]], unit: int, shapes: Sequence[tuple[int, int]]) -> NDArray[np.intp]:
-    """For each copy the index of the widest shape that needs hardly more tiles than the best one."""
+    """Return for each copy the index of the widest shape that needs at most 10 % more tiles than the best one."""
     down = [-(-part["rows"] // rows) for rows, _ in shapes]
     right = [-(-part["cols"] * unit // cols) for _, cols in shapes]
     tiles = np.stack([d * r for d, r in zip(down, right, strict=True)])
@@ -151,15 +154,15 @@ def _choose(part: dict[str, NDArray[np.int64]], unit: int, shapes: Sequence[tupl
 def _fold(
     part: dict[str, NDArray[np.int64]], unit: int, shapes: Sequence[tuple[int, int]], chosen: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """Folds single rows to many short ones, in place, where the other copies have short rows; returns what is chosen.
+    """Fold single rows to many short ones, in place, where the other copies have short rows; return the new shapes.
 
-    Then one launch does them all, in their order. Of a model that is cut along both dims, copies of whole rows come
-    from this GPU and copies of parts of rows from all others: one after the other they would need the memory's time
-    and then the link's, together only the longer of the two.
+    One launch then does them all, in their order. In a model that is split along both dims, copies of whole rows come
+    from this GPU and copies of parts of rows from all others: in sequence they would need the time of the memory plus
+    that of the link, together only the longer of the two.
     """
     others = np.bincount(chosen[chosen > 0], weights=(part["rows"] * part["cols"])[chosen > 0], minlength=len(shapes))
     index = int(others.argmax())
-    if index == 0:  # there are no others
+    if index == 0:  # all copies are single rows
         return chosen
     cols = shapes[index][1] // unit
     folded = (chosen == 0) & (part["rows"] == 1) & (part["cols"] % cols == 0)
