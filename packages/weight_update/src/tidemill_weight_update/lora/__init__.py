@@ -1,1 +1,1 @@
-"""LoRA: what an adapter is, and what it makes of the weights it belongs to."""
+"""LoRA: adapter settings, PEFT's names, and merging adapters into base weights."""

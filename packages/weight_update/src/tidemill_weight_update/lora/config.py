@@ -1,4 +1,4 @@
-"""Which LoRA an adapter is."""
+"""Settings of a LoRA adapter."""
 
 import math
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ _UNSUPPORTED = {
     "fan_in_fan_out": False,
     "bias": "none",
 }
-"""Settings of PEFT that change what is computed, and the value at which they do not."""
+"""PEFT settings that change the computation, and the value at which they have no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """An adapter's settings, under PEFT's names.
+    """Settings of an adapter, under PEFT's names.
 
     Attributes:
         r: rank of the adapter's matrices.
         lora_alpha: numerator of the scale.
-        target_modules: the last parts of the names of the linear layers that it changes, as "q_proj".
+        target_modules: last name parts of the linear layers that the adapter changes, such as "q_proj".
         use_rslora: whether the scale is lora_alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732) instead of
             lora_alpha / r (Hu et al. 2021, arXiv:2106.09685).
     """
@@ -47,14 +47,14 @@ class LoraConfig:
         if self.r <= 0:
             raise ValueError(f"r must be positive, got {self.r}")
         if isinstance(self.target_modules, str) or not self.target_modules:
-            raise ValueError(f"target_modules must be a list of names as 'q_proj', got {self.target_modules!r}")
+            raise ValueError(f"target_modules must be a list of names such as 'q_proj', got {self.target_modules!r}")
 
     @classmethod
     def from_peft(cls, config: Mapping[str, Any]) -> "LoraConfig":
-        """From `json.load` of an adapter_config.json, or from `model.peft_config["default"].to_dict()`.
+        """Create from the content of adapter_config.json, or from `model.peft_config["default"].to_dict()`.
 
         Raises:
-            ValueError: it is not a LoRA, or asks for what SGLang does not compute (DoRA, ranks by layer, biases, ...).
+            ValueError: it is not a LoRA, or it needs what SGLang does not support (DoRA, ranks by layer, biases, ...).
         """
         kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
         if kind.upper() != "LORA":
@@ -62,10 +62,10 @@ class LoraConfig:
         for key, neutral in _UNSUPPORTED.items():
             value = config.get(key)
             if value is not None and value != neutral and not (value == () and neutral == []):
-                raise ValueError(f"adapters with {key}={value!r} are not supported, only {key}={neutral!r}")
+                raise ValueError(f"unsupported adapter setting {key}={value!r}; only {key}={neutral!r} is supported")
         modules = config["target_modules"]
         if isinstance(modules, str):
-            raise ValueError(f"target_modules must be a list of names as 'q_proj', got {modules!r}")
+            raise ValueError(f"target_modules must be a list of names such as 'q_proj', got {modules!r}")
         return cls(
             r=config["r"],
             lora_alpha=config["lora_alpha"],
@@ -75,11 +75,13 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of the adapter's matrices is multiplied with."""
+        """Factor of the product of the adapter's matrices."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def to_sglang(self) -> dict[str, Any]:
-        """What SGLang reads of an adapter_config.json. Its scale is always lora_alpha / r."""
+        """Return the settings as SGLang reads them from adapter_config.json. SGLang's scale is always
+        lora_alpha / r.
+        """
         return {
             "peft_type": "LORA",
             "r": self.r,

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights that they belong to."""
+"""Merging of an adapter into its base weights."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,21 +14,22 @@ from tidemill_weight_update.tensors.shards import LocalShard, is_dtensor
 def merge_lora(
     base: Iterable[tuple[str, Tensor]], adapter: Iterable[tuple[str, Tensor]], config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `base`, those of the adapter's layers merged with it when they are asked for.
+    """Yield the tensors of `base`, those of the adapter's layers merged with it one at a time.
 
     W + scale * B @ A, computed in float32 and cast to the dtype of W (Hu et al. 2021, arXiv:2106.09685, section 4.1).
-    `WeightUpdater.update` takes the result. Nothing of `base` is changed; one merged tensor is alive at a time.
+    Pass the result to `WeightUpdater.update`. `base` is not modified; one merged tensor is alive at a time.
 
     Args:
-        base: of the model, under its own names or those of a PEFT model, whose adapters are passed over:
-            `peft_model.state_dict().items()` serves. DTensors stay sharded as they are, and the calls are collective.
-        adapter: matrices A [r, inputs] and B [outputs, r], named as PEFT does; DTensors or plain tensors, which must be
-            the same on all ranks.
+        base: tensors of the model, under its own names or those of a PEFT model, whose adapter tensors are skipped: for
+            example `peft_model.state_dict().items()`. DTensors keep their sharding, and the calls are collective.
+        adapter: matrices A [r, inputs] and B [outputs, r], named as PEFT names them; DTensors, or plain tensors that
+            are equal on all ranks.
+        config: settings of the adapter.
 
     Raises:
-        ValueError, TypeError: what `adapter` holds is not the adapter of `config` (see `pairs_of`), or `base` is a
-            collection and lacks a layer of it. When drawn from: a layer does not have the adapter's shape, is a
-            LocalShard, or does not come.
+        ValueError: `adapter` does not match `config` (see `pairs_of`), or `base` is a collection and lacks a layer of
+            the adapter. During iteration: a layer has another shape than the adapter, or is missing.
+        TypeError: an item of `adapter` has a wrong type (see `pairs_of`). During iteration: a layer is a LocalShard.
     """
     pairs = pairs_of(adapter, config)
     if not isinstance(base, Iterator):
@@ -39,7 +40,10 @@ def merge_lora(
 def _check_met(pairs: dict[str, Pair], names: set[str]) -> None:
     lost = [module for module in pairs if f"{module}.weight" not in names]
     if lost:
-        raise ValueError(f"the adapter changes layers that the model does not have: {', '.join(map(repr, lost[:5]))}")
+        raise ValueError(
+            f"the adapter changes layers that the model does not have: {', '.join(map(repr, lost[:5]))}; pass the base "
+            f"model of this adapter"
+        )
 
 
 def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Tensor]]:
@@ -57,11 +61,11 @@ def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: f
 @torch.no_grad()
 def _sum(name: str, weight: Tensor, pair: Pair, scale: float) -> Tensor:
     if isinstance(weight, LocalShard):
-        raise TypeError(f"{name!r} is a LocalShard; merge it where its whole layer is known")
+        raise TypeError(f"{name!r} is a LocalShard; pass the full tensor or a DTensor to merge_lora")
     a, b = pair
     if tuple(weight.shape) != (b.shape[0], a.shape[1]):
         raise ValueError(
-            f"the adapter changes {name!r} as if it had the shape {(b.shape[0], a.shape[1])}, got {tuple(weight.shape)}"
+            f"the adapter expects {name!r} with shape {(b.shape[0], a.shape[1])}, got {tuple(weight.shape)}"
         )
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (_beside(weight, matrix, dim).to(dtype) for matrix, dim in ((a, 1), (b, 0)))
@@ -69,7 +73,9 @@ def _sum(name: str, weight: Tensor, pair: Pair, scale: float) -> Tensor:
 
 
 def _beside(weight: Tensor, matrix: Tensor, dim: int) -> Tensor:
-    """The matrix where the weight is: cut along `dim` on the mesh axes along which the weight is, else in full."""
+    """Return the matrix on the weight's device: split along `dim` on the mesh axes along which the weight is, else in
+    full.
+    """
     if not is_dtensor(weight):
         full = matrix.full_tensor() if is_dtensor(matrix) else matrix
         return full.to(weight.device)

@@ -1,4 +1,4 @@
-"""PEFT's names of tensors."""
+"""PEFT's tensor names."""
 
 import re
 from typing import Literal
@@ -7,34 +7,36 @@ from tidemill_weight_update.lora.config import LoraConfig
 
 _PREFIX = "base_model.model."
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
-"""As saved, `....lora_A.weight`, and as in a live model, with the adapter's name: `....lora_A.default.weight`."""
+"""Matches saved names, `....lora_A.weight`, and names of a live model, which contain the adapter:
+`....lora_A.default.weight`.
+"""
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a tensor of a PEFT model belongs to an adapter, not to the model below."""
+    """Return whether a tensor of a PEFT model belongs to an adapter instead of the base model."""
     return ".lora_" in name
 
 
 def base_name(name: str) -> str:
-    """The name that a tensor of the model has without PEFT around it."""
+    """Return the tensor's name in the model without PEFT."""
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 def parse(name: str, config: LoraConfig) -> tuple[str, Literal["A", "B"]]:
-    """The linear layer that a tensor of an adapter belongs to, as the model names it, and which of the two it is.
+    """Return the linear layer of an adapter's tensor, as the model names it, and which of the two matrices it is.
 
     Raises:
-        ValueError: no name of a matrix of a linear layer's adapter, or `config` does not name the layer.
+        ValueError: it is not the name of an adapter matrix of a linear layer, or `config` does not list the layer.
     """
     found = _ADAPTER.fullmatch(name)
     if found is None:
-        raise ValueError(f"expected the name of a LoRA matrix as '....q_proj.lora_A.weight', got {name!r}")
+        raise ValueError(f"expected the name of a LoRA matrix such as '....q_proj.lora_A.weight', got {name!r}")
     module = found["module"].removeprefix(_PREFIX)
     if module.rsplit(".", 1)[-1] not in config.target_modules:
-        raise ValueError(f"{name!r} belongs to no module of target_modules={list(config.target_modules)}")
+        raise ValueError(f"{name!r} belongs to no module in target_modules={list(config.target_modules)}")
     return module, "A" if found["matrix"] == "A" else "B"
 
 
 def saved_name(module: str, matrix: Literal["A", "B"]) -> str:
-    """The name in an adapter's file."""
+    """Return the name in an adapter file."""
     return f"{_PREFIX}{module}.lora_{matrix}.weight"

@@ -1,7 +1,7 @@
-"""How long SGLang is given until no request runs and its prefix cache can be emptied."""
+"""Timeouts for emptying SGLang's prefix cache, which requires that no request runs."""
 
 DRAIN_S = 10.0
-"""For a paused engine: what was aborted needs one more step."""
+"""For a paused engine: aborted requests need one more step."""
 
 FLUSH_WAIT_FRACTION = 0.9
-"""Of the wait for an answer, so that SGLang says itself that requests did not end."""
+"""Fraction of the client's timeout, so that SGLang reports by itself that requests did not finish."""

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server."""
+"""The client of an SGLang HTTP server."""
 
 import base64
 import http.client
@@ -18,22 +18,23 @@ from tidemill_weight_update.sglang.launch import LOADER, has_loader
 from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
 
 _AT_ONCE_S = 0.25
-"""Within which an answer comes that waits for nothing."""
+"""Time within which a response arrives that does not wait for anything."""
 
 
 class HttpEngine:
-    """The client of an SGLang server on this machine (it reads the sender's memory, only the layout goes over HTTP).
+    """Client of an SGLang server on this machine. The server reads the sender's memory; only the layout is sent over
+    HTTP.
 
     SGLang unpickles what arrives on its port: bind it to the loopback interface and set an API key.
 
     Args:
-        url: of the server, as "http://127.0.0.1:30000".
-        api_key: sent as a bearer token: the server's `--admin-api-key` if it has one, else its `--api-key`.
-        timeout_s: longest wait for one answer of the server, running requests included.
+        url: URL of the server, such as "http://127.0.0.1:30000".
+        api_key: bearer token: the server's `--admin-api-key` if it has one, else its `--api-key`.
+        timeout_s: longest wait for one response of the server, including running requests.
 
     Attributes:
-        paused: how this object has paused the server; None if it has not, or let it go on again. An `update` that
-            succeeds ends an "abort", which is how updaters leave a mix of versions.
+        paused: mode in which this object has paused the server; None if it has not, or has resumed it. A successful
+            `update` ends an "abort" pause, which is how updaters leave an engine with a mix of versions.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 300.0) -> None:
@@ -48,20 +49,22 @@ class HttpEngine:
         self._info: dict[str, Any] | None = None
         self.paused: PauseMode | None = None
         self._is_held = False
-        self._flushing: http.client.HTTPConnection | None = None  # its answer comes after the load's
+        self._flushing: http.client.HTTPConnection | None = None  # its response arrives after that of the load
 
     def __repr__(self) -> str:
         return f"HttpEngine({self._url.geturl()})"
 
     @property
     def tp_size(self) -> int:
-        """As the server reported it when it was last asked for `has_loader`."""
+        """Number of tensor-parallel ranks, as the server reported it when `has_loader` was last read."""
         return int(self._server_info["tp_size"])
 
     @property
     def has_loader(self) -> bool:
-        """As the server reports it now: it may have been started anew, in another way, and ends if it is sent what does
-        not fit it. ValueError for a server with replicas or pipeline stages of its own."""
+        """Whether the server has the tidemill loader. Requested from the server each time: it may have been restarted
+        with other arguments, and crashes on a payload that does not fit them. ValueError for a server with replicas or
+        pipeline stages.
+        """
         self._info = None
         return has_loader(self._server_info)
 
@@ -73,10 +76,10 @@ class HttpEngine:
         return self._info
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Hands `request` to all ranks, through POST /update_weights_from_tensor.
+        """Pass `request` to all ranks, through POST /update_weights_from_tensor.
 
         Raises:
-            RuntimeError: the server is down, refused, or did not answer in time.
+            RuntimeError: the server is down, refused it, or did not respond in time.
             TokenError: this process has no run token.
         """
         self._update(request_payload(request, run_token()), LOADER)
@@ -84,45 +87,50 @@ class HttpEngine:
             self.flush_cache()
 
     def hold(self) -> None:
-        """Makes requests wait for `resume`, and asks for the flush that `flush_cache` then waits for.
+        """Make requests wait for `resume`, and start the flush that `flush_cache` then waits for.
 
-        SGLang's lock keeps new requests back while a load runs, but not for the flush after it. So what follows the
-        load in the scheduler's queue, before the requests that waited for the lock, is a pause (what still runs since
-        its client has gone has ended by then, or returns to the queue) and a flush.
+        SGLang's lock holds back new requests while a load runs, but not during the flush after it. So a pause and a
+        flush are queued in the scheduler behind the load, before the requests that waited for the lock. A request that
+        still runs because its client disconnected has finished by then, or returns to the queue.
 
         Raises:
-            RuntimeError: the server is down, refused, or did not answer in time.
+            RuntimeError: the server is down, refused it, or did not respond in time.
         """
         self._drop_flush()
         connection = self._connect()
         self.paused = "retract"
         self._send(connection, "POST", "/pause_generation", {"mode": "retract"})
         if not wait([connection.sock], _AT_ONCE_S):
-            self.get_weight_version()  # It answers others, so
-            if not wait([connection.sock], _AT_ONCE_S):  # it is paused: a second pause waits for the end of the load.
+            self.get_weight_version()  # The server responds to other requests,
+            if not wait(
+                [connection.sock], _AT_ONCE_S
+            ):  # so it is paused: a second pause waits for the end of the load.
                 connection.close()
                 return
         self._answer(connection, "POST", "/pause_generation")
         self._is_held = True
-        self._send(connection, "POST", "/flush_cache")  # on the open connection: it arrives at once
+        self._send(connection, "POST", "/flush_cache")  # on the open connection, so that it arrives at once
         self._flushing = connection
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Loads one bucket through POST /update_weights_from_tensor.
+        """Load one bucket through POST /update_weights_from_tensor.
 
         Raises:
-            RuntimeError: the server is down, refused, did not answer in time, or the bucket's memory cannot be opened.
+            RuntimeError: the server is down, refused it, did not respond in time, or the bucket's memory cannot be
+                opened.
         """
         self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache as soon as no request runs; new ones are not held back, unless by `hold`.
+        """Empty the prefix cache as soon as no request runs. New requests are held back only by `hold`.
 
-        After `hold`, a request that is in the way (it has lost its client, and could not end at once) is ended, and
-        those that came since with it: SGLang can end a request that nobody waits for only together with all others.
+        After `hold`, a request that blocks the flush (its client disconnected, and it could not finish at once) is
+        aborted together with all requests that arrived since: SGLang can abort a request without a client only together
+        with all others.
 
         Raises:
-            RuntimeError: there were always running or waiting requests, the server is down, or did not answer in time.
+            RuntimeError: there were always running or waiting requests, the server is down, or it did not respond in
+                time.
         """
         flushing, self._flushing = self._flushing, None
         if flushing is not None:
@@ -137,15 +145,16 @@ class HttpEngine:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generating; requests that come wait for `resume`. May be paused already.
+        """Stop generation; new requests wait for `resume`. The server may be paused already.
 
-        If it is, and not by `hold`, requests that waited for its end may be begun, and are ended with the others.
+        If it is, and not by `hold`, requests that waited for the end of that pause may start, and are aborted with the
+        others.
         """
-        self.paused = mode  # before it is: the server may pause and not answer
-        if mode == "abort" and self._is_held:  # nothing runs, so that all end while it stays paused
+        self.paused = mode  # set before the call: the server may pause and not respond
+        if mode == "abort" and self._is_held:  # nothing runs, so all requests end while the server stays paused
             self._request("POST", "/abort_request", {"abort_all": True})
             return
-        if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
+        if mode == "abort":  # SGLang waits until all requests have finished; those of a paused scheduler never do
             self._request("POST", "/continue_generation", {})
         self._request("POST", "/pause_generation", {"mode": mode})
 
@@ -158,15 +167,16 @@ class HttpEngine:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def adapters(self) -> list[str]:
-        """As GET /v1/models lists them, below the model itself."""
+        """Return the adapters that GET /v1/models lists below the model itself."""
         models = json.loads(self._request("GET", "/v1/models"))["data"]
         return [model["id"] for model in models if model.get("parent") is not None]
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        """Loads an adapter through POST /load_lora_adapter_from_tensors.
+        """Load an adapter through POST /load_lora_adapter_from_tensors.
 
         Raises:
-            RuntimeError: the server is down, refused, was launched without `--enable-lora`, or did not answer in time.
+            RuntimeError: the server is down, refused it, was launched without `--enable-lora`, or did not respond in
+                time.
         """
         body = {
             "lora_name": name,
@@ -177,10 +187,10 @@ class HttpEngine:
         self._request("POST", "/load_lora_adapter_from_tensors", body)
 
     def unload_adapter(self, name: str) -> None:
-        """Waits until no request uses the adapter; new ones are refused.
+        """Wait until no request uses the adapter, and remove it; new requests for it are refused.
 
         Raises:
-            RuntimeError: there is no such adapter, the server is down, or requests did not end in time.
+            RuntimeError: there is no such adapter, the server is down, or requests did not finish in time.
         """
         self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
@@ -195,14 +205,14 @@ class HttpEngine:
         try:
             self._request("POST", "/update_weights_from_tensor", body)
         except RuntimeError:
-            self._info = None  # it may have been started anew, with another number of ranks
+            self._info = None  # the server may have been restarted with another number of ranks
             raise
 
     def _flush_within(self, max_wait_s: float) -> None:
         self._request("POST", f"/flush_cache?timeout={max_wait_s:g}")
 
     def _drop_flush(self) -> None:
-        """Of a load that failed; SGLang may still carry it out."""
+        """Close the connection of a flush whose load failed; SGLang may still execute the flush."""
         if self._flushing is not None:
             self._flushing.close()
             self._flushing = None
@@ -213,7 +223,11 @@ class HttpEngine:
             return self._answer(connection, method, path)
 
     def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> bytes:
-        """Raises RuntimeError: the server refused, or cannot be reached."""
+        """Return the content of the response.
+
+        Raises:
+            RuntimeError: the server refused the request, or cannot be reached.
+        """
         status, content = self._receive(connection, method, path)
         if status != 200:
             hint = "; check api_key" if status in (401, 403) else ""
@@ -233,17 +247,19 @@ class HttpEngine:
             connection.request(method, self._url.path.rstrip("/") + path, data, self._headers)
 
     def _receive(self, connection: http.client.HTTPConnection, method: str, path: str) -> tuple[int, bytes]:
-        """Status and content of the answer."""
+        """Return status and content of the response."""
         with self._named(method, path):
             response = connection.getresponse()
             return response.status, response.read()
 
     @contextmanager
     def _named(self, method: str, path: str) -> Iterator[None]:
-        """Errors say what they are about."""
+        """Convert connection errors to RuntimeErrors that contain the request."""
         try:
             yield
         except TimeoutError as error:
-            raise RuntimeError(f"{method} {path}: no answer within {self._timeout_s} s") from error
+            raise RuntimeError(
+                f"{method} {path}: no response within {self._timeout_s} s (timeout_s of HttpEngine)"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"{method} {path}: cannot reach the server ({error!r}); is it running?") from error

@@ -1,4 +1,4 @@
-"""What SGLang calls in each rank of an engine that was launched with `sglang_launch_args()`."""
+"""The custom weight loader: SGLang calls it in each rank of an engine that was launched with `sglang_launch_args()`."""
 
 import logging
 from typing import Any
@@ -11,16 +11,15 @@ from tidemill_weight_update.receive.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
-# SGLang calls a function by its name, so what is kept from one update to the next is kept here, as long as the process
-# lives, with the model that it belongs to.
+# SGLang calls a function by name, so state between updates is stored here, by model, for the life of the process.
 _receivers: dict[nn.Module, Receiver] = {}
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Carries out the request that came in the place of a tensor's name.
+    """Execute the request that is passed in place of a tensor's name.
 
-    Nothing is raised: SGLang would end the scheduler. A rank that failed says so in the trainer's mailbox; one that
-    could not do even that leaves its state there as it was, which the trainer takes for a failure, too.
+    Nothing is raised, because an exception would crash SGLang's scheduler. A rank that fails reports it in the
+    trainer's mailbox; if it cannot even do that, its state stays unchanged, which the trainer treats as a failure too.
     """
     try:
         request = verify(named_tensors[0][0], run_token())
@@ -29,7 +28,7 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
             receiver = _receivers[model] = _new_receiver(model)
         receiver.handle(request)
     except Exception:
-        logger.exception("a weight update was refused")
+        logger.exception("refused a weight update")
 
 
 def _new_receiver(model: nn.Module) -> Receiver:

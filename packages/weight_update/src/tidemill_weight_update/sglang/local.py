@@ -1,4 +1,4 @@
-"""A `sglang.Engine` of this process."""
+"""The client of a `sglang.Engine` in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """The client of an engine that lives in this process; call it where the engine may be called.
+    """Client of an engine in this process; call it from the thread in which the engine may be called.
 
     Args:
-        engine: stock `sglang.Engine`, however it was launched.
-        timeout_s: longest wait for one answer of the engine, running requests included.
+        engine: stock `sglang.Engine`, with any launch arguments.
+        timeout_s: longest wait for one response of the engine, including running requests.
 
     Attributes:
-        paused: how this object has paused the engine; None if it has not, or let it go on again. An `update` that
-            succeeds ends an "abort", which is how updaters leave a mix of versions.
+        paused: mode in which this object has paused the engine; None if it has not, or has resumed it. A successful
+            `update` ends an "abort" pause, which is how updaters leave an engine with a mix of versions.
     """
 
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
         self.paused: PauseMode | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
+        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop alone keeps weak references
 
     def __repr__(self) -> str:
         return f"LocalEngine({self._engine.server_args.model_path}, tp_size={self.tp_size})"
@@ -50,38 +50,39 @@ class LocalEngine:
     def _manager(self) -> "TokenizerManager":
         manager = self._engine.tokenizer_manager
         if manager is None:
-            raise RuntimeError("this process has only workers of the engine; use the engine object of node rank 0")
+            raise RuntimeError("this process hosts only workers of the engine; use the engine object of node rank 0")
         return manager
 
     @property
     def has_loader(self) -> bool:
-        """ValueError for an engine with replicas or pipeline stages of its own."""
+        """Whether the engine has the tidemill loader. ValueError for an engine with replicas or pipeline stages."""
         return has_loader(vars(self._engine.server_args))
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Hands `request` to all ranks, in one call of the engine's `update_weights_from_tensor`.
+        """Pass `request` to all ranks, in one call of the engine's `update_weights_from_tensor`.
 
         Raises:
-            RuntimeError: the engine refused or did not answer in time.
+            RuntimeError: the engine refused it or did not respond in time.
             TokenError: this process has no run token.
         """
         payload = request_payload(request, run_token())
         self._wait(self._update(payload, LOADER) if not flush_cache else self._update_and_flush(payload, LOADER))
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Loads one bucket through the engine's own `update_weights_from_tensor`.
+        """Load one bucket through the engine's own `update_weights_from_tensor`.
 
         Raises:
-            RuntimeError: the engine refused, did not answer in time, or the bucket's memory cannot be opened from here.
+            RuntimeError: the engine refused it, did not respond in time, or the bucket's memory cannot be opened from
+                here.
         """
         self._wait(self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version))
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache when no request runs; new ones wait until then.
+        """Empty the prefix cache when no request runs; new requests wait until then.
 
         Raises:
-            RuntimeError: running requests do not end (which those of a paused engine cannot), or the engine did not
-                answer in time.
+            RuntimeError: running requests do not finish (those of a paused engine cannot), or the engine did not
+                respond in time.
         """
         self._wait(self._flush())
 
@@ -89,11 +90,11 @@ class LocalEngine:
         return self._manager.config_value("weight_version")
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generating; requests that come wait for `resume`. May be paused already."""
+        """Stop generation; new requests wait for `resume`. The engine may be paused already."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-        self.paused = mode  # before it is: the engine may pause and not answer
-        if mode == "abort":  # SGLang waits until all requests have ended, which those of a paused scheduler never do
+        self.paused = mode  # set before the call: the engine may pause and not respond
+        if mode == "abort":  # SGLang waits until all requests have finished; those of a paused scheduler never do
             self._wait(self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput()))
         self._wait(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
 
@@ -110,10 +111,10 @@ class LocalEngine:
         return list(self._manager.lora_registry.get_all_adapters())
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        """Loads an adapter through the engine's `load_lora_adapter_from_tensors`.
+        """Load an adapter through the engine's `load_lora_adapter_from_tensors`.
 
         Raises:
-            RuntimeError: the engine refused, or was launched without `enable_lora`, or did not answer in time.
+            RuntimeError: the engine refused it, was launched without `enable_lora`, or did not respond in time.
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 
@@ -126,10 +127,10 @@ class LocalEngine:
         _check(self._wait(self._manager.load_lora_adapter_from_tensors(request, None)))
 
     def unload_adapter(self, name: str) -> None:
-        """Waits until no request uses the adapter; new ones are refused.
+        """Wait until no request uses the adapter, and remove it; new requests for it are refused.
 
         Raises:
-            RuntimeError: there is no such adapter, or requests did not end in time.
+            RuntimeError: there is no such adapter, or requests did not finish in time.
         """
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
@@ -142,12 +143,12 @@ class LocalEngine:
             raise RuntimeError(message)
 
     async def _update_and_flush(self, payload: bytes, load_format: str) -> None:
-        """Loads and empties the prefix cache, with no new request in between.
+        """Load and empty the prefix cache, with no new request in between.
 
-        The cache is emptied first, while the trainer still gets ready: once that has succeeded, no request runs that
-        could put anything there before the new weights have come. If a request still runs (one whose caller has gone,
-        which SGLang's lock does not wait for, or the last one, which is not cleared away yet), it is emptied when that
-        has ended. SGLang would do it in the same call if that asked for it, and end if a request still runs.
+        The cache is emptied first, while the trainer still prepares: if that succeeds, no request runs that could add
+        an entry before the new weights are loaded. Otherwise a request is still running (one whose caller has
+        disconnected, which SGLang's lock does not wait for, or the last one, which is not removed yet), and the cache
+        is emptied after it finishes. SGLang can do both in one call, but crashes if a request is still running then.
         """
         request = self._load_request(payload, load_format, None)
         async with self._without_new_requests() as max_wait_s:
@@ -179,14 +180,18 @@ class LocalEngine:
     async def _flush_within(self, max_wait_s: float) -> None:
         answer = await self._manager.flush_cache(max_wait_s)
         if not answer.success:
-            raise RuntimeError(f"cannot flush its prefix cache: requests still run after {max_wait_s:g} s")
+            raise RuntimeError(
+                f"cannot flush its prefix cache: requests still run after {max_wait_s:g} s; increase timeout_s of the "
+                f"client, or use in_flight='abort'"
+            )
 
     @asynccontextmanager
     async def _without_new_requests(self) -> AsyncIterator[float]:
-        """New requests wait; those that somebody waits for have ended, unless the engine is paused.
+        """Make new requests wait until the block ends. Requests with a connected caller have finished, unless the
+        engine is paused.
 
         Yields:
-            for how many seconds the end of others can be waited for.
+            Number of seconds to wait for other requests.
         """
         manager = self._manager
         async with manager.is_pause_cond:
@@ -201,14 +206,16 @@ class LocalEngine:
         loop = self._engine.loop
         if loop.is_running():
             coroutine.close()
-            raise RuntimeError("the engine's event loop is busy: call from where engine.generate() may be called")
-        # Not ended when it takes too long: SGLang would give its late answer to the next call.
+            raise RuntimeError(
+                "the engine's event loop is running: call from a context in which engine.generate() may be called"
+            )
+        # Not cancelled after a timeout: SGLang would return its late response to the next call.
         task = loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         done, _ = loop.run_until_complete(asyncio.wait([task], timeout=self._timeout_s))
         if not done:
-            raise RuntimeError(f"no answer within {self._timeout_s} s")
+            raise RuntimeError(f"no response within {self._timeout_s} s (timeout_s of LocalEngine)")
         return task.result()
 
 

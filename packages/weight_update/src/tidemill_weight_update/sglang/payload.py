@@ -1,12 +1,12 @@
-"""The payload of stock SGLang's `load_format="flattened_bucket"`, made without importing sglang.
+"""The payload of stock SGLang's `load_format="flattened_bucket"`, created without importing sglang.
 
-Each scheduler process reads a pickled `{"flattened_tensor": uint8 tensor, "metadata": [...]}` through an unpickler that
-admits torch and a few modules of the standard library. SGLang reads the metadata by attribute (name, shape, dtype,
-start_idx, end_idx, numel), so a `SimpleNamespace` serves, and functions of stock torch rebuild the tensor.
+Each scheduler process reads a pickled `{"flattened_tensor": uint8 tensor, "metadata": [...]}` with an unpickler that
+allows torch and a few modules of the standard library. SGLang reads the metadata by attribute (name, shape, dtype,
+start_idx, end_idx, numel), so a `SimpleNamespace` is sufficient, and functions of stock torch rebuild the tensor.
 
-On a GPU SGLang answers before its copies are done. Every payload for GPU memory therefore begins with a call of
-`torch.cuda.synchronize`, made by the unpickler of each tensor-parallel rank: when a bucket has been answered, the
-copies of the bucket before it are done on all ranks, and its memory may be used again.
+On a GPU SGLang responds before its copies are complete. Every payload for GPU memory therefore starts with a call of
+`torch.cuda.synchronize`, executed by the unpickler of each tensor-parallel rank: after the response to a bucket, the
+copies of the previous bucket are complete on all ranks, and its memory may be reused.
 """
 
 import functools
@@ -26,7 +26,7 @@ LOAD_FORMAT = "flattened_bucket"
 
 
 class _Call:
-    """Pickles as a call of `function(*args)` and arrives as its result."""
+    """Pickles as a call of `function(*args)` and unpickles as its result."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._reduced = (function, args)
@@ -36,13 +36,14 @@ class _Call:
 
 
 def stock_payload(bucket: BucketHandle) -> bytes:
-    """What `UpdateWeightsFromTensorReqInput.serialized_named_tensors` holds, once per tensor-parallel rank.
+    """Return the content of `UpdateWeightsFromTensorReqInput.serialized_named_tensors`, needed once per tensor-parallel
+    rank.
 
     Host memory is mapped privately: an engine cannot write to the sender's memory.
 
     Raises:
-        RuntimeError: host memory that this process cannot open: the sender has ended, or lives on another machine, in
-            another container or under another user. (Inside a scheduler the same mistake would end the engine.)
+        RuntimeError: this process cannot open the host memory: the sender has exited, or runs on another machine, in
+            another container or as another user. (Inside a scheduler the same error would crash the engine.)
     """
     memory = bucket.memory
     payload: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def stock_payload(bucket: BucketHandle) -> bytes:
         if not os.access(memory.path, os.R_OK):
             raise RuntimeError(
                 f"cannot open the sender's memory {memory.path}: engine and sender must run on one machine, in one PID "
-                f"namespace and under one user, and the sender must be alive"
+                f"namespace and as one user, and the sender must be alive"
             )
         from_file = functools.partial(torch.from_file, dtype=torch.uint8)
         payload["flattened_tensor"] = _Call(from_file, memory.path, False, memory.num_bytes)
@@ -72,5 +73,7 @@ def stock_payload(bucket: BucketHandle) -> bytes:
 
 
 def request_payload(request: Request, token: str) -> bytes:
-    """What asks our loader to carry out `request`: a list of one (name, tensor), whose name is the signed request."""
+    """Return the payload that passes `request` to the tidemill loader: one (name, tensor), whose name is the signed
+    request.
+    """
     return pickle.dumps([(sign(request, token), _Call(torch.empty, 0))], protocol=4)
