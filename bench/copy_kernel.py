@@ -1,11 +1,11 @@
-"""The copy kernel alone: bytes per second against one plain device copy of the same bytes, in one run.
+"""Benchmark of the copy kernel: bytes per second compared with one plain device copy of the same bytes, in one run.
 
     python bench/copy_kernel.py            one GPU, 22 GB each for sources and targets, about half a minute
     python bench/copy_kernel.py --peer     sources on cuda:1, read over NVLink
     python bench/copy_kernel.py --sweep    other tilings, too
-    python bench/copy_kernel.py --tiny     small and few tensors, whose rates say nothing: also without a GPU
+    python bench/copy_kernel.py --tiny     few small tensors, whose rates have no meaning: also without a GPU
 
-Payload is what is sent: read once and, unless a mode only reads, written once. Everything is checked, too.
+The payload is what is sent: read once and, unless a mode only reads, written once. All results are checked.
 """
 
 import argparse
@@ -32,12 +32,12 @@ MODES = {
 }
 TILINGS = ((4096, 4, 1), (4096, 8, 1), (8192, 4, 1), (8192, 8, 1), (16384, 8, 1))
 READING_TILINGS = ((4096, 4, 2), (4096, 4, 4), (4096, 4, 8), (4096, 4, 16), (4096, 8, 4), (8192, 8, 4), (2048, 4, 8))
-"""Elements per tile, warps per block, tiles that a block does one after the other."""
+"""Elements per tile, warps per block, tiles that a block processes one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A table from one block into another, and the shape of each of its sources."""
+    """A table that copies from one block to another, and the shape of each of its sources."""
 
     name: str
     table: CopyTable
@@ -54,7 +54,7 @@ class Case:
 
 
 def contiguous(name: str, sizes: np.ndarray, modes: Sequence[str], src_dtype: torch.dtype = BF16) -> Case:
-    """Tensors one after the other, that arrive in another order."""
+    """Return tensors stored one after the other that are copied to another order."""
     order = np.random.default_rng(0).permutation(len(sizes))
     starts = np.zeros_like(sizes)
     starts[order] = np.cumsum(sizes[order]) - sizes[order]
@@ -63,7 +63,7 @@ def contiguous(name: str, sizes: np.ndarray, modes: Sequence[str], src_dtype: to
 
 
 def columns_of(name: str, number: int, rows: int, cols: int, parts: int, modes: Sequence[str]) -> Case:
-    """The second of `parts` vertical parts of matrices that lie one after the other."""
+    """Return the second of `parts` vertical parts of matrices stored one after the other."""
     index, part = np.arange(number), np.full(number, cols // parts)
     pitch, starts = np.full(number, cols), index * rows
     places = {"src": starts * cols + part, "src_pitch": pitch, "dst": starts * part, "dst_pitch": part}
@@ -72,7 +72,7 @@ def columns_of(name: str, number: int, rows: int, cols: int, parts: int, modes: 
 
 
 def _table(src_dtype: torch.dtype, **columns: np.ndarray) -> CopyTable:
-    """A row for each source; columns that are not given are 0."""
+    """Return a table with a row per source; missing columns are 0."""
     zeros = np.zeros(len(columns["rows"]), np.int64)
     first = zeros.astype(np.int32)
     every: dict[str, Any] = dict.fromkeys(COLUMNS, zeros) | columns
@@ -81,7 +81,7 @@ def _table(src_dtype: torch.dtype, **columns: np.ndarray) -> CopyTable:
 
 
 def cases(scale: float, tiny: bool) -> list[Case]:
-    """Of 22 GB at most, times `scale`."""
+    """Return the cases, of at most 22 GB times `scale`."""
     if tiny:
         scale = 1e-3
     unit = 16 if tiny else 1024
@@ -102,14 +102,14 @@ def cases(scale: float, tiny: bool) -> list[Case]:
 
 
 class Bench:
-    """Runs cases from `source` into `target` (both uint8) and prints a line for each mode."""
+    """Runs cases from `source` into `target` (both uint8) and prints a line per mode."""
 
     def __init__(self, source: Tensor, target: Tensor, repeats: int) -> None:
         self.source, self.target, self.repeats = source, target, repeats
         self.device = target.device
 
     def seconds(self, action: Callable[[], object]) -> float:
-        """Median, on the device's clock if it has one."""
+        """Return the median time, by the device's clock if it has one."""
         action()
         taken = []
         for _ in range(self.repeats):
@@ -127,7 +127,7 @@ class Bench:
         return statistics.median(taken)
 
     def plain(self, num_bytes: int) -> float:
-        """Payload in bytes per second of one copy by torch."""
+        """Return the payload in bytes per second of one copy by torch."""
         source, target = self.source[:num_bytes], self.target[:num_bytes]
         return num_bytes / self.seconds(lambda: target.copy_(source))
 
@@ -158,7 +158,7 @@ class Bench:
         copy(checksums, counts, write=write)
         queued = time.perf_counter() - started
         moved = case.read_bytes + case.payload_bytes * write
-        # A plain copy of so many bytes read and written; a mode that only reads has half as many.
+        # Time of a plain copy of the moved bytes; a mode that only reads moves half as many.
         floor = moved / 2 / plain
         name = case.name if tiling is None else f"{case.name}, {tiling[0]} x {tiling[2]} by {tiling[1]} warps"
         print(
@@ -169,7 +169,7 @@ class Bench:
         )
 
     def check(self, case: Case, checksums: Tensor | None, counts: Tensor | None, write: bool) -> None:
-        """A few of the sources, the last ones among them."""
+        """Check a few of the sources, including the last one."""
         table = case.table
         for index in sorted({0, len(case.shapes) // 2, len(case.shapes) - 1}):
             rows, cols = int(table.rows[index]), int(table.cols[index])
@@ -191,11 +191,11 @@ class Bench:
 
 
 def random_block(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8: small bfloat16 numbers, a few of which are not finite; as float32 finite and about as small."""
+    """Return uint8: small bfloat16 numbers, a few of them NaN; read as float32 they are finite and about as small."""
     numbers = torch.empty(num_bytes // 2, dtype=BF16, device=device)
     for piece in numbers.split(1 << 28):
         piece.normal_()
-    numbers[:: (1 << 20) + 2] = float("nan")  # in the lower halves of float32 numbers, where they are digits
+    numbers[:: (1 << 20) + 2] = float("nan")  # in the lower halves of float32 numbers, where they are mantissa bits
     return numbers.view(torch.uint8)
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     source = random_block(room, torch.device("cuda", 1) if args.peer else device)
     if args.peer:
         target[:16].copy_(source[:16])
-        source[:16].copy_(target[:16])  # torch lets the device of what is read access the one of what is written
+        source[:16].copy_(target[:16])  # makes torch enable peer access between the devices
     bench = Bench(source, target, args.repeats)
     plain = bench.plain(min(room, todo[0].payload_bytes))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host memory"
@@ -231,11 +231,11 @@ def main() -> None:
             bench.run(todo[2], "copy, checksum", plain, tiling)
         for tiling in READING_TILINGS:
             bench.run(todo[0], "checksum, count", plain, tiling)
-    print(f"{time.perf_counter() - started:.1f} s in all")
+    print(f"{time.perf_counter() - started:.1f} s in total")
 
 
 def _end(case: Case) -> int:
-    """Bytes up to the last that is read or written."""
+    """Return the number of bytes up to the last one that is read or written."""
     table = case.table
     last = table.src + np.maximum(table.rows - 1, 0) * table.src_pitch + table.cols
     return -(-int(last.max()) * table.src_dtype.itemsize // 16) * 16

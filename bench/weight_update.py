@@ -1,4 +1,4 @@
-"""Weight updates of SGLang, measured: stock SGLang's paths, ours, and the floor, from the same tensors in one run.
+"""Benchmark of weight updates: stock SGLang, this package, and the lower bound, with the same tensors in one run.
 
     python bench/weight_update.py --case moe1 --case dense1     one GPU
     python bench/weight_update.py --case moe2 --case dense2     two GPUs
@@ -7,8 +7,8 @@
     python bench/weight_update.py --case tiny                   no GPU
     python bench/weight_update.py --case moe4 --scale tiny      no GPU, two ranks instead of several
 
-Prints a line when something was measured, tables of all cases at the end, and the ratios last. If OUT is set,
-everything is also written to OUT/weight_update_CASE.json, as it comes.
+Prints a line per measurement, tables of all cases at the end, and the ratios last. If OUT is set, the results are also
+written to OUT/weight_update_CASE.json during the run.
 
 Stages of our update, on trainer rank 0: prepare (recognizes or describes the tensors), gather (stock path only), fill
 (reads tensors for checksums and NaNs, and copies what cannot be read in place to shared memory), load (waits for
@@ -16,8 +16,8 @@ engines) and finish (sets the version). The rest of the total is control: agreem
 within load, on the slowest engine rank: wait (for the trainer), check (maps memory, compares plans), copy, finish,
 verify; the rest of load is control, too: the call through SGLang and back.
 
-Needs tidemill_weight_update, tidemill_engines (for how Megatron cuts a model) and SGLang; the cases with GPUs need as
-many as they say, of 139 GiB each.
+Requires tidemill_weight_update, tidemill_engines (for Megatron's layout) and SGLang; cases with GPUs need as many as
+listed, with 139 GiB each.
 """
 
 import argparse
@@ -38,15 +38,19 @@ LIMIT_S = 570.0
 
 
 def main() -> int:
-    """Returns 0 if everything was measured and arrived as it should, whether the ratios were reached or not, else 1; or
-    2 if nothing was begun for want of GPUs."""
+    """Run the cases.
+
+    Returns:
+        0 if everything was measured and arrived correctly, whether or not the target ratios were reached; 1 otherwise;
+        2 if there are too few GPUs to start.
+    """
     args = _arguments()
     cases = [CASES[name].tiny() if args.scale == "tiny" and name != "tiny" else CASES[name] for name in args.case]
     refused = _too_large(cases, torch.cuda.device_count())
     if refused:
         print(refused, file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks that kill the ranks
     effort = Effort(repeats=args.repeats, max_s=args.max_s, only=tuple(args.only))
     reports = []
     end = time.monotonic() + args.limit_s
@@ -60,22 +64,24 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), required=True, help="may be given again")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), required=True, help="may be repeated")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--repeats", type=int, default=Effort().repeats, help="updates of each method after its first")
-    parser.add_argument("--max-s", type=float, default=Effort().max_s, help="seconds for a method, but two repeats")
+    parser.add_argument(
+        "--max-s", type=float, default=Effort().max_s, help="longest time per method; at least two repeats"
+    )
     parser.add_argument("--only", action="append", default=[], help="measure stock methods that contain this text")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest time for all cases together")
-    parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="longest time in which nothing is heard")
+    parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="longest time without a message of a rank")
     return parser.parse_args()
 
 
 def _too_large(cases: list[Case], num_gpus: int) -> str:
-    """What to tell if there are too few GPUs for some of these cases, else nothing."""
+    """Return an error message if there are too few GPUs for some of these cases, else an empty string."""
     needed = ", ".join(f"{case.name} needs {case.num_gpus}" for case in cases if case.num_gpus > num_gpus)
     if not needed:
         return ""
-    return f"too few GPUs: {needed}, {num_gpus} can be seen here; --scale tiny runs any case without one"
+    return f"too few GPUs: {needed}, {num_gpus} are visible; --scale tiny runs any case without one"
 
 
 def _run(case: Case, effort: Effort, silence_s: float, limit_s: float) -> Report:

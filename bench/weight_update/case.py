@@ -1,4 +1,4 @@
-"""The cases that are measured."""
+"""The benchmark cases."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +16,17 @@ class Case:
     """One model, one trainer and one engine.
 
     Attributes:
-        config: the model's, as Hugging Face writes it.
-        num_trainers: ranks of the trainer. One holds plain parameters, several hold FSDP2 shards, unless there is a
-            `layout`.
-        layout: of Megatron, for all of the trainer's ranks.
-        tp_size: of the engine.
-        separate: whether the engine has GPUs of its own, after those of the trainer.
+        config: Hugging Face config of the model.
+        num_trainers: number of trainer ranks. One rank holds plain parameters, several hold FSDP2 shards, unless
+            `layout` is set.
+        layout: Megatron layout over all trainer ranks.
+        tp_size: tensor-parallel size of the engine.
+        separate: whether the engine has its own GPUs, after those of the trainer.
         device: "cuda" or "cpu".
-        buckets: sizes of the stock batches and buckets, in bytes; the second is the one to compare with.
-        to_beat: the method that ours is compared with, at the second bucket size.
-        speedup, floor_ratio: what is to be reached: how many times faster than `to_beat`, how many times the floor.
-            Two GPUs are held to what is asked of four.
+        buckets: sizes of the stock batches and buckets in bytes; the second is used for the comparison.
+        to_beat: method that our update is compared with, at the second bucket size.
+        speedup: target factor of the speedup over `to_beat`.
+        floor_ratio: target ratio of our time to the lower bound. Cases of two GPUs have the targets of four.
     """
 
     name: str
@@ -52,7 +52,9 @@ class Case:
         return self.num_trainers + self.tp_size if self.separate else max(self.num_trainers, self.tp_size)
 
     def tiny(self) -> "Case":
-        """The same on CPUs: two ranks for several, a dense model (SGLang has no other on CPUs), small buckets."""
+        """Return the same case on CPUs: at most two ranks, a dense model (SGLang supports no MoE on CPUs), small
+        buckets.
+        """
         return replace(
             self,
             name=f"{self.name} (tiny)",
@@ -62,7 +64,9 @@ class Case:
             tp_size=min(self.tp_size, 2),
             device="cpu",
             buckets=(32 << 10, 128 << 10, 512 << 10),
-            to_beat=FLATTENED if self.to_beat == UPDATE_WEIGHTS else self.to_beat,  # which cannot send from a CPU
+            to_beat=FLATTENED
+            if self.to_beat == UPDATE_WEIGHTS
+            else self.to_beat,  # update_weights cannot send from a CPU
         )
 
 

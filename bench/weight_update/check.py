@@ -1,4 +1,4 @@
-"""Whether our path leaves in the engine what stock SGLang leaves there."""
+"""Check that our update leaves the same parameters in the engine as stock SGLang."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,15 @@ from weight_update.trainer import Trainer
 def check_arrival(
     trainer: Trainer, engine: BenchEngine | None, stock: Callable[[str], None], ours: Callable[[str], object]
 ) -> str:
-    """Compares all parameters of the engine, in place, after `stock(version)` and after `ours(version)`. Collective.
+    """Compare all parameters of the engine, in place, after `stock(version)` and after `ours(version)`. Collective.
 
     First with new values for all tensors and everything overwritten in between, then with one tensor changed.
 
     Returns:
-        what was found, for people; empty on other ranks than 0.
+        A description of the result; empty on ranks other than 0.
 
     Raises:
-        RuntimeError: parameters differ that should not, or the other way round.
+        RuntimeError: parameters differ that should be equal, or the reverse.
     """
     trainer.change()
     stock("stock, new values")
@@ -46,7 +46,7 @@ def _on_engine(engine: BenchEngine | None, operation: str) -> list:
 
 
 def _expect(engine: BenchEngine | None, expected: set[str] | None) -> set[str]:
-    """Names of the parameters that differ from those remembered; `expected`, or (None) exactly one."""
+    """Return the names of parameters that differ from the remembered ones; expect `expected`, or (None) exactly one."""
     if engine is None:
         return set()
     different = {name for answer in engine.probe("compare") for name in answer}

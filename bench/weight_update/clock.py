@@ -1,4 +1,4 @@
-"""Timing of updates, on all ranks of the trainer alike."""
+"""Timing of updates on all trainer ranks."""
 
 import statistics
 import time
@@ -14,10 +14,11 @@ class Timing:
     """Seconds of one method.
 
     Attributes:
-        first: of the first update: it records, maps and compiles what later ones find ready.
-        repeats: of those after it.
-        share: of the tensors that were sent; the seconds are already those for all of them.
-        results: what the action returned, the first time included.
+        method: name of the method.
+        first: time of the first update, which includes recording, mapping and compilation.
+        repeats: times of the following updates.
+        share: share of the tensors that was sent; the times are already extrapolated to all of them.
+        results: return values of all updates, including the first.
     """
 
     method: str
@@ -38,7 +39,7 @@ class Timing:
 def measure(
     trainer: Trainer, method: str, action: Callable[[str], Any], *, repeats: int, max_s: float, share: float = 1.0
 ) -> Timing:
-    """Calls `action(version)` once and then `repeats` times, or fewer when `max_s` are over, but twice at least.
+    """Call `action(version)` once and then `repeats` times, or fewer after `max_s`, but at least twice.
 
     Collective. The clock runs on rank 0, from when all ranks are ready until the action returns there.
     """

@@ -1,4 +1,4 @@
-"""What SGLang offers by itself for an engine on other GPUs: `update_weights_from_distributed`."""
+"""Stock SGLang for an engine on other GPUs: `update_weights_from_distributed`."""
 
 import asyncio
 import socket
@@ -17,12 +17,13 @@ _HOST = "127.0.0.1"
 
 
 class StockDistributed:
-    """The trainer's rank 0 broadcasts full tensors to all ranks of the engine; its other ranks take part in gathering.
+    """Broadcasts full tensors from trainer rank 0 to all engine ranks; the other trainer ranks take part in the
+    gathering.
 
-    Collective over the trainer's ranks.
+    Collective over the trainer ranks.
 
     Args:
-        engine: on rank 0.
+        engine: the engine, on rank 0.
     """
 
     def __init__(self, trainer: Trainer, engine: BenchEngine | None, tp_size: int) -> None:
@@ -33,15 +34,15 @@ class StockDistributed:
             self._group = self._join(engine, tp_size)
 
     def one_by_one(self, names: Sequence[str], version: str) -> None:
-        """One call for each tensor."""
+        """Send one call per tensor."""
         self._send([[name] for name in names], version, flattened=False)
 
     def batched(self, max_bytes: int, version: str) -> None:
-        """Calls with lists of tensors, a broadcast for each tensor."""
+        """Send calls with lists of tensors, one broadcast per tensor."""
         self._send(self._trainer.batches(max_bytes), version, flattened=False)
 
     def flattened(self, max_bytes: int, version: str) -> None:
-        """Calls with `flattened_bucket`, a broadcast for each call."""
+        """Send calls with `flattened_bucket`, one broadcast per call."""
         self._send(self._trainer.batches(max_bytes), version, flattened=True)
 
     def close(self) -> None:
@@ -110,11 +111,11 @@ class StockDistributed:
         self._both(engine, engine.manager.update_weights_from_distributed(request, None), broadcast)
 
     def _both(self, engine: BenchEngine, call: Coroutine[Any, Any, tuple[bool, str]], work: Callable[[], Any]) -> Any:
-        """Does `work`, which waits for the engine, while the engine carries out `call`, which waits for `work`."""
+        """Run `work`, which waits for the engine, while the engine executes `call`, which waits for `work`."""
 
         def with_device() -> Any:
             if self._trainer.device.type == "cuda":
-                torch.cuda.set_device(self._trainer.device)  # it is a thread of its own
+                torch.cuda.set_device(self._trainer.device)  # the current device is per thread
             return work()
 
         async def both() -> Any:

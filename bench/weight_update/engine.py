@@ -1,4 +1,4 @@
-"""A stock SGLang engine, as the benchmark launches and calls it."""
+"""A stock SGLang engine for the benchmark."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ _GPU_ARGS: dict[str, Any] = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
     "mem_fraction_static": 0.5,
-    # What an update does not need and what may not start: FlashInfer's fusion would use NVLink multicast, too.
+    # Not needed for updates and may fail to start; FlashInfer's fusion would also use NVLink multicast.
     "disable_custom_all_reduce": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 
 
 class BenchEngine:
-    """Belongs to the process that makes it; the answers of SGLang are checked.
+    """An engine of the current process; SGLang's responses are checked.
 
     Args:
-        folder: for the model's config and the answers of the probe.
+        folder: folder for the model's config and the results of the probe.
     """
 
     def __init__(self, case: Case, folder: str) -> None:
@@ -60,12 +60,12 @@ class BenchEngine:
         self.manager = self.engine.tokenizer_manager
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it on the engine's loop."""
+        """Run the coroutine on the engine's event loop."""
         return self.engine.loop.run_until_complete(asyncio.wait_for(coroutine, CALL_TIMEOUT_S))
 
     @property
     def left_over(self) -> str:
-        """A file in /dev/shm that SGLang leaves behind."""
+        """Path of a file in /dev/shm that SGLang does not remove."""
         return self.manager.load_snapshot_reader.path
 
     @property
@@ -75,7 +75,7 @@ class BenchEngine:
     def load_payloads(
         self, payloads: list[bytes], load_format: str | None, *, flush_cache: bool = False, version: str | None = None
     ) -> None:
-        """One call of stock `update_weights_from_tensor`; `payloads`: one for each rank."""
+        """Call stock `update_weights_from_tensor` once; `payloads` has one entry per rank."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -87,13 +87,13 @@ class BenchEngine:
         self.wait(self.update_weights_from_tensor(request))
 
     async def update_weights_from_tensor(self, request: Any) -> None:
-        """The interface that SGLang's `weight_sync.utils.update_weights` expects of an engine."""
+        """Interface that SGLang's `weight_sync.utils.update_weights` expects of an engine."""
         success, message = await self.manager.update_weights_from_tensor(request, None)
         if not success:
             raise RuntimeError(f"SGLang refused weights: {message}")
 
     def probe(self, operation: str) -> list[Any]:
-        """Carries out an operation of `probe` in all ranks and returns their answers."""
+        """Run an operation of `probe` in all ranks and return their results."""
         text = json.dumps({"operation": operation, "folder": self._folder})
         self.load_payloads([pickle.dumps([(text, _Empty())])] * self._tp_size, probe.LOADER)
         return [json.loads(Path(self._folder, f"answer{rank}.json").read_text()) for rank in range(self._tp_size)]
@@ -103,7 +103,7 @@ class BenchEngine:
 
 
 class _Empty:
-    """Arrives as an empty tensor, without shared memory."""
+    """Unpickles as an empty tensor, without shared memory."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.empty, (0,)

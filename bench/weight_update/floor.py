@@ -1,4 +1,4 @@
-"""How fast the machine copies, and so how long an update must take at least."""
+"""The lower bound of an update: the machine's copy rate."""
 
 import time
 from collections.abc import Sequence
@@ -14,9 +14,12 @@ _REPEATS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """Attributes:
-    seconds: of `num_bytes` at `bytes_per_s`.
-    what: is copied, for people.
+    """Time to copy `num_bytes` at `bytes_per_s`.
+
+    Attributes:
+        num_bytes: bytes to copy.
+        bytes_per_s: measured copy rate.
+        what: description of the bytes.
     """
 
     num_bytes: int
@@ -29,7 +32,7 @@ class Floor:
 
 
 def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
-    """The floor to compare with, and after it others that are good to know. Nothing else may run meanwhile."""
+    """Return the lower bound to compare with, followed by others for information. Nothing else may run meanwhile."""
     device = torch.device("cuda", 0) if case.is_cuda else torch.device("cpu")
     local = Floor(
         num_bytes=needed_bytes(weights, case.tp_size),
@@ -39,7 +42,7 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     num_moved = 0
     if case.num_trainers > 1:
         num_moved = moved_bytes(weights, _piece(case, weights), case.tp_size, separate=case.separate)
-    if num_moved == 0:  # of one GPU, or of trainers that are cut as the engine is
+    if num_moved == 0:  # one GPU, or a trainer with the layout of the engine
         return [local]
     peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device
     rate = copy_rate(device, peer)
@@ -51,7 +54,7 @@ def _piece(case: Case, weights: Sequence[Weight]) -> list[dict[str, list[Box]]]:
 
 
 def copy_rate(source: torch.device, target: torch.device) -> float:
-    """Bytes per second of one large copy, one way."""
+    """Return the bytes per second of one large copy in one direction."""
     num_bytes = 4 << 30 if source.type == "cuda" else 16 << 20
     a = torch.randint(1 << 62, (num_bytes // 8,), dtype=torch.int64, device=source)
     b = torch.empty_like(a, device=target)

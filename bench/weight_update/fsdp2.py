@@ -1,4 +1,4 @@
-"""Trainers that hold parameters: plain ones on one rank, or DTensors as FSDP2 shards them."""
+"""Weights of a trainer: plain parameters on one rank, or DTensors sharded by FSDP2."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from weight_update.shapes import STD, Weight
 
 
 class PlainWeights:
-    """Whole parameters, on one rank."""
+    """Whole parameters on one rank."""
 
     def __init__(self, weights: Sequence[Weight], device: torch.device) -> None:
         self.named = [
@@ -31,7 +31,7 @@ class PlainWeights:
 
 
 class FSDP2Weights:
-    """The parameters of a module that is sharded layer by layer over all ranks."""
+    """Parameters of a module that is sharded layer by layer over all ranks."""
 
     def __init__(self, weights: Sequence[Weight], device: torch.device) -> None:
         self._module = _module(weights, device)
@@ -53,7 +53,7 @@ class FSDP2Weights:
 
 
 def _module(weights: Sequence[Weight], device: torch.device) -> nn.Module:
-    """A module whose parameters have the names of `weights`, sharded as FSDP2 shards a model."""
+    """Return a module whose parameters have the names of `weights`, sharded as FSDP2 shards a model."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     root = nn.Module()
     for weight in weights:

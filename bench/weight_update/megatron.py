@@ -1,7 +1,7 @@
-"""A trainer that holds what a rank of Megatron holds, and describes it as the Megatron engine does.
+"""Weights of a trainer with the layout of a Megatron rank, described as the Megatron engine describes them.
 
-There is no Megatron in it: the parameters have its shapes, and are cut by the engine's own table. As with Megatron's
-distributed optimizer, they lie in one buffer.
+Megatron itself is not used: the parameters have its shapes and are split by the engine's own table. As with Megatron's
+distributed optimizer, they are in one buffer.
 """
 
 import math
@@ -21,17 +21,17 @@ from torch import Tensor
 from weight_update.shapes import STD, Box
 
 _ALIGNMENT = 64
-"""Elements; Megatron begins each parameter of its buffer at a multiple."""
+"""Alignment in elements of each parameter in Megatron's buffer."""
 
 Key = tuple[str, tuple[int, ...]]
-"""A tensor and where a part begins in it."""
+"""Name of a tensor and start of a part in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronLayout:
-    """Tensor parallelism, of the experts' matrices too, and expert parallelism over `tp * ep` ranks.
+    """Tensor parallelism, also of the experts, and expert parallelism over `tp * ep` ranks.
 
-    Other parameters than the experts' are replicated `ep` times.
+    Parameters other than those of experts are replicated `ep` times.
     """
 
     tp: int
@@ -42,13 +42,13 @@ class MegatronLayout:
         return Placement(tp=tp, etp=tp, ep=Part(rank=rank // self.tp, size=self.ep))
 
     def parameters(self, config: dict[str, Any], rank: int) -> list[list[Block]]:
-        """What each parameter of a rank is made of."""
+        """Return the blocks of each parameter of a rank."""
         architecture = Architecture.from_config(config)
         place = self.placement(rank)
         return [blocks_of(name, architecture, place) for name in _names(architecture, self.ep)]
 
     def boxes(self, config: dict[str, Any]) -> list[dict[str, list[Box]]]:
-        """For each rank the parts that it holds of each tensor."""
+        """Return the parts of each tensor that each rank holds."""
         ranks: list[dict[str, list[Box]]] = []
         for rank in range(self.tp * self.ep):
             held: dict[str, list[Box]] = {}
@@ -94,7 +94,7 @@ class MegatronWeights:
             self.named.append((block.name, shard))
 
     def full(self, name: str) -> Tensor:
-        """Each part is broadcast by one of its holders."""
+        """Return the whole tensor; each part is broadcast by one of its holders."""
         whole: Tensor | None = None
         for (start, shape), holders in self._owners[name].items():
             own = self._parts.get((name, start)) if holders[0] == self._rank else None
@@ -110,7 +110,7 @@ class MegatronWeights:
         self._num_changes += 1
         generator = torch.Generator(self._device)
         for (known, start), part in self._parts.items():
-            if name in (None, known):  # the same on all ranks that hold the part
+            if name in (None, known):  # equal on all ranks that hold the part
                 generator.manual_seed(zlib.crc32(f"{self._num_changes} {known} {start}".encode()))
                 part.normal_(0.0, STD, generator=generator)
 
@@ -120,7 +120,7 @@ class MegatronWeights:
 
 
 def _names(a: Architecture, ep: int) -> Iterator[str]:
-    """Megatron's parameters on a rank without pipeline parallelism, in its order."""
+    """Yield Megatron's parameter names on a rank without pipeline parallelism, in its order."""
     yield "embedding.word_embeddings.weight"
     for layer in range(a.num_hidden_layers):
         prefix = f"decoder.layers.{layer}."

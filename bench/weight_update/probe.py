@@ -1,4 +1,4 @@
-"""Looks at an engine's parameters from inside its processes, as a `custom_weight_loader` of stock SGLang."""
+"""Operations on an engine's parameters inside its processes, run as a `custom_weight_loader` of stock SGLang."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,16 @@ import torch
 LOADER = "weight_update.probe.handle"
 SCRAMBLED = 7.0
 
-# SGLang calls `handle` by its name, so what is to be remembered is kept here.
+# SGLang calls `handle` by name, so its state is stored here.
 _remembered: dict[str, torch.Tensor] = {}
 
 
 def handle(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Does what the name of the one tensor says: `{"operation", "folder"}`; leaves its answer in the folder.
+    """Run the operation named by the single tensor's name, `{"operation", "folder"}`, and write its result to the
+    folder.
 
-    nothing: for the time of a round trip. remember: keeps a copy of all parameters. scramble: overwrites them.
-    compare: which parameters differ from those remembered. forget: frees the copy.
+    nothing: round trip only. remember: keep a copy of all parameters. scramble: overwrite them. compare: list the
+    parameters that differ from the copy. forget: free the copy.
     """
     from sglang.srt.distributed import get_tensor_model_parallel_rank
 
@@ -38,7 +39,7 @@ def _scramble(model: torch.nn.Module) -> None:
 
 def _compare(model: torch.nn.Module) -> list[str]:
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == _remembered.keys(), "compare comes after remember"
+    assert parameters.keys() == _remembered.keys(), "call remember before compare"
     return [name for name, known in _remembered.items() if not torch.equal(known, parameters[name])]
 
 

@@ -1,4 +1,4 @@
-"""What is printed and kept of the measurements."""
+"""Printed and saved results of the benchmark."""
 
 import json
 import statistics
@@ -13,11 +13,11 @@ _ABOUT = ("date", "gpu", "torch", "triton", "sglang", "weight_update", "python",
 
 
 class Report:
-    """The results of one case, kept as they come, so that a run that breaks off leaves what it has.
+    """The results of one case, saved after each message so that an aborted run keeps them.
 
     Args:
-        path: of the JSON file; None: none is written.
-        facts: about the run.
+        path: path of the JSON file; None writes no file.
+        facts: facts about the run.
     """
 
     def __init__(self, case: Case, path: Path | None, facts: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class Report:
         self.error: str | None = None
 
     def on_message(self, kind: str, value: Any) -> None:
-        """Takes what a rank tells."""
+        """Process a message of a rank."""
         if kind == "fact":
             self.facts |= value
             print("  " + ", ".join(f"{k} {_short(v)}" for k, v in value.items()), flush=True)
@@ -55,7 +55,7 @@ class Report:
             self._path.write_text(json.dumps(content, indent=1))
 
     def table(self) -> str:
-        """All methods, then what ours consists of."""
+        """Return the table of all methods, followed by the stages of our update."""
         facts = self.facts
         layout = "" if self.case.layout is None else f" (Megatron, TP={self.case.layout.tp} x EP={self.case.layout.ep})"
         engine = f"{self.case.num_trainers} trainer ranks{layout} -> TP={self.case.tp_size}"
@@ -76,7 +76,7 @@ class Report:
         return "\n".join(lines)
 
     def verdict(self) -> dict[str, Any]:
-        """The ratios that the case is about; None where a number is missing."""
+        """Return the ratios that the case measures; None where a number is missing."""
         ours, other = self._timing(OURS), self._timing(label(self.case.to_beat, self.case.buckets[1]))
         floor = self.floors[0]["seconds"] if self.floors else None
         speedup = other["median"] / ours["median"] if ours and other else None
@@ -95,7 +95,7 @@ class Report:
         }
 
     def summary(self) -> str:
-        """One line for the last table."""
+        """Return one line for the final table."""
         verdict = self.verdict()
         if self.error is not None:
             return f"{self.case.name:14} failed"

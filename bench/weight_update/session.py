@@ -1,4 +1,4 @@
-"""One case, as each rank of the trainer carries it out."""
+"""The measurements of one case on each trainer rank."""
 
 import contextlib
 import dataclasses
@@ -32,12 +32,12 @@ ENGINE_START_S = 240.0
 NO_LIMIT_S = 1e9
 
 _ENVIRONMENT = {
-    # SGLang sets it in the process of its engine; NCCL wants it alike in all ranks.
+    # SGLang sets it in its engine's process; NCCL requires the same value in all ranks.
     "NCCL_CUMEM_ENABLE": "0",
     # NVLink multicast can put GPUs that others share out of service.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # All on one machine, whatever its host name resolves to.
+    # All ranks run on one machine, whatever its host name resolves to.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
@@ -48,10 +48,10 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        repeats: of each method, after its first update.
-        max_s: of a stock method; after that it is repeated no more, but twice at least. Five times as long for the
-            one that ours is compared with.
-        only: methods that contain one of these texts; empty: all.
+        repeats: updates of each method, after its first.
+        max_s: longest time for a stock method, but at least two repeats. Five times as long for the one that our update
+            is compared with.
+        only: measure methods that contain one of these texts; empty: all.
     """
 
     repeats: int = 5
@@ -60,7 +60,7 @@ class Effort:
 
 
 def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> None:
-    """Measures everything on one rank; rank 0 starts the engine and tells the results."""
+    """Measure everything on one rank; rank 0 starts the engine and reports the results."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not case.is_cuda:
@@ -100,7 +100,7 @@ class Session:
         self._tell = tell
 
     def run(self) -> None:
-        """Ours, whether it is right, and what stock SGLang offers."""
+        """Measure our update, check its result, then measure stock SGLang."""
         num_bytes = sum(weight.num_bytes for weight in self._trainer.weights)
         self._tell("fact", {"num_tensors": len(self._trainer.weights), "num_bytes": num_bytes})
         self._round_trip()
@@ -131,14 +131,14 @@ class Session:
         return StockTensors(self._trainer, self._engine)
 
     def _methods(self, stock: StockTensors | StockDistributed) -> Iterator[tuple[str, Any, float]]:
-        """Method, what to call with a version, and the share of the tensors that it sends."""
+        """Yield method name, callable with a version, and the share of the tensors that it sends."""
         names = [weight.name for weight in self._trainer.weights]
         sample = names[:: -(-len(names) // NUM_SAMPLED)]
         prefix = "stock distributed," if self._case.separate else "stock"
         small, middle, large = self._case.buckets
         methods: list[tuple[str, Any, float]] = []
         if isinstance(stock, StockTensors) and self._case.is_cuda:
-            # It patches torch's sharing of tensors, which then cannot share those of a CPU.
+            # It patches torch's tensor sharing, which then cannot share CPU tensors.
             methods.append((label(UPDATE_WEIGHTS, middle), partial(stock.update_weights, middle), 1.0))
         for size in (middle, small, large):
             methods.append((label(f"{prefix} flattened bucket", size), partial(stock.flattened, size), 1.0))
@@ -149,7 +149,7 @@ class Session:
                 yield method
 
     def _round_trip(self) -> None:
-        """The time of a call that does nothing: what one control message costs at least."""
+        """Measure a call that does nothing: the minimum cost of one control message."""
         if self._engine is None:
             return
         seconds = []
@@ -169,7 +169,7 @@ class Session:
         self._tell("timing", _as_dict(timing))
 
     def _tidy(self) -> None:
-        """Gives back GPU memory of buckets that the engine has let go."""
+        """Release GPU memory of buckets that the engine no longer uses."""
         self._trainer.synchronize()
         gc.collect()
         if self._case.is_cuda:
@@ -178,12 +178,12 @@ class Session:
 
 
 def label(method: str, num_bytes: int) -> str:
-    """The method with its size, as it stands in the tables."""
+    """Return the method with its size, as shown in the tables."""
     return f"{method}, {num_bytes >> 20} MB" if num_bytes >> 20 else f"{method}, {num_bytes >> 10} KB"
 
 
 def _tell_at_once(tell: Tell, error: BaseException | None) -> None:
-    """Tells an error before anything is torn down, which may wait for others."""
+    """Report an error before the teardown, which may wait for other ranks."""
     if error is not None:
         tell("failed", "".join(traceback.format_exception(error)))
 
@@ -201,7 +201,7 @@ def _versions(case: Case) -> dict[str, str]:
 
 def _checked(stats: UpdateStats) -> UpdateStats:
     if not stats.verified or stats.num_unverified or stats.quarantined:
-        raise RuntimeError(f"our update was not verified in all: {stats}")
+        raise RuntimeError(f"expected a fully verified update on all engines, got {stats}")
     return stats
 
 

@@ -1,4 +1,4 @@
-"""The tensors of the models that are sent, and how many bytes must cross between GPUs. Pure."""
+"""Tensor shapes of the models, and the number of bytes that must move between GPUs. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,17 +61,17 @@ TINY: dict[str, Any] = DENSE | {
 }
 
 STD = 0.02
-"""Of the random values."""
+"""Standard deviation of the random values."""
 
 T = TypeVar("T")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins, and its shape."""
+"""Start of a part of a tensor, and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor as Hugging Face names it. `tp_dim`: along which tensor parallelism cuts it; None: every rank has all."""
+    """A tensor under its Hugging Face name. `tp_dim` is the dim that tensor parallelism splits; None: replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Weight:
 
 
 def weights_of(config: dict[str, Any]) -> list[Weight]:
-    """All tensors of a Qwen3 or Qwen3-MoE of this Hugging Face config, in the order of its layers."""
+    """Return all tensors of a Qwen3 or Qwen3-MoE with this Hugging Face config, in the order of its layers."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     weights = [Weight("model.embed_tokens.weight", (vocab, hidden), 0)]
     for layer in range(config["num_hidden_layers"]):
@@ -117,7 +117,7 @@ def _mlp(hidden: int, inner: int, prefix: str) -> Iterator[Weight]:
 
 
 def batches(items: Sequence[tuple[T, int]], max_bytes: int) -> list[list[T]]:
-    """Cuts `(item, bytes)` into runs of at most `max_bytes`, or of one item."""
+    """Split `(item, bytes)` into runs of at most `max_bytes`, or of one item."""
     runs: list[list[T]] = []
     used = max_bytes + 1
     for item, num_bytes in items:
@@ -130,7 +130,7 @@ def batches(items: Sequence[tuple[T, int]], max_bytes: int) -> list[list[T]]:
 
 
 def rows_held(weights: Sequence[Weight], num_trainers: int) -> list[dict[str, list[Box]]]:
-    """For each trainer rank the parts that it holds of each tensor, cut along dim 0 as FSDP2 cuts it."""
+    """Return the parts of each tensor that each trainer rank holds, split along dim 0 as FSDP2 does."""
     held: list[dict[str, list[Box]]] = []
     for rank in range(num_trainers):
         parts = {weight.name: _part(weight.shape[0], rank, num_trainers) for weight in weights}
@@ -141,13 +141,14 @@ def rows_held(weights: Sequence[Weight], num_trainers: int) -> list[dict[str, li
 def moved_bytes(
     weights: Sequence[Weight], held: Sequence[dict[str, list[Box]]], tp_size: int, *, separate: bool
 ) -> int:
-    """Bytes that must enter or leave the busiest GPU, in one direction.
+    """Return the bytes that must enter or leave the busiest GPU, in one direction.
 
     Engine rank r needs part r of `tp_dim` of each tensor. Unless the ranks are on separate GPUs, trainer rank i and
-    engine rank i share one, and what lies there already need not move. Equal parts on several ranks are sent in turn.
+    engine rank i share one, and data that is there already does not move. Equal parts on several ranks are sent in
+    turn.
 
     Args:
-        held: for each trainer rank the parts that it holds of each tensor.
+        held: parts of each tensor that each trainer rank holds.
     """
     received, sent = [0.0] * tp_size, [0.0] * len(held)
     for weight in weights:
@@ -168,12 +169,12 @@ def moved_bytes(
 
 
 def needed_bytes(weights: Sequence[Weight], tp_size: int) -> int:
-    """Bytes of the parameters of engine rank 0."""
+    """Return the bytes of the parameters of engine rank 0."""
     return sum(_numel(_needed(weight, 0, tp_size)[1]) * ITEM_BYTES for weight in weights)
 
 
 def _needed(weight: Weight, rank: int, tp_size: int) -> Box:
-    """What an engine rank needs of a tensor."""
+    """Return the part of a tensor that an engine rank needs."""
     start, shape = [0] * len(weight.shape), list(weight.shape)
     if weight.tp_dim is not None:
         part = _part(shape[weight.tp_dim], rank, tp_size)
@@ -186,7 +187,7 @@ def _rows_of(shape: tuple[int, ...], rows: range) -> Box:
 
 
 def _overlap(a: Box, b: Box) -> int:
-    """Elements that are in both."""
+    """Return the number of elements in both boxes."""
     return _numel([max(0, min(i + n, j + m) - max(i, j)) for i, n, j, m in zip(a[0], a[1], b[0], b[1], strict=True)])
 
 

@@ -1,7 +1,7 @@
-"""What SGLang offers by itself for an engine on the trainer's GPUs: `update_weights_from_tensor` in its forms.
+"""Stock SGLang for an engine on the trainer's GPUs: the variants of `update_weights_from_tensor`.
 
-Each method sends all tensors and flushes the prefix cache once. Its clock stops when SGLang has answered the last call;
-copies may still be queued on the engine's GPUs then.
+Each method sends all tensors and flushes the prefix cache once. Its clock stops when SGLang has responded to the last
+call; copies may still be queued on the engine's GPUs then.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from weight_update.trainer import Trainer
 
 
 class StockTensors:
-    """Collective over the trainer's ranks. Rank i sends to rank i of the engine, which lies on the same GPU.
+    """Sends from trainer rank i to engine rank i, which is on the same GPU. Collective over the trainer ranks.
 
     Args:
-        engine: on rank 0.
+        engine: the engine, on rank 0.
     """
 
     def __init__(self, trainer: Trainer, engine: BenchEngine | None) -> None:
@@ -34,19 +34,21 @@ class StockTensors:
             monkey_patch_torch_reductions()
 
     def one_by_one(self, names: Sequence[str], version: str) -> None:
-        """One call for each tensor."""
+        """Send one call per tensor."""
         self._send([[name] for name in names], version, flattened=False)
 
     def batched(self, max_bytes: int, version: str) -> None:
-        """Calls with lists of tensors, each tensor shared by itself."""
+        """Send calls with lists of tensors, each tensor shared separately."""
         self._send(self._trainer.batches(max_bytes), version, flattened=False)
 
     def flattened(self, max_bytes: int, version: str) -> None:
-        """Calls with `FlattenedTensorBucket`s."""
+        """Send calls with `FlattenedTensorBucket`s."""
         self._send(self._trainer.batches(max_bytes), version, flattened=True)
 
     def update_weights(self, max_bytes: int, version: str) -> None:
-        """SGLang's own `weight_sync.utils.update_weights`. It stamps no version, and flushes the cache at each call."""
+        """Call SGLang's own `weight_sync.utils.update_weights`. It sets no version, and flushes the cache
+        in each call.
+        """
         from sglang.srt.weight_sync.utils import update_weights
 
         for batch in self._trainer.batches(max_bytes):

@@ -1,4 +1,4 @@
-"""Runs the ranks of a case in processes of their own, and ends all of them whatever happens."""
+"""Runs the ranks of a case in separate processes, and kills all of them in the end, whatever happens."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Tell = Callable[[str, Any], None]
-"""`tell(kind, value)` sends a message to the supervisor, which also shows it that the rank makes progress."""
+"""`tell(kind, value)` sends a message to the supervisor, which also counts as progress of the rank."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,15 +30,16 @@ def run_ranks(
     silence_s: float,
     limit_s: float,
 ) -> None:
-    """Calls `main(rank, folder, tell, *args)` in `num_ranks` processes, `on_message(kind, value)` for what they tell.
+    """Call `main(rank, folder, tell, *args)` in `num_ranks` processes, and `on_message(kind, value)` for their
+    messages.
 
     Args:
-        silence_s: when no rank has told anything for so long, all are ended. A message of the kind "patience" sets the
-            limit until the next message; one of the kind "alive" says only that; "file" names one to remove in the end.
-        limit_s: when this is over, all are ended, whatever they do.
+        silence_s: kill all ranks after this time without a message. A message of kind "patience" sets the limit until
+            the next message; "alive" only counts as progress; "file" names a file to remove at the end.
+        limit_s: kill all ranks after this time in any case.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message), ended, or nothing was heard for too long.
+        RuntimeError: a rank raised (its traceback is in the message), exited, or sent no message in time.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tm-bench-") as folder:
@@ -61,7 +62,7 @@ def run_ranks(
                 connections.append(receiver)
             _listen(connections, [process.pid for process in processes], take, silence_s, limit_s)
         finally:
-            # Each rank leads a process group, in which its engine's processes are, too.
+            # Each rank leads a process group that includes its engine's processes.
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -92,21 +93,21 @@ def _listen(
             except EOFError:
                 kind, value = (
                     "failed",
-                    "it ended without a word; SGLang ends its parent when a scheduler fails, and says why above",
+                    "it exited without a message; SGLang kills its parent when a scheduler fails, see the log above",
                 )
             if kind in ("done", "failed"):
                 del pending[rank]
             if kind == "failed":
                 failures.append(f"rank {rank}: {value}")
-                deadline = min(deadline, time.monotonic() + 5)  # the others may have something to say about it
+                deadline = min(deadline, time.monotonic() + 5)  # other ranks may report related errors
             elif not failures:
                 deadline = time.monotonic() + (value if kind == "patience" else silence_s)
             on_message(kind, value)
         now = time.monotonic()
         if now > min(deadline, limit):
             if not failures:
-                why = f"{limit_s:g} s are over" if now > limit else "nothing was heard of them for too long"
-                failures.append(f"ranks {sorted(pending)} did not end, and {why}; their stacks are above")
+                why = f"the limit of {limit_s:g} s has passed" if now > limit else "they sent no message in time"
+                failures.append(f"ranks {sorted(pending)} did not finish: {why}; their stacks are above")
                 for rank in pending:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pids[rank], signal.SIGUSR1)
@@ -132,4 +133,4 @@ def _rank_main(main: Callable[..., None], rank: int, folder: str, sender: Connec
         tell("failed", traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # not through the destructors of CUDA, NCCL and SGLang, which may wait for others
+    os._exit(0)  # skips the destructors of CUDA, NCCL and SGLang, which may wait for other processes

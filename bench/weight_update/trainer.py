@@ -1,4 +1,4 @@
-"""The trainer's side: one rank, in its process group, and the weights that it holds."""
+"""One rank of the trainer: its process group and its weights."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,19 +19,19 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=240)
 
 
 class HeldWeights(Protocol):
-    """What a rank holds of the weights."""
+    """The part of the weights that a rank holds."""
 
     @property
     def named(self) -> Sequence[tuple[str, Tensor | LocalShard]]:
-        """As our updater takes it: the same objects each time."""
+        """Arguments for the updater: the same objects each time."""
         ...
 
     def full(self, name: str) -> Tensor:
-        """The whole tensor; collective."""
+        """Return the whole tensor; collective."""
         ...
 
     def change(self, name: str | None) -> None:
-        """Gives all tensors new random values, in place; or the one of this name. Collective."""
+        """Assign new random values to all tensors, or to the one of this name, in place. Collective."""
         ...
 
 
@@ -39,8 +39,10 @@ class Trainer:
     """One rank of the trainer, in its process group.
 
     Attributes:
-        device: of this rank.
-        weights: all of them, in the order of the layers.
+        rank: rank of this process.
+        num_ranks: number of trainer ranks.
+        device: device of this rank.
+        weights: all weights, in the order of the layers.
     """
 
     def __init__(self, case: Case, rank: int, folder: str, weights: Sequence[Weight]) -> None:
@@ -68,30 +70,30 @@ class Trainer:
 
     @property
     def named(self) -> Sequence[tuple[str, Tensor | LocalShard]]:
-        """What this rank holds, as our updater takes it."""
+        """The part of the weights that this rank holds, as arguments for the updater."""
         return self._piece.named
 
     def full(self, name: str) -> Tensor:
-        """The whole tensor. Collective."""
+        """Return the whole tensor. Collective."""
         return self._piece.full(name)
 
     @torch.no_grad()
     def change(self, name: str | None = None) -> None:
-        """Gives all parameters new random values, in place; or the one of this name. Collective."""
+        """Assign new random values to all parameters, or to the one of this name, in place. Collective."""
         self._piece.change(name)
 
     def batches(self, max_bytes: int) -> list[list[str]]:
-        """The names of all tensors, in runs of at most `max_bytes` of whole tensors, or of one."""
+        """Return the names of all tensors in runs of at most `max_bytes`, or of one tensor."""
         return batches([(weight.name, weight.num_bytes) for weight in self.weights], max_bytes)
 
     def synchronize(self) -> None:
-        """Returns when all ranks are here and their GPUs idle."""
+        """Return when all ranks are here and their GPUs are idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.agree(0.0)
 
     def agree(self, number: float) -> float:
-        """Rank 0's number, on all ranks."""
+        """Return rank 0's number on all ranks."""
         box = torch.tensor([number], dtype=torch.float64)
         dist.broadcast(box, 0)
         return box.item()
