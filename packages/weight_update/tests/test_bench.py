@@ -160,7 +160,7 @@ if __name__ == "__main__":
     [
         ("end", None),
         ("fail", r"rank 1: (.|\n)*as it should"),
-        ("hang", r"ranks \[0\] did not end, and nothing was heard"),
+        ("hang", r"ranks \[0\] did not finish: they sent no message"),
     ],
 )
 def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
