@@ -51,7 +51,7 @@ def missing(checkpoint):
     del checkpoint[K]
 
 
-NOT_FINITE = rf"1 of the tensors have elements that are infinite or not a number: '{K}'"
+NOT_FINITE = rf"1 of the tensors have infinite or NaN elements: '{K}'"
 RANK = r"engine 0 of 1 \(toy\): rank \d(, \d)*: .*"
 BAD = {
     nan: (ValueError, NOT_FINITE),
@@ -64,7 +64,7 @@ BAD = {
     missing: (
         RuntimeError,
         rf"{RANK}no tensor was sent for these parameters of the engine: 'qkv' \(\d+ elements\); "
-        rf"of the tensors of the last complete update these did not come: '{K}'",
+        rf"tensors of the last complete update that are missing now: '{K}'",
     ),
 }
 
@@ -103,7 +103,7 @@ def test_more_engine_ranks_than_there_is_room_for_are_refused(mode):
     small, large = ToyEngine(2), ToyEngine(1, "large")
     large.tp_size = 255
     updater = WeightUpdater([small, large])
-    with pytest.raises(ValueError, match="engines of 256 ranks in all can be updated at once, these have 257; pass"):
+    with pytest.raises(ValueError, match="one update supports at most 256 engine ranks, got 257; update"):
         updater.update(given(tensors().items(), mode), 1)
     assert updater.update(given(tensors().items(), mode), 1, engines=[small]).verified
     assert small.calls == ["load, flush", "finish", "finish", "version 1"]
@@ -167,7 +167,7 @@ def test_a_cast_that_overflows_is_not_finite():
     engine = ToyEngine()
     checkpoint = tensors()
     checkpoint[K][0, 0] = 1e30
-    with pytest.raises(ValueError, match=f"not a number: '{K}'"):
+    with pytest.raises(ValueError, match=f"NaN elements: '{K}'"):
         WeightUpdater([engine], dtype=torch.float16).update(checkpoint.items(), 1)
 
 
@@ -176,10 +176,10 @@ def test_a_cast_that_overflows_is_not_finite():
     ("items", "error", "message"),
     [
         ([], ValueError, "empty iterable"),
-        ([*tensors().items(), (K, torch.zeros(2, 8))], ValueError, f"'{K}' came twice"),
+        ([*tensors().items(), (K, torch.zeros(2, 8))], ValueError, f"'{K}' was passed twice"),
         ([*tensors().items(), K], TypeError, r"\(name, tensor\) pairs"),
         ([(K, torch.zeros(2, 8).to_sparse())], TypeError, f"'{K}' must be dense"),
-        ([(K, torch.zeros(2, 8, device="meta"))], TypeError, f"'{K}' must be dense and hold data"),
+        ([(K, torch.zeros(2, 8, device="meta"))], TypeError, f"'{K}' must be dense and have data"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(items, error, message, mode):

@@ -142,7 +142,7 @@ def test_unsupported_element_sizes_and_boxes_outside_are_refused():
     with pytest.raises(TypeError, match=r"1, 2, 4 or 8 bytes, got torch\.complex128"):
         checksum(torch.zeros(2, dtype=torch.complex128), (0,), (2,))
     for start, shape in [((1, 0), (2, 3)), ((0,), (2, 3)), ((-1, 0), (4, 3)), ((0, 0), (2, 3, 1))]:
-        with pytest.raises(ValueError, match=r"no part of shape"):
+        with pytest.raises(ValueError, match="expected a box inside shape"):
             checksum(torch.zeros(2, 3), start, shape)
 
 

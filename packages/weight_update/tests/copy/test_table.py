@@ -174,13 +174,17 @@ HALF = Shard(Box((0, 0), (2, 3)), 0, 0, (3, 1))
 @pytest.mark.parametrize(
     ("copies", "shards", "message"),
     [
-        ([COPY], {}, "'s': the shards hold 0 elements of a box of 6 .* that 'p' needs"),
-        ([COPY], {"s": [HALF]}, "'s': the shards hold 3 elements of a box of 6"),
-        ([COPY], {"s": [whole((4, 3)), HALF]}, "'s': the shards hold 9 elements .*of replicas pass one"),
+        ([COPY], {}, "'s': 'p' needs the 6 elements of .*, but the shards hold 0 of them"),
+        ([COPY], {"s": [HALF]}, "'s': 'p' needs the 6 elements of .*, but the shards hold 3 of them"),
+        (
+            [COPY],
+            {"s": [whole((4, 3)), HALF]},
+            "'s': 'p' needs .*, but the shards hold 9 of them; .*one of several replicas",
+        ),
         (
             [COPY],
             {"s": [whole((4, 3, 1))]},
-            r"'s' has shape \(4, 3\), a copy or shard of it has another number of dims",
+            r"'s' has shape \(4, 3\), but a copy or shard has another number of dims",
         ),
         ([Copy("t", COPY.box, "p", 0, (3, 1), F32)], {}, "got a copy of 't' to 'p'"),
         ([Copy("s", COPY.box, "q", 0, (3, 1), F32)], {}, "got a copy of 's' to 'q'"),

@@ -172,7 +172,7 @@ def test_memory_of_the_own_process_is_not_mapped_again():
     assert mapped.address == memory.address
     mapped.close()
     assert tensor.long().sum().item() > 0
-    with pytest.raises(RuntimeError, match="cannot map memory that this process holds on GPU elsewhere"):
+    with pytest.raises(RuntimeError, match="cannot map memory of the same process on GPU elsewhere"):
         ImportedMemory(replace(memory, device_uuid="elsewhere"), DEVICE)
 
 
@@ -188,7 +188,7 @@ def test_every_allocation_has_its_own_buffer_id():
 
 
 def test_host_memory_is_refused():
-    with pytest.raises(NotExportableError, match=r"cannot be shared .* no GPU memory of this process: CUDA_ERROR_"):
+    with pytest.raises(NotExportableError, match=r"cannot be shared .*: not GPU memory of this process: CUDA_ERROR_"):
         export(torch.zeros(10).data_ptr(), DEVICE)
 
 
@@ -213,7 +213,7 @@ def test_memory_of_an_exited_process_is_an_error_with_cuda_error_name(reader):
 
 
 def test_arena_larger_than_gpu_memory_is_refused():
-    with pytest.raises(RuntimeError, match=r"bucket of .* choose smaller bucket_bytes.*: CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(RuntimeError, match=r"bucket of .* reduce bucket_bytes.*: CUDA_ERROR_OUT_OF_MEMORY"):
         DeviceArena(1 << 50, DEVICE)
 
 
@@ -235,6 +235,6 @@ def test_expandable_segments_are_not_exportable_but_an_arena_is():
     command = [sys.executable, "-c", EXPANDABLE]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
     refused, arena = done.stdout.splitlines()
-    assert "it does not come from cudaMalloc" in refused
+    assert "not from cudaMalloc" in refused
     assert "CUDA_ERROR_" in refused
     assert arena == "True"

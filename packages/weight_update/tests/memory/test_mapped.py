@@ -75,7 +75,7 @@ def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes)
     try:
         assert memory.path == f"/proc/{os.getpid()}/fd/{number}"
         mapped = MappedMemories(torch.device("cpu"))
-        with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is gone, another file of it has that number"):
+        with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ was closed and another file has its number"):
             mapped.tensor(memory)
         # Even if it was mistaken for the same file, the mapping is private: the file does not change.
         mapped.tensor(replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)).fill_(0)
@@ -88,5 +88,5 @@ def test_closed_memory_is_an_error():
     arena = HostArena(1000)
     memory = arena.publish()
     arena.close()
-    with pytest.raises(RuntimeError, match=r"cannot open the trainer's memory /proc/\d+/fd/\d+: No such file"):
+    with pytest.raises(RuntimeError, match=r"cannot open the trainer's memory /proc/\d+/fd/\d+ \(No such file"):
         MappedMemories(torch.device("cpu")).tensor(memory)

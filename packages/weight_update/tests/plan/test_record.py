@@ -168,7 +168,7 @@ def test_copy_to_temporary_buffer_goes_through_loader():
 
 def test_shape_that_depends_on_values_is_an_error():
     model = ToyModule({"p": torch.empty(3)}, lambda p, name, t: p["p"].copy_(t[t > 0]))
-    with pytest.raises(RuntimeError, match=r"failed at source 'a' \(3,\).*\['a'\] cannot be followed without data"):
+    with pytest.raises(RuntimeError, match=r"failed at source 'a' \(3,\).*\['a'\] cannot be traced without data"):
         record(model, [SourceSpec("a", (3,), torch.float32)])
 
 
@@ -268,7 +268,7 @@ def failing(parameters, name, tensor):
             r"ToyModule.load_weights failed at source 'unknown' \(3,\) torch.float32: KeyError",
         ),
         ([("p", (4,))], r"failed at source 'p' \(4,\).*4"),
-        ([("p", (3,)), ("p", (3,))], r"each source may come once, got twice: \['p'\]"),
+        ([("p", (3,)), ("p", (3,))], r"each source may be passed once, got duplicates of \['p'\]"),
     ],
 )
 def test_failed_load_names_source_and_writes_nothing(sources, message):
@@ -285,7 +285,7 @@ def test_failure_after_last_source_is_reported_as_such():
             raise ValueError("q is missing")
 
     model = Strict({"p": torch.ones(3)}, lambda p, name, t: p["p"].copy_(t))
-    with pytest.raises(RuntimeError, match="failed after it had been given all 1 sources: ValueError: q is missing"):
+    with pytest.raises(RuntimeError, match="failed after it had received all 1 sources: ValueError: q is missing"):
         record(model, [SourceSpec("p", (3,), torch.float32)])
 
 
@@ -297,7 +297,9 @@ def test_model_that_replaces_its_parameters_is_refused_and_restored():
 
     model = Moving({"p": torch.ones(6)}, lambda p, name, t: p["p"].copy_(t))
     address = model.get_parameter("p").data_ptr()
-    with pytest.raises(RuntimeError, match=r"gave 'p' .* in a layout that is not the one it loads"):
+    with pytest.raises(
+        RuntimeError, match=r"replaced the memory or shape of 'p' .* in another layout than the one it loads"
+    ):
         record(model, [SourceSpec("a", (2, 3), torch.float32)])
     assert (model.get_parameter("p").shape, model.get_parameter("p").data_ptr()) == ((6,), address)
 

@@ -110,7 +110,7 @@ def test_at_least_90_percent_of_view_chains_become_copies():
 
 def test_view_of_many_boxes_goes_through_loader():
     plan = check_plan({"p": torch.empty(2000)}, lambda p, name, t: p["p"].copy_(t[::2]), {"a": torch.randn(4000)})
-    assert plan.through_loader == {"a": "the view falls into more than 1024 boxes"}
+    assert plan.through_loader == {"a": "the view consists of more than 1024 boxes"}
 
 
 def test_reinterpreted_dtype_goes_through_loader():

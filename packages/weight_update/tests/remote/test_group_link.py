@@ -292,7 +292,7 @@ def test_link_listens_on_its_host_only(closing, remote):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "*"])
 def test_wildcard_host_is_refused(host):
-    with pytest.raises(ValueError, match="the one address"):
+    with pytest.raises(ValueError, match="the single address"):
         GroupLink(host=host)
 
 

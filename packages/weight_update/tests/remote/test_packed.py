@@ -148,7 +148,9 @@ def test_parts_survive_json():
 def test_parts_that_the_bucket_does_not_hold_are_refused():
     spec = SourceSpec("weight", (4, 4), torch.float32)
     descriptor = in_arena([Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]).descriptor
-    with pytest.raises(ValueError, match="'weight': the shards hold 8 elements of a box of 16"):
+    with pytest.raises(
+        ValueError, match=r"'weight': 'message' needs the 16 elements of .*, but the shards hold 8 of them"
+    ):
         Message(descriptor, parts_to_json(((Box((0, 0), (4, 4)),),)))
 
 

@@ -121,14 +121,18 @@ def test_the_digest_depends_on_names_shapes_dtypes_order_and_context():
     ("items", "error", "message"),
     [
         ([], ValueError, "empty iterable"),
-        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' came twice"),
-        (["a"], TypeError, r"\(name, tensor\) pairs, got 'a'; of a dict pass .items()"),
+        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' was passed twice"),
+        (["a"], TypeError, r"\(name, tensor\) pairs, got 'a'; for a dict pass .items()"),
         ([("a", torch.zeros(1), 3)], TypeError, "pairs"),
         ([("a", [1.0])], TypeError, r"got \('a', list\)"),
         ([(1, torch.zeros(1))], TypeError, r"got \(1, Tensor\)"),
         ([("a", torch.zeros(2, 2).to_sparse())], TypeError, "'a' must be dense"),
-        ([("a", torch.zeros(2, 2, device="meta"))], TypeError, "'a' must be dense and hold data.*meta"),
-        ([("a", LocalShard(tensor=torch.zeros(2), global_shape=(2,)))], TypeError, "'a' is a LocalShard; these go to"),
+        ([("a", torch.zeros(2, 2, device="meta"))], TypeError, "'a' must be dense and have data.*meta"),
+        (
+            [("a", LocalShard(tensor=torch.zeros(2), global_shape=(2,)))],
+            TypeError,
+            "'a' is a LocalShard, which only engines launched with",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(items, error, message):

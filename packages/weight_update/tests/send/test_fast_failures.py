@@ -63,7 +63,7 @@ class Breaking(ToyEngine):
         ("reported", "it reports version 'older', expected '2'", True),
         ("loader", "cannot reach the server", False),
         ("pause", "cannot pause", False),
-        ("resume", "it did not go on after its pause: cannot go on", None),
+        ("resume", "it was not resumed after its pause: cannot go on", None),
     ],
 )
 def test_an_engine_that_fails_is_fenced_and_the_others_go_on(broken, message, is_mixed):
@@ -175,7 +175,7 @@ def test_an_engine_that_neither_answers_to_a_pause_nor_goes_on_is_named_with_bot
         def resume(self):
             raise RuntimeError("cannot go on")
 
-    message = r"^engine 0 of 1 \(toy\): cannot pause; it did not go on after its pause: cannot go on$"
+    message = r"^engine 0 of 1 \(toy\): cannot pause; it was not resumed after its pause: cannot go on$"
     with pytest.raises(RuntimeError, match=message):
         WeightUpdater([Broken(1)], in_flight="retract").update(tensors(1).items(), 1)
 
@@ -221,7 +221,9 @@ def test_a_client_that_tells_another_size_than_the_engine_has_is_refused(size):
     updater = WeightUpdater([engine, good], bucket_bytes=300)
     stats = updater.update(tensors(0).items(), 0)
     (told,) = stats.quarantined.values()
-    assert re.match(rf"rank 0(, 1)*(, 2)?: ValueError: the engine has 2 ranks, its client said {size}", told), told
+    assert re.match(
+        rf"rank 0(, 1)*(, 2)?: ValueError: the engine has 2 ranks, but its client reported tp_size={size}", told
+    ), told
     assert same(state(engine), before)
     assert holds(good, tensors(0))
     updater.close()
@@ -266,7 +268,7 @@ def test_a_request_that_arrives_late_changes_nothing():
 
     def items():
         for item in tensors(1).items():
-            with pytest.raises(RuntimeError, match="the trainer gave up update 1 before this engine came to it"):
+            with pytest.raises(RuntimeError, match="the trainer cancelled update 1 before this engine started it"):
                 late.receivers[0].handle(request)
             yield item
 

@@ -11,7 +11,7 @@ from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.transport.signed_store import LinkError
 from toy_engines import ToyEngine, holds, same, state, tensors
 
-GIVEN_UP = "the trainer has given this rank up"
+GIVEN_UP = "the trainer excluded this rank"
 
 
 class Silent(ToyEngine):
@@ -106,7 +106,7 @@ def test_an_engine_whose_state_cannot_be_read_is_paused(monkeypatch):
     monkeypatch.setattr(Mailbox, "state", read)
     (why,) = updater.update(tensors(1).items(), 1).quarantined.values()
     assert why == (
-        "no answer within 300 s; nor can its ranks be asked what they hold: the value of 'state/0' was not signed"
+        "no answer within 300 s; the state of its ranks cannot be read: the value of 'state/0' was not signed"
     )
     assert (silent.paused, silent.version) == ("abort", "first")
     assert holds(good, tensors(1))
@@ -143,7 +143,9 @@ def test_a_request_of_an_updater_that_was_closed_is_not_carried_out_in_the_next_
         def load(self, request, *, flush_cache):
             assert request.sequence == old.sequence
             assert request.mailboxes[0].partition("#")[0] == old.mailboxes[0].partition("#")[0]
-            with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is gone, another file has its number"):
+            with pytest.raises(
+                RuntimeError, match=r"memory /proc/\d+/fd/\d+ does not exist any more and another file has its number"
+            ):
                 late.receivers[0].handle(old)
             super().load(request, flush_cache=flush_cache)
 
@@ -163,7 +165,7 @@ def test_nor_before_the_request_of_that_one(bucket_bytes):
     done: list[str] = []
 
     def load(request, *, flush_cache):
-        with pytest.raises(RuntimeError, match="is gone, another file has its number"):
+        with pytest.raises(RuntimeError, match="does not exist any more and another file has its number"):
             late.receivers[0].handle(old)
         done.append("refused")
         ToyEngine.load(late, request, flush_cache=flush_cache)

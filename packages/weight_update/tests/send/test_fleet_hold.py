@@ -96,7 +96,7 @@ def test_an_engine_that_cannot_be_held_or_flushed_is_fenced_and_paused(broken, w
     updater.close()
 
 
-@pytest.mark.parametrize("delayed", ["its ranks did not begin", "it did not hold back requests"])
+@pytest.mark.parametrize("delayed", ["its ranks did not start", "it did not hold back requests"])
 def test_an_engine_that_is_late_is_fenced_and_the_others_go_on(delayed):
     late, good = HeldEngine(2, "late", receiver=Late), HeldEngine(1, "good")
     if delayed == "it did not hold back requests":

@@ -35,10 +35,10 @@ def test_a_mix_of_versions_is_not_ended_by_a_part(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=100)
     updater.update(tensors(0).items(), 0)
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="NaN elements"):
         updater.update(iter(not_finite().items()), 1)
     assert engine.paused == "abort"
-    with pytest.raises(ValueError, match=r"engine 0 of 1 \(toy\) failed in update\(\) .*that may be older"):
+    with pytest.raises(ValueError, match=r"engine 0 of 1 \(toy\) failed in update\(\) .*that may be outdated"):
         updater.update(as_mode(part(2), mode), 2, partial=True)
     assert (engine.paused, engine.version) == ("abort", "0")
     updater.update(tensors(3).items(), 3)
@@ -111,7 +111,7 @@ def left_paused(engine: ToyEngine) -> None:
     """By an updater that was closed, in an update that ended half way."""
     updater = WeightUpdater([engine], bucket_bytes=100)
     updater.update(tensors(0).items(), 0)
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="NaN elements"):
         updater.update(iter(not_finite().items()), 1)
     updater.close()
     assert engine.calls[-1] == "pause abort"
@@ -177,7 +177,7 @@ def test_an_engine_that_was_refused_takes_no_part_in_later_updates():
     updater = WeightUpdater([known])
     updater.update(tensors(0).items(), 0)
     new.tp_size = 257
-    with pytest.raises(ValueError, match="engines of 256 ranks in all can be updated at once, these have 257"):
+    with pytest.raises(ValueError, match="one update supports at most 256 engine ranks, got 257"):
         updater.update(tensors(1).items(), 1, engines=[new])
     new.tp_size = 1
     assert updater.update(tensors(1).items(), 1).quarantined == {}

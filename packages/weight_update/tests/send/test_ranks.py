@@ -66,7 +66,7 @@ def test_a_rank_that_is_stopped_is_lost_to_the_others_in_time(victim, kind):
     for rank, (told, seconds, is_well) in enumerate(run_ranks(_stopped, 3, victim, kind)):
         assert is_well
         if rank != victim:
-            assert "a trainer rank does not answer" in told, (rank, told)
+            assert "a trainer rank does not respond" in told, (rank, told)
             assert seconds < 3 * TIMEOUT_S + 3
 
 

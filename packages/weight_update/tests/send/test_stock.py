@@ -175,8 +175,8 @@ def test_what_cannot_be_sent_leaves_the_engine_alone():
     updater = WeightUpdater([engine])
     for items, error, message in [
         ([], ValueError, "empty iterable"),
-        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' came twice"),
-        ({"a": torch.zeros(1)}, TypeError, "of a dict pass .items()"),
+        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' was passed twice"),
+        ({"a": torch.zeros(1)}, TypeError, "for a dict pass .items()"),
     ]:
         with pytest.raises(error, match=message):
             updater.update(items, 1)
@@ -188,8 +188,8 @@ def test_what_cannot_be_sent_leaves_the_engine_alone():
 def test_bad_arguments_are_refused():
     for kwargs, message in [
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
-        ({"dtype": torch.int8}, "must be a floating-point dtype as torch.bfloat16, got torch.int8"),
-        ({"dtype": "bfloat16"}, "must be a floating-point dtype as torch.bfloat16, got 'bfloat16'"),
+        ({"dtype": torch.int8}, "must be a floating-point dtype such as torch.bfloat16, got torch.int8"),
+        ({"dtype": "bfloat16"}, "must be a floating-point dtype such as torch.bfloat16, got 'bfloat16'"),
         ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
     ]:
@@ -197,15 +197,17 @@ def test_bad_arguments_are_refused():
             WeightUpdater([MemoryEngine()], **kwargs)
     with pytest.raises(TypeError, match="engines must be a list of engine clients, got MemoryEngine"):
         WeightUpdater(MemoryEngine())
-    with pytest.raises(TypeError, match=r"engine 1 of 2 is no engine client but .*pass LocalEngine\(engine\)"):
+    with pytest.raises(
+        TypeError, match=r"expected an engine client as engine 1 of 2, got .*pass LocalEngine\(engine\)"
+    ):
         WeightUpdater([MemoryEngine(), object()])
     twice = MemoryEngine()
-    told = r"each engine may be given once, engine 2 of 3 \(MemoryEngine\) came before"
+    told = r"engine 2 of 3 \(MemoryEngine\) is listed twice; pass each engine once"
     with pytest.raises(ValueError, match=told):
         WeightUpdater([twice, MemoryEngine(), twice])
     with pytest.raises(ValueError, match=told):
         WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, MemoryEngine(), twice])
-    with pytest.raises(ValueError, match="rank 0 talks to the engines, but was given none"):
+    with pytest.raises(ValueError, match="expected at least one engine on rank 0, got none"):
         WeightUpdater([]).update([("a", torch.zeros(1))], 1)
     updater = WeightUpdater([MemoryEngine()])
     updater.close()

@@ -126,7 +126,7 @@ def _part_does_not_fit(bad_rank: int):
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_part_that_does_not_fit_on_one_rank_is_an_error_on_all(bad_rank):
     results = run_ranks(_part_does_not_fit, 2, bad_rank, timeout_s=60)
-    told = "ValueError: tensor 'uneven' holds values of the shape (5, 3) on this rank, where its placements"
+    told = "ValueError: tensor 'uneven' has local shape (5, 3) on this rank, but its placements"
     assert results[bad_rank][0].startswith(told)
     assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {told}")
     assert results[0][1] == ["load 0 None", "pause abort", "load 0 2", "flush", "resume"]
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
     with trainers(2, str(tmp_path / "store"), 1, "streaming") as connection:
         told = serve(engine, connection)
     assert told is not None
-    assert told.startswith("RankLostError: a trainer rank does not answer"), told
+    assert told.startswith("RankLostError: a trainer rank does not respond"), told
     assert engine.version == "default"
 
 

@@ -136,7 +136,7 @@ def test_a_wrong_key_is_told_and_the_key_is_not(server):
 
 def test_a_server_that_is_down_or_slow_is_an_error(server):
     server.delay_s = 0.5
-    with pytest.raises(RuntimeError, match=r"GET /server_info: no answer within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"GET /server_info: no response within 0.1 s"):
         WeightUpdater([HttpEngine(server.url, api_key="secret", timeout_s=0.1)]).update(ITEMS, 1)
     with pytest.raises(RuntimeError, match=r"cannot reach the server \(ConnectionRefusedError.*is it running\?"):
         WeightUpdater([HttpEngine("http://127.0.0.1:9")]).update(ITEMS, 1)
@@ -202,8 +202,8 @@ def local() -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dp_size": 2}, r"dp_size=2; launch as many engines and pass all of them"),
-        ({"pp_size": 2}, r"pp_size=2; engines are updated without pipeline stages"),
+        ({"dp_size": 2}, r"dp_size=2 are not supported; launch that many engines instead"),
+        ({"pp_size": 2}, r"pp_size=2 are not supported; launch it with pp_size=1"),
         ({"dp_size": 2, "enable_dp_attention": True}, None),
     ],
 )
@@ -230,11 +230,11 @@ def test_a_local_engine_tells_why_it_cannot(local):
     assert local.tokenizer_manager.max_wait_s == pytest.approx(0.09)
 
     local.tokenizer_manager.delay_s = 1.0
-    with pytest.raises(RuntimeError, match=r"no answer within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"no response within 0.1 s"):
         engine.flush_cache()
 
     async def inside():
-        with pytest.raises(RuntimeError, match="event loop is busy"):
+        with pytest.raises(RuntimeError, match="event loop is running"):
             engine.flush_cache()
 
     local.loop.run_until_complete(inside())

@@ -233,8 +233,8 @@ def refused(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, torc
         ("unknown", RuntimeError, r"no parameter for these tensors: 'model\.layers\.9\.mlp\.down_proj\.weight'"),
         ("shape", RuntimeError, r"a part of these tensors: 'model\.layers\.1\.mlp\.down_proj\.weight' \("),
         ("dtype", RuntimeError, r"'model\.layers\.1\.mlp\.down_proj\.weight' has the wrong dtype"),
-        ("twice", ValueError, r"'model\.layers\.1\.mlp\.down_proj\.weight' came twice"),
-        ("nan", ValueError, r"not a number: 'model\.layers\.1\.mlp\.down_proj\.weight'"),
+        ("twice", ValueError, r"'model\.layers\.1\.mlp\.down_proj\.weight' was passed twice"),
+        ("nan", ValueError, r"NaN elements: 'model\.layers\.1\.mlp\.down_proj\.weight'"),
     ],
 )
 def test_bad_tensors_are_refused_by_name(engine, models, kind, error, message):

@@ -64,7 +64,7 @@ def test_whole_box_contains_every_box():
 
 
 def test_boxes_with_different_number_of_dims_are_refused():
-    with pytest.raises(ValueError, match="as many dims"):
+    with pytest.raises(ValueError, match="the same number of dims"):
         Box.whole((3,)).intersect(Box.whole((3, 1)))
     with pytest.raises(ValueError, match="same length"):
         Box((0,), (1, 2))

@@ -106,7 +106,7 @@ def _strides_without_reason() -> str:
 
 def test_rows_that_are_no_box_are_refused():
     for message in run_ranks(_strides_without_reason, 2):
-        assert message.startswith("tensor 'w' has placements that are not supported: (_StridedShard(dim=0, sf=2)")
+        assert message.startswith("tensor 'w' has unsupported placements (_StridedShard(dim=0, sf=2)")
 
 
 def _partial_sums() -> tuple[int, ...] | None:
@@ -190,17 +190,20 @@ def test_a_plain_tensor_is_that_of_the_first_rank():
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 3}, r"'w'.*part 0 of 3 of dim 0 of \(4, 6\): not even"),
+        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 3}, r"'w'.*dim 0 of \(4, 6\) has no even part 0 of 3"),
         ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 2, "rank": 2}, r"'w'.*part 2 of 2"),
         ({"tensor": torch.zeros(2, 5), "dim": 0, "size": 2}, r"'w'.*has the shape \(2, 6\), got a tensor of \(2, 5\)"),
         ({"tensor": torch.zeros(4), "dim": None}, r"'w'.*has the shape \(4, 6\), got a tensor of \(4,\)"),
-        ({"tensor": torch.zeros(2, 6), "dim": 2, "size": 2}, r"'w'.*dim 2 of \(4, 6\)"),
-        ({"tensor": torch.zeros(2, 6), "start": (3, 0)}, r"'w'.*of \(2, 6\) that begins at \(3, 0\) does not lie in"),
-        ({"tensor": torch.zeros(2, 6), "start": (-1, 0)}, r"'w'.*does not lie in \(4, 6\)"),
-        ({"tensor": torch.zeros(2, 6), "start": (0,)}, r"'w'.*does not lie in \(4, 6\)"),
-        ({"tensor": torch.zeros(2), "start": (0, 0)}, r"'w'.*does not lie in \(4, 6\)"),
-        ({"tensor": torch.zeros(2, 6), "start": (0, 0), "dim": 0, "size": 2}, r"'w'.*by its start .* leave one out"),
-        ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica 2 of 2"),
+        ({"tensor": torch.zeros(2, 6), "dim": 2, "size": 2}, r"'w'.*dim 2 is out of range for global_shape \(4, 6\)"),
+        (
+            {"tensor": torch.zeros(2, 6), "start": (3, 0)},
+            r"'w'.*of shape \(2, 6\) that starts at \(3, 0\) is not inside",
+        ),
+        ({"tensor": torch.zeros(2, 6), "start": (-1, 0)}, r"'w'.*is not inside \(4, 6\)"),
+        ({"tensor": torch.zeros(2, 6), "start": (0,)}, r"'w'.*is not inside \(4, 6\)"),
+        ({"tensor": torch.zeros(2), "start": (0, 0)}, r"'w'.*is not inside \(4, 6\)"),
+        ({"tensor": torch.zeros(2, 6), "start": (0, 0), "dim": 0, "size": 2}, r"'w'.*both start .* pass only one"),
+        ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica must be in .*, got 2 of 2"),
     ],
 )
 def test_a_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
@@ -275,7 +278,7 @@ def test_a_tensor_that_hides_where_its_values_are_is_refused_by_name():
 def test_a_tensor_whose_memory_was_freed_is_refused_where_it_would_be_sent():
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(TypeError, match=r"tensor 'w' is a torch\.Tensor, which has no memory of its own"):
+    with pytest.raises(TypeError, match=r"tensor 'w' is a torch\.Tensor without memory of its own"):
         piece_to_send("w", freed, None, 0)
     assert piece_to_send("w", freed, None, 1) is None
 
@@ -319,15 +322,15 @@ def _uneven() -> tuple[str, str]:
     local = torch.zeros(5 if dist.get_rank() == 0 else 3, 2)
     sizes = {"shape": torch.Size((8, 2)), "stride": (2, 1), "run_check": False}
     tensor = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], **sizes)
-    with pytest.raises(ValueError, match="tensor 'w' holds values") as caught:
+    with pytest.raises(ValueError, match="tensor 'w' has local shape") as caught:
         piece_to_send("w", tensor, None, 0)
-    told, _, rest = str(caught.value).partition(", where")
-    return told, rest.partition(":")[0]
+    told, _, rest = str(caught.value).partition(", but")
+    return told, rest.partition(" (split")[0]
 
 
 def test_a_dtensor_whose_values_do_not_fit_its_placements_is_refused():
-    say = " its placements (Shard(dim=0),) of (8, 2) say (4, 2)"
+    say = " its placements (Shard(dim=0),) of (8, 2) require (4, 2)"
     assert run_ranks(_uneven, 2) == [
-        ("tensor 'w' holds values of the shape (5, 2) on rank 0", say),
-        ("tensor 'w' holds values of the shape (3, 2) on rank 1", say),
+        ("tensor 'w' has local shape (5, 2) on rank 0", say),
+        ("tensor 'w' has local shape (3, 2) on rank 1", say),
     ]
