@@ -1,4 +1,4 @@
-"""Trains a model with FSDP2 and keeps a running SGLang server up to date, without any other package of tidemill.
+"""Train a model with FSDP2 and update a running SGLang server after each step, with this package alone.
 
     export TIDEMILL_WEIGHT_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))")
     python -m sglang.launch_server --model-path MODEL --port 30000 --api-key KEY \
@@ -32,9 +32,9 @@ def main(path: str, url: str, api_key: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     engines = [HttpEngine(url, api_key)] if dist.get_rank() == 0 else []
-    updater = WeightUpdater(engines)  # dtype=torch.bfloat16 sends half the bytes to a bfloat16 engine
+    updater = WeightUpdater(engines)  # dtype=torch.bfloat16 halves the bytes for a bfloat16 engine
     for step in range(1, 4):
-        tokens = torch.randint(model.config.vocab_size, (4, 32), device=mesh.device_type)  # your data
+        tokens = torch.randint(model.config.vocab_size, (4, 32), device=mesh.device_type)  # replace by your data
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

@@ -1,6 +1,6 @@
-"""A callback that keeps a running SGLang server up to date while `transformers.Trainer` trains.
+"""A `transformers.Trainer` callback that updates a running SGLang server during training.
 
-Start the server as `fsdp2.py` tells, then: python hf_trainer.py MODEL http://127.0.0.1:30000 KEY
+Start the server as described in `fsdp2.py`, then run: python hf_trainer.py MODEL http://127.0.0.1:30000 KEY
 """
 
 import sys
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 
 class UpdateWeights(TrainerCallback):
-    """Sends the weights after every `every` optimizer steps. `engines` on the first rank only."""
+    """Sends the weights after every `every` optimizer steps. Pass `engines` on rank 0 and an empty list elsewhere."""
 
     def __init__(self, engines: list[HttpEngine], every: int = 1) -> None:
         self.updater = WeightUpdater(engines)
@@ -30,7 +30,7 @@ class UpdateWeights(TrainerCallback):
 
 
 class RandomTokens(Dataset):
-    """Your data."""
+    """Random tokens; replace by your data."""
 
     def __init__(self, vocab_size: int) -> None:
         self.tokens = torch.randint(vocab_size, (24, 32))

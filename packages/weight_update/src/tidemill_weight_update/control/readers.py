@@ -72,9 +72,9 @@ class Readers:
         wait = PollingWait(self.max_wait_s, "engines to start", self._drop_exited)
         pending = set(rows)
         while pending := pending & self._rows:
-            begun = {row for row in pending if self._control.state(self._sequence, row) != IDLE}
-            pending -= begun
-            if begun:
+            started = {row for row in pending if self._control.state(self._sequence, row) != IDLE}
+            pending -= started
+            if started:
                 wait.progress()
                 continue
             try:

@@ -101,10 +101,17 @@ def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tenso
     sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
     places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist())}
     columns = (
-        *(table.tensor, table.rows, table.cols),
-        *(table.memory, table.src, table.src_pitch),
-        *(table.target, table.dst, table.dst_pitch),
-        *(table.pos, table.pos_pitch),
+        table.tensor,
+        table.rows,
+        table.cols,
+        table.memory,
+        table.src,
+        table.src_pitch,
+        table.target,
+        table.dst,
+        table.dst_pitch,
+        table.pos,
+        table.pos_pitch,
     )
     views = []
     for row in zip(*(column.tolist() for column in columns), strict=True):

@@ -21,10 +21,19 @@ Wide tiles need the fewest address computations; narrow ones waste no threads on
 """
 
 SEGMENT_FIELDS = (
-    *("memory", "src", "src_pitch"),
-    *("target", "dst", "dst_pitch"),
-    *("tensor", "pos", "pos_pitch"),
-    *("rows", "cols", "first_tile", "tiles_across"),
+    "memory",
+    "src",
+    "src_pitch",
+    "target",
+    "dst",
+    "dst_pitch",
+    "tensor",
+    "pos",
+    "pos_pitch",
+    "rows",
+    "cols",
+    "first_tile",
+    "tiles_across",
 )
 """Columns of `TileGroup.segments`; the kernel reads them by this order."""
 

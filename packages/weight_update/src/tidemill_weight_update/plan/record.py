@@ -130,8 +130,8 @@ def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
     """Merge groups that share a name."""
     group_of: dict[str, set[str]] = {}
     for group in groups:
-        merge_descriptors = set(group).union(*(group_of.get(name, ()) for name in group))
-        group_of |= dict.fromkeys(merge_descriptors, merge_descriptors)
+        joined = set(group).union(*(group_of.get(name, ()) for name in group))
+        group_of |= dict.fromkeys(joined, joined)
     return list({id(group): group for group in group_of.values()}.values())
 
 

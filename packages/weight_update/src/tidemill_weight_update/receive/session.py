@@ -80,7 +80,7 @@ class UpdateSession:
             raise
         finally:
             if self.changed:
-                self._synchronize()  # the trainer is message next that nothing of it is read any more
+                self._synchronize()  # the next report releases the trainer's memory
 
     def _run(self) -> None:
         self.peers.report(ATTACHED)
@@ -352,9 +352,9 @@ def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
 
 
 def _check_alive(boxes: Sequence[Channel]) -> None:
-    ended = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
-    if ended:  # list all of them: the first may have caused the others to exit
-        raise RuntimeError(f"trainer rank {', '.join(ended)} has exited")
+    exited = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
+    if exited:  # list all of them: the first may have caused the others to exit
+        raise RuntimeError(f"trainer rank {', '.join(exited)} has exited")
 
 
 def _first_few(items: Sequence[str]) -> str:

@@ -57,11 +57,11 @@ class RemoteReaders(Readers):
         while True:
             statuses = self._mailbox.statuses(self._sequence, sorted(self._rows))
             late = {row for row, status in statuses.items() if status.released < num_buckets}
-            taken = sorted(statuses[row].released for row in late)
+            released = sorted(statuses[row].released for row in late)
             if not late:
                 return
-            if taken != before:
-                before = taken
+            if released != before:
+                before = released
                 wait.progress()
             self._pause(wait, late, statuses)
 

@@ -29,13 +29,13 @@ class PackedDescriptor:
 
 def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
     """Return what the plan reads of the bucket; all of a tensor that is loaded by the model's own loader."""
-    taken: dict[str, list[Box]] = {source.name: [] for source in descriptor.sources}
+    read: dict[str, list[Box]] = {source.name: [] for source in descriptor.sources}
     for copy in plan.copies:
-        if copy.name in taken:
-            taken[copy.name].append(copy.box)
+        if copy.name in read:
+            read[copy.name].append(copy.box)
     parts = []
     for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
-        boxes = [Box.whole(source.shape)] if source.name in plan.through_loader else _disjoint(taken[source.name])
+        boxes = [Box.whole(source.shape)] if source.name in plan.through_loader else _disjoint(read[source.name])
         common = (box.intersect(shard.box) for shard in shards for box in boxes)
         parts.append(tuple(box for box in common if box is not None))
     return tuple(parts)

@@ -58,9 +58,9 @@ class AdapterPath:
             check_parts(bucket)
             arena = HostArena(bucket.num_bytes) if self._ranks.rank == 0 else None
         digest = 0 if bucket is None else bucket.digest(name, config, replaces)
-        told = "" if bucket is None else f"adapter {name!r} of {config} ({tensor_range(bucket.entries)})"
+        description = "" if bucket is None else f"adapter {name!r} of {config} ({tensor_range(bucket.entries)})"
         try:
-            self._ranks.agree(failure.error, digest, told)
+            self._ranks.agree(failure.error, digest, description)
             assert bucket is not None
             with failure:
                 with stages("gather"):

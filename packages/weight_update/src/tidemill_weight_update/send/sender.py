@@ -77,7 +77,7 @@ class Sender:
 
     @property
     def is_mostly_unused(self) -> bool:
-        """Whether most of the journal is unused, because the tensors of recent updates had ever new layouts."""
+        """Whether most of the journal is unused, because the tensors of recent updates had new layouts every time."""
         return self._end > 4 * self._used + MAX_UNUSED_BYTES
 
     def open(self, sequence: int, buckets: Sequence[PreparedBucket] | None) -> None:
