@@ -26,7 +26,7 @@ from tidemill_weight_update.send.sender import PreparedBucket
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
-from tidemill_weight_update.tensors.source import NamedTensors
+from tidemill_weight_update.tensors.source import NamedTensors, check_same_kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,7 +167,7 @@ class WeightUpdater:
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), is_stream])
         _, _, num_receivers, num_stock, _ = rows[0]
         if num_receivers:
-            _check_kinds([bool(row[-1]) for row in rows])
+            check_same_kind([bool(row[-1]) for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet, "update"):
             if num_receivers:
@@ -399,13 +399,3 @@ class WeightUpdater:
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return outcome
-
-
-def _check_kinds(are_streams: Sequence[bool]) -> None:
-    """Raise TypeError unless all ranks passed a collection or all passed a generator: one request covers all ranks."""
-    if len(set(are_streams)) > 1:
-        streams = ", ".join(str(rank) for rank, is_stream in enumerate(are_streams) if is_stream)
-        raise TypeError(
-            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all ranks must pass "
-            f"the same kind: list(...) turns a generator into a collection, iter(...) a collection into an iterator"
-        )

@@ -1,6 +1,6 @@
 """Checks of the items that the caller passes to `update`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,3 +43,13 @@ def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | LocalShard
         raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
     seen.add(name)
     return name, tensor
+
+
+def check_same_kind(are_streams: Sequence[bool]) -> None:
+    """Raise TypeError unless all ranks passed a collection or all passed a generator: one request covers all ranks."""
+    if len(set(are_streams)) > 1:
+        streams = ", ".join(str(rank) for rank, is_stream in enumerate(are_streams) if is_stream)
+        raise TypeError(
+            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all ranks must pass "
+            f"the same kind: list(...) turns a generator into a collection, iter(...) a collection into an iterator"
+        )
