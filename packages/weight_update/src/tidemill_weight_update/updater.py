@@ -62,9 +62,8 @@ class WeightUpdater:
         timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
             the other engines load without that engine; `update` returns, and paused engines resume, when the client of
             that engine has timed out too. Must be less than the timeout of the clients, otherwise they time out for all
-            engines while these wait for one. (An engine waits for a trainer rank that is alive but sends nothing as
-            long with a link, three times as long without one. A trainer rank of the fast path that has sent everything
-            waits three times as long for the other ranks.)
+            engines while these wait for one. An engine waits as long for a trainer rank that is alive with a link,
+            three times as long without; trainer ranks that have sent everything wait three times as long for others.
     """
 
     def __init__(
