@@ -132,7 +132,7 @@ def test_a_case_for_more_gpus_than_there_are_is_refused_before_anything_starts()
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.splitlines()[-1] == (
-        "too few GPUs: moe2 needs 2, dense2x2 needs 4, 0 can be seen here; --scale tiny runs any case without one"
+        "too few GPUs: moe2 needs 2, dense2x2 needs 4, 0 are visible; --scale tiny runs any case without one"
     )
 
 

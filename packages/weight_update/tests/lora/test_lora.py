@@ -33,13 +33,13 @@ def test_the_scale_of_rank_stabilised_lora_reaches_sglang():
     ("change", "message"),
     [
         ({"peft_type": "IA3"}, "expected peft_type 'LORA', got 'IA3'"),
-        ({"use_dora": True}, "use_dora=True are not supported"),
-        ({"use_qalora": True}, "use_qalora=True are not supported"),
+        ({"use_dora": True}, "unsupported adapter setting use_dora=True"),
+        ({"use_qalora": True}, "unsupported adapter setting use_qalora=True"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens="),
         ({"trainable_token_indices": [7]}, "trainable_token_indices="),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-        ({"bias": "all"}, "bias='all' are not supported"),
+        ({"bias": "all"}, "unsupported adapter setting bias='all'"),
         ({"target_modules": "all-linear"}, "must be a list of names"),
         ({"r": 0}, "r must be positive"),
     ],
@@ -123,7 +123,7 @@ def wrong(change: str) -> list[tuple[str, Tensor]]:
 
 
 WRONG = {
-    "lone": (ValueError, r"has no 'base_model\.model\.layers\.0\.q_proj\.lora_A\.weight'"),
+    "lone": (ValueError, r"lacks 'base_model\.model\.layers\.0\.q_proj\.lora_A\.weight'"),
     "shape": (ValueError, r"must have the shape \(r, inputs\) with r=4, got \(3, 8\)"),
     "name": (ValueError, "expected the name of a LoRA matrix"),
     "module": (ValueError, r"belongs to no module in target_modules"),
