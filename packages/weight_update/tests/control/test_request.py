@@ -105,7 +105,7 @@ def model(monkeypatch) -> ToyModel:
     return engine.models[0]
 
 
-@pytest.mark.parametrize("key", [OTHER, ""])
+@pytest.mark.parametrize("key", [OTHER, ""], ids=["another token", "no token"])
 def test_loader_refuses_another_token_and_does_not_raise(token, mailbox, model, caplog, key):
     before = [{name: p.clone() for name, p in model.named_parameters()}]
     good = request(sequence=3, mailboxes=(mailbox.path,), first_receiver=0, num_receivers=1, timeout_s=0.1)
