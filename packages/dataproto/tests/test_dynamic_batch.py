@@ -58,7 +58,7 @@ def test_micro_batches_stay_under_the_cap_and_restore_the_rows(
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 40), st.integers(0, 5))
 def test_larger_num_micro_batches_always_fits(lengths: list[int], cap: int, more: int) -> None:
     count = count_micro_batches(lengths, cap)
-    assert count <= 2 * max(1, -(-sum(lengths) // cap))  # neighbours that cannot be joined are over half full
+    assert count <= 2 * max(1, -(-sum(lengths) // cap))  # two parts that cannot be merged exceed the cap together
     _, indices = rearrange_micro_batches(batch_of(lengths), cap, num_micro_batches=count + more)
     assert len(indices) == count + more
     assert largest(lengths, indices) <= cap
@@ -122,7 +122,7 @@ def test_workload_is_balanced_under_the_token_cap() -> None:
     assert by_work[0] == [0]  # alone: its square outweighs all others
     assert largest(squares, by_work) < largest(squares, by_tokens)
     _, capped = rearrange_micro_batches(batch_of(lengths), 1600, num_micro_batches=2, workload=lambda rows: rows * rows)
-    assert largest(lengths, capped) <= 1600  # the cap comes first
+    assert largest(lengths, capped) <= 1600  # the cap has priority
 
 
 def test_micro_batches_are_in_descending_order_of_work() -> None:

@@ -1,4 +1,4 @@
-"""On CUDA no operation waits for the device unless it says so."""
+"""On CUDA, operations do not wait for the device, except those that document it."""
 
 import pickle
 from collections.abc import Iterator

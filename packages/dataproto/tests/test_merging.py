@@ -172,13 +172,13 @@ def test_concat_merges_meta_info_by_rule() -> None:
     ],
 )
 def test_merge_rules_of_meta_info(rule: Any, expected: Any) -> None:
-    one = DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"fact": {"a": 1, "b": 4}, "number": 2})
-    three = DataProto.from_dict({"x": torch.zeros(3)}, meta_info={"fact": {"a": 5}, "number": 2})
-    joined = DataProto.concat([one, three], merge={"fact": rule})
-    assert joined.meta_info == {"fact": expected, "number": 2}
-    assert one.meta_info["fact"] == {"a": 1, "b": 4}
-    both = one.union(DataProto.from_dict({"y": torch.zeros(1)}, meta_info={"fact": {"a": 1}}), merge={"fact": "max"})
-    assert both.meta_info["fact"] == {"a": 1, "b": 4}
+    one = DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"key": {"a": 1, "b": 4}, "number": 2})
+    three = DataProto.from_dict({"x": torch.zeros(3)}, meta_info={"key": {"a": 5}, "number": 2})
+    joined = DataProto.concat([one, three], merge={"key": rule})
+    assert joined.meta_info == {"key": expected, "number": 2}
+    assert one.meta_info["key"] == {"a": 1, "b": 4}
+    both = one.union(DataProto.from_dict({"y": torch.zeros(1)}, meta_info={"key": {"a": 1}}), merge={"key": "max"})
+    assert both.meta_info["key"] == {"a": 1, "b": 4}
 
 
 def test_rules_for_numbers_refuse_other_values() -> None:

@@ -69,10 +69,10 @@ def test_slice_takes_the_same_rows_as_a_list(batch: DataProto, data: st.DataObje
 @given(batches(min_rows=1))
 def test_items_then_from_items_is_the_identity(batch: DataProto) -> None:
     others = [name for name, column in batch.non_tensor_batch.items() if column.dtype == object]
-    batch = batch.select(non_tensor_batch_keys=others)  # numbers and strings would come back as objects
+    batch = batch.select(non_tensor_batch_keys=others)  # numbers and strings would become objects
     dense = [name for name in names_of(batch) if not batch[name].is_nested]
     if not names_of(batch) and not others:
-        return  # items without columns tell no number of rows
+        return  # without columns, items do not determine the number of rows
     items = list(batch)
     assert len(items) == len(batch)
     assert DataProto.from_items(items, dense) == batch
@@ -190,8 +190,8 @@ def test_pad_then_unpad_is_the_identity(batch: DataProto, divisor: int) -> None:
     check(unpad_dataproto(padded, size), rows, batch)
     assert unpad_dataproto(padded, size) == batch
     for part in (padded.chunk(divisor), padded.split(1), [padded[::-1][::-1]], [pickle.loads(pickle.dumps(padded))]):
-        assert rows_of(DataProto.concat(part)) == rows  # padding goes by itself
-        assert unpad_dataproto(DataProto.concat(part), size) == batch  # and unpad knows that it is gone
+        assert rows_of(DataProto.concat(part)) == rows  # concat drops padding
+        assert unpad_dataproto(DataProto.concat(part), size) == batch  # unpad sees that padding was dropped
     assert [row for part in padded.make_iterator(2, shuffle=False) for row in rows_of(part)] == rows
     assert len(list(padded)) == len(batch)
 

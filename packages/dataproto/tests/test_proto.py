@@ -150,9 +150,9 @@ def test_copies_keep_devices_and_gradients(copied) -> None:
 
 
 def test_deep_copy_shares_nothing_with_its_source() -> None:
-    fact = {"list": [1]}
-    batch = DataProto.from_dict({"x": torch.zeros(1)}, {"o": [[fact]], "n": np.zeros(1)})
-    batch.meta_info["fact"] = fact
+    value = {"list": [1]}
+    batch = DataProto.from_dict({"x": torch.zeros(1)}, {"o": [[value]], "n": np.zeros(1)})
+    batch.meta_info["key"] = value
     padded, _ = pad_dataproto_to_divisor(batch, 2)
     for source in (batch, padded):
         new = copy.deepcopy(source)
@@ -161,10 +161,10 @@ def test_deep_copy_shares_nothing_with_its_source() -> None:
         new["n"][:] = 1
         new["o"][0][0]["list"].append(2)
         assert source["x"].sum() == source["n"].sum() == 0
-        assert fact == {"list": [1]}
+        assert value == {"list": [1]}
     assert copy.deepcopy(padded).is_padding.tolist() == [False, True]
     new = copy.deepcopy(batch)
-    assert new.meta_info["fact"] is new["o"][0][0]
+    assert new.meta_info["key"] is new["o"][0][0]
 
 
 def test_slices_are_views_and_indexing_copies() -> None:

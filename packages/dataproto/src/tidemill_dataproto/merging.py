@@ -7,11 +7,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import tensors as tensor_half
+from tidemill_dataproto import numpy_columns, tensor_columns
 from tidemill_dataproto.equality import same
 from tidemill_dataproto.ragged.layout import JaggedColumn
-from tidemill_dataproto.tensors import Column
+from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["MergeRule", "join_columns", "merge_meta"]
 
@@ -39,10 +38,10 @@ def join_columns(
     _check_names(both, fill)
     _check_halves(tensors, arrays)
     tensors = _filled(tensors, num_rows, fill, _fill_column)
-    arrays = _filled(arrays, num_rows, fill, numpy_half.fill)
-    _check_kinds(tensors, tensor_half.kind_of)
-    _check_kinds(arrays, numpy_half.kind_of)
-    return tensor_half.join(tensors), numpy_half.join(arrays)
+    arrays = _filled(arrays, num_rows, fill, numpy_columns.fill)
+    _check_kinds(tensors, tensor_columns.kind_of)
+    _check_kinds(arrays, numpy_columns.kind_of)
+    return tensor_columns.join(tensors), numpy_columns.join(arrays)
 
 
 def _check_names(parts: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> None:
@@ -93,7 +92,7 @@ def _fill_column(name: str, like: Column, num_rows: int, value: Any) -> Column:
         raise ValueError(
             f"column {name!r} is ragged and can only be filled with empty rows; pass fill={{{name!r}: None}}"
         )
-    return tensor_half.fill(name, like, num_rows, value)
+    return tensor_columns.fill(name, like, num_rows, value)
 
 
 def _check_kinds(parts: Sequence[Mapping[str, _T]], kind_of: Callable[[_T], str]) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import tensors as tensor_half
+from tidemill_dataproto import numpy_columns, tensor_columns
 from tidemill_dataproto.proto import DataProto
 from tidemill_dataproto.ragged.layout import JaggedColumn
-from tidemill_dataproto.tensors import Column
+from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["pad_dataproto_to_divisor", "unpad_dataproto"]
 
@@ -112,14 +111,14 @@ def _blank(padded: DataProto, key: str, pad_size: int, number: Callable[[Tensor 
         else:
             flat = column
         value = number(flat)
-        tensor_half.check_fill(key, flat, value)
+        tensor_columns.check_fill(key, flat, value)
         flat[start:] = value
     elif key in arrays:
         array = arrays[key]
         blank: Any = None if array.dtype == object else array.dtype.type()
         if array.dtype.kind in "biuf":
             blank = number(array)
-        arrays[key] = np.concatenate([array[:start], numpy_half.fill(key, array, pad_size, blank)])
+        arrays[key] = np.concatenate([array[:start], numpy_columns.fill(key, array, pad_size, blank)])
 
 
 def _zero(_: Tensor | np.ndarray) -> float:

@@ -1,29 +1,24 @@
 """The batch container."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import arrays as numpy_half
-from tidemill_dataproto import checks, groups
-from tidemill_dataproto import tensors as tensor_half
+from tidemill_dataproto import checks, groups, tensor_columns
 from tidemill_dataproto.equality import same
-from tidemill_dataproto.formats import arrow, disk, tensordicts
 from tidemill_dataproto.index import as_counts, as_row_index
-from tidemill_dataproto.items import DataProtoItem, columns_of_items
+from tidemill_dataproto.items import DataProtoItem
 from tidemill_dataproto.iterator import BatchIterator
 from tidemill_dataproto.merging import MergeRule, join_columns, merge_meta
-from tidemill_dataproto.state import BatchState
+from tidemill_dataproto.storage import BatchStorage
 
 __all__ = ["DataProto"]
 
 
-class DataProto(BatchState):
+class DataProto(BatchStorage):
     """Rows of a batch: tensor columns, numpy columns, and values about the whole batch.
 
     Attributes:
@@ -49,187 +44,6 @@ class DataProto(BatchState):
 
     __slots__ = ()
 
-    @classmethod
-    def from_dict(
-        cls,
-        tensors: Mapping[str, Tensor] | None = None,
-        non_tensors: Mapping[str, Any] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-        num_batch_dims: int = 1,
-    ) -> "DataProto":
-        """Make a batch of tensor columns and other columns.
-
-        Args:
-            tensors: tensor columns by name, dense `[B, ...]` or ragged `[B, j, ...]`.
-            non_tensors: other columns by name: numpy arrays `[B, ...]`, or lists, which become object columns.
-            meta_info: values about the whole batch.
-            num_batch_dims: number of leading dims that all tensors must share, for example 2 for `[B, n, ...]` with n
-                responses per prompt. Rows are dim 0 in any case; `unfold()` makes rows of the first two dims. Above 1,
-                all columns must be dense tensors.
-
-        Raises:
-            ValueError, TypeError: as `check_consistency`, or the tensors do not share `num_batch_dims` dims.
-        """
-        columns = tensor_half.as_columns({} if tensors is None else tensors)
-        others = {} if non_tensors is None else non_tensors
-        checks.check_batch_dims(columns, others, num_batch_dims)
-        arrays = {name: numpy_half.as_array(name, column) for name, column in others.items()}
-        counts = {name: tensor_half.num_rows_of(column) for name, column in columns.items()}
-        counts |= {name: array.shape[0] for name, array in arrays.items()}
-        checks.check_counts(counts)
-        num_rows = next(iter(counts.values()), 0)
-        new = cls._of(num_rows, columns, arrays, {} if meta_info is None else meta_info)
-        new.check_consistency()
-        return new
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """Make a batch as `from_dict`, with tensors and other columns in one dict."""
-        tensors = {name: column for name, column in data.items() if isinstance(column, Tensor)}
-        others = {name: column for name, column in data.items() if name not in tensors}
-        return cls.from_dict(tensors, others, meta_info)
-
-    @classmethod
-    def from_items(cls, items: Sequence[DataProtoItem | Mapping[str, Any]], dense: Sequence[str] = ()) -> "DataProto":
-        """Make a batch of rows: items as returned by `batch[i]`, or dicts with a value for each column.
-
-        Tensors without dims become a dense column `[B]`. Tensors with dims become rows of a ragged column, or, if
-        `dense` names the column, are stacked. Anything else is an object. All items must have the same meta_info.
-
-        Raises:
-            ValueError: no items, items with different columns, or rows that do not match; the error names the column.
-            KeyError: `dense` names an unknown column.
-        """
-        return cls.from_dict(*columns_of_items(items, dense))
-
-    @classmethod
-    def from_tensordict(cls, data: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """Make a batch from a TensorDict; the inverse of `to_tensordict`.
-
-        Tensors, dense or jagged, become tensor columns without a copy, NonTensorStacks object columns, NonTensorData
-        items of meta_info, deep-copied.
-
-        Args:
-            data: a TensorDict of batch_size [B], or of batch_size [] if it holds NonTensorData only.
-            meta_info: more items of meta_info.
-
-        Raises:
-            TypeError: not a TensorDict, another batch_size, or an entry of another type; the error names it.
-            ValueError: a key is in meta_info and in the TensorDict, or a tensor is not a column (`check_consistency`).
-        """
-        tensors, arrays, facts, padding = tensordicts.of_tensordict(data, {} if meta_info is None else meta_info)
-        num_rows = data.batch_size[0] if data.batch_dims == 1 else 0
-        new = cls._of(num_rows, tensor_half.as_columns(tensors), arrays, facts, padding)
-        new.check_consistency()
-        return new
-
-    def to_tensordict(self) -> TensorDict:
-        """Return the batch as a TensorDict of batch_size [B], as newer code of verl passes them.
-
-        Tensor columns are shared. A numpy column becomes a NonTensorStack of its rows, an item of meta_info a
-        NonTensorData with a deep copy. `from_tensordict` restores an equal batch: values, dtypes, offsets, objects,
-        meta_info and padding marks. The entries `_dataproto_dtypes` (if a numpy column does not hold objects) and
-        `_dataproto_padding` (if rows are padding) serve that purpose.
-
-        Raises:
-            ValueError: a key of meta_info is not a string, or the name of a column.
-        """
-        return tensordicts.to_tensordict(len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding)
-
-    @classmethod
-    def from_arrow(
-        cls, table: Any, meta_info: Mapping[str, Any] | None = None, *, as_objects: bool = False
-    ) -> "DataProto":
-        """Make a batch from a `pyarrow.Table`.
-
-        Numbers and bools become tensors `[B]`, fixed-size lists of them tensors `[B, n]`, lists of either ragged
-        columns. Everything else becomes an object column: strings, dicts, lists of dicts (chat messages), columns with
-        nulls. uint16, uint32 and uint64 become signed integers that can hold the values (torch cannot index rows of
-        unsigned ones), or objects if none can.
-
-        Args:
-            table: the table; its rows and columns keep their order.
-            meta_info: meta_info of the batch.
-            as_objects: make every column an object column of Python values, as `table.to_pylist()` returns them.
-
-        Raises:
-            TypeError: `table` is not a `pyarrow.Table`.
-            ImportError: pyarrow is not installed.
-        """
-        return cls.from_dict(*arrow.columns_of_table(table, as_objects), meta_info)
-
-    @classmethod
-    def from_parquet(
-        cls, path: str | Path, columns: Sequence[str] | None = None, *, as_objects: bool = False
-    ) -> "DataProto":
-        """Read a parquet file, rows in file order; see `from_arrow` for the kinds of columns.
-
-        Args:
-            path: the file.
-            columns: names of the columns to read; all if None.
-            as_objects: make every column an object column of Python values.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the file is truncated or not parquet.
-            KeyError: the file lacks one of `columns`.
-            ImportError: pyarrow is not installed.
-        """
-        return cls.from_arrow(arrow.read_parquet(path, columns), as_objects=as_objects)
-
-    @classmethod
-    def iter_parquet(
-        cls,
-        path: str | Path,
-        columns: Sequence[str] | None = None,
-        *,
-        batch_size: int = 1024,
-        as_objects: bool = False,
-    ) -> "Iterator[DataProto]":
-        """Read a parquet file in batches of `batch_size` rows, in file order, the last one shorter.
-
-        Only the row groups that a batch needs are in memory. A file of zero rows yields nothing. Arguments and errors
-        are those of `from_parquet`; a missing file or column raises before the first batch.
-
-        Raises:
-            ValueError: batch_size < 1, or a column has nulls in some batches only, and would be a tensor in some and
-                an object column in others; pass as_objects=True.
-        """
-        batches = arrow.iter_parquet(path, columns, batch_size, as_objects)
-        return (cls.from_dict(tensors, objects) for tensors, objects in batches)
-
-    @classmethod
-    def load_from_disk(cls, path: str | Path, allow_pickle: bool = False) -> "DataProto":
-        """Read a file of `save_to_disk`; tensors are on the CPU and read lazily.
-
-        Args:
-            path: the file.
-            allow_pickle: whether to load pickled objects. Unpickling runs code: allow it only for files you trust.
-
-        Raises:
-            ValueError: the file is truncated, of another format or a newer version, or contains pickled objects and
-                allow_pickle is False.
-            FileNotFoundError, IsADirectoryError: the file does not exist.
-        """
-        return cls._of(*disk.read(Path(path), allow_pickle))
-
-    def save_to_disk(self, path: str | Path, allow_pickle: bool = False) -> None:
-        """Write the batch as one safetensors file, with everything that is not a tensor as JSON in it.
-
-        The file appears, or replaces an older one, when it is complete.
-
-        Args:
-            path: the file; its folder must exist.
-            allow_pickle: whether to pickle objects that have no JSON form.
-
-        Raises:
-            TypeError: an object that is neither JSON, tuple, bytes, array nor tensor, nor made of these, without
-                allow_pickle; the error names the column and the row.
-        """
-        disk.write(
-            Path(path), len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding, allow_pickle
-        )
-
     def __getitem__(self, item: Any) -> Any:
         """Return a column by name (str), one row as a DataProtoItem (int), or rows as a batch.
 
@@ -243,7 +57,7 @@ class DataProto(BatchState):
         columns = self._read()
         if isinstance(item, str):
             if item in columns:
-                return tensor_half.as_tensor(columns[item])
+                return tensor_columns.as_tensor(columns[item])
             checks.check_known("column", [item], [*columns, *self.non_tensor_batch])
             return self.non_tensor_batch[item]
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
@@ -506,12 +320,12 @@ class DataProto(BatchState):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DataProto":
         """Return a batch with its tensors on `device`; tensors already there are shared. See `Tensor.to`."""
-        columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        columns = tensor_columns.map_tensors(self._read(), lambda tensor: tensor.to(device, non_blocking=non_blocking))
         return self._of(len(self), columns, dict(self.non_tensor_batch), self.meta_info, self._padding)
 
     def clone(self) -> "DataProto":
         """Return a batch with its own memory for tensors and numpy columns; objects are shared."""
-        columns = tensor_half.map_tensors(self._read(), lambda tensor: tensor.clone())
+        columns = tensor_columns.map_tensors(self._read(), lambda tensor: tensor.clone())
         arrays = {name: array.copy() for name, array in self.non_tensor_batch.items()}
         return self._of(len(self), columns, arrays, self.meta_info, self._padding)
 

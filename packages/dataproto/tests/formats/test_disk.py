@@ -55,7 +55,7 @@ def make() -> DataProto:
 @given(st.lists(JSON, min_size=1, max_size=3))
 def test_plain_objects_round_trip(tmp_path_factory: pytest.TempPathFactory, objects: list[Any]) -> None:
     path = tmp_path_factory.mktemp("plain") / "batch"
-    batch = DataProto.from_dict({}, {"objects": objects}, {"fact": objects})
+    batch = DataProto.from_dict({}, {"objects": objects}, {"key": objects})
     batch.save_to_disk(path)
     assert DataProto.load_from_disk(path) == batch
 
@@ -63,13 +63,13 @@ def test_plain_objects_round_trip(tmp_path_factory: pytest.TempPathFactory, obje
 @pytest.mark.parametrize("number", range(len(OBJECTS)))
 def test_arrays_and_tensors_in_objects_round_trip(number: int, tmp_path: Path) -> None:
     value = OBJECTS[number]
-    batch = DataProto.from_dict({}, {"objects": [value, [value], None]}, {"fact": value})
+    batch = DataProto.from_dict({}, {"objects": [value, [value], None]}, {"key": value})
     batch.save_to_disk(tmp_path / "batch")
     loaded = DataProto.load_from_disk(tmp_path / "batch")
     big_endian = isinstance(value, np.ndarray) and value.dtype.byteorder == ">"
     assert same(loaded["objects"][0], value.astype("i4") if big_endian else value)  # of native byte order
     assert same(loaded["objects"][1][0], loaded["objects"][0])
-    assert same(loaded.meta_info["fact"], loaded["objects"][0])
+    assert same(loaded.meta_info["key"], loaded["objects"][0])
     assert type(loaded["objects"][0]) is type(value)
 
 
@@ -149,17 +149,17 @@ class Runs:
 
 def test_loading_runs_no_code_unless_allowed(tmp_path: Path) -> None:
     left = tmp_path / "code_ran"
-    batch = DataProto.from_dict({}, {"o": [1, Runs(left)]}, {"fact": Fraction(1, 2)})
+    batch = DataProto.from_dict({}, {"o": [1, Runs(left)]}, {"key": Fraction(1, 2)})
     with pytest.raises(TypeError, match=r"column 'o', row 1 is a .*Runs, .* allow_pickle=True here and to load"):
         batch.save_to_disk(tmp_path / "batch")
-    with pytest.raises(TypeError, match=r"meta_info\['fact'\] is a fractions.Fraction"):
+    with pytest.raises(TypeError, match=r"meta_info\['key'\] is a fractions.Fraction"):
         batch.select([], []).save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
     batch.save_to_disk(tmp_path / "batch", allow_pickle=True)
     with pytest.raises(ValueError, match="pickled objects, and loading them runs code; pass allow_pickle=True"):
         DataProto.load_from_disk(tmp_path / "batch")
     assert not left.exists()
-    assert DataProto.load_from_disk(tmp_path / "batch", allow_pickle=True).meta_info == {"fact": Fraction(1, 2)}
+    assert DataProto.load_from_disk(tmp_path / "batch", allow_pickle=True).meta_info == {"key": Fraction(1, 2)}
     assert left.exists()
     (tmp_path / "pickle").write_bytes(pickle.dumps(Runs(tmp_path / "never")))
     with pytest.raises(ValueError, match="truncated, damaged or not a safetensors file"):

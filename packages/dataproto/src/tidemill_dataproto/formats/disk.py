@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tidemill_dataproto.formats.objects import Decoder, Encoder, storable
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensors import Column, num_rows_of
+from tidemill_dataproto.tensor_columns import Column, num_rows_of
 
 __all__ = ["read", "write"]
 

@@ -15,8 +15,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto.arrays import object_column
-from tidemill_dataproto.tensors import Column, as_tensor
+from tidemill_dataproto.numpy_columns import object_column
+from tidemill_dataproto.tensor_columns import Column, as_tensor
 
 __all__ = ["DTYPES", "PADDING", "of_tensordict", "to_tensordict"]
 
@@ -37,8 +37,8 @@ def to_tensordict(
         entries[name] = NonTensorStack.from_list([NonTensorData(row) for row in array])
         if array.dtype != object:
             dtypes[name] = array.dtype, array.shape[1:]
-    facts = {**copy.deepcopy(dict(meta_info)), **({DTYPES: dtypes} if dtypes else {})}
-    for key, value in facts.items():
+    meta = {**copy.deepcopy(dict(meta_info)), **({DTYPES: dtypes} if dtypes else {})}
+    for key, value in meta.items():
         if not isinstance(key, str) or key in entries or (key == DTYPES and key in meta_info):
             raise ValueError(
                 f"expected keys of meta_info that are strings and not names of columns, got {key!r}; rename the key or "
@@ -64,14 +64,14 @@ def of_tensordict(
         )
     tensors: dict[str, Tensor] = {}
     objects: dict[str, list[Any]] = {}
-    facts = dict(meta_info)
+    meta = dict(meta_info)
     for name, value in data.items():
         if isinstance(value, NonTensorStack):
             objects[name] = value.tolist()
         elif isinstance(value, NonTensorData):
-            if name in facts:
+            if name in meta:
                 raise ValueError(f"{name!r} is NonTensorData of the TensorDict and a key of meta_info; rename one")
-            facts[name] = value.data
+            meta[name] = value.data
         else:
             tensors[name] = value
     if data.batch_dims == 0 and (tensors or objects):
@@ -79,10 +79,10 @@ def of_tensordict(
             f"expected a TensorDict with batch_size [B], got batch_size [] with the columns {[*tensors, *objects]}; "
             f"set td.batch_size = [B]"
         )
-    dtypes: Mapping[str, tuple[np.dtype, tuple[int, ...]]] = facts.pop(DTYPES, {})
+    dtypes: Mapping[str, tuple[np.dtype, tuple[int, ...]]] = meta.pop(DTYPES, {})
     padding = tensors.pop(PADDING).numpy(force=True).copy() if PADDING in tensors else None
     arrays = {name: _array_of(rows, dtypes.get(name)) for name, rows in objects.items()}
-    return tensors, arrays, facts, padding
+    return tensors, arrays, meta, padding
 
 
 def _array_of(rows: list[Any], kind: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray:

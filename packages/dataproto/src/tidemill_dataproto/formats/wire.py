@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tidemill_dataproto.formats import pieces
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensors import Column
+from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["Packed", "as_bytes", "from_bytes", "pack", "unpack"]
 
