@@ -19,7 +19,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, ModelOutput, Normalizer, OptimizerConfig
+from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, ModelOutput, Normalizer, OptimizerConfig
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.sglang import HttpEngine
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -40,7 +40,7 @@ class Actor(Worker):
     """One FSDP2 rank of the policy, in a Ray actor."""
 
     def __init__(self, path: str) -> None:
-        configs = {"model": ModelConfig(path=path), "engine": EngineConfig(), "optimizer": OptimizerConfig(lr=2e-3)}
+        configs = {"model": ModelConfig(path=path), "engine": FSDP2Config(), "optimizer": OptimizerConfig(lr=2e-3)}
         self.engine = EngineRegistry.new(model_type="language_model", backend="fsdp2", **configs)
 
     @register(Dispatch.ONE_TO_ALL)

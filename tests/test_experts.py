@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig
+from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig
 from tidemill_testing import run_ranks, tiny_model
 from tidemill_trainer.actor import to_local_shard
 from tidemill_weight_update import WeightUpdater
@@ -61,7 +61,7 @@ def run_updates(path, checkpoint):
             model_type="language_model",
             backend="fsdp2",
             model=ModelConfig(path=str(path)),
-            engine=EngineConfig(device="cpu", **settings),
+            engine=FSDP2Config(device="cpu", **settings),
         )
         engine.initialize()
         servers = [Server(checkpoint)] if engine.get_data_parallel_rank() == 0 else []

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig, sft_loss
+from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig, sft_loss
 
 from engine.case import Case
 from engine.shapes import MODELS
@@ -81,7 +81,7 @@ class EngineSubject:
 def _engine_config(case: Case, device: torch.device) -> Any:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     if case.backend == "fsdp2":
-        return EngineConfig(
+        return FSDP2Config(
             device=device.type,  # type: ignore[arg-type]
             param_dtype=dtype,
             reshard_after_forward="zero2" not in case.words,

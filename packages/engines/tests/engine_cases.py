@@ -228,10 +228,10 @@ def build_engine(
     checkpoint: dict[str, Any] | None = None,
     **engine: Any,
 ):
-    from tidemill_engines import CheckpointConfig, EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines import CheckpointConfig, EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
-    config_class = MegatronConfig if backend == "megatron" else EngineConfig
+    config_class = MegatronConfig if backend == "megatron" else FSDP2Config
     settings = OPTIMIZER if optimizer is True else optimizer
     new = EngineRegistry.new(
         model_type=model_type,

@@ -1,7 +1,6 @@
 """Models and functions of the Megatron tests; the functions run on ranks."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig
 
 
 def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, bool], list[dict[str, Any]]]:
@@ -21,7 +20,7 @@ def check_layouts(layouts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[s
 
     states = _patch_states()
     with apply_patches(torch.device("cpu")):
-        return states, [_check(Path(folder), ParallelConfig(**sizes)) for folder, sizes in layouts]
+        return states, [_check(Path(folder), MegatronConfig(**sizes)) for folder, sizes in layouts]
 
 
 def _patch_states() -> dict[str, bool]:
@@ -57,13 +56,13 @@ def _patch_states() -> dict[str, bool]:
     return {"in one": in_one, "in second": in_second, "after both": state() != before}
 
 
-def _check(folder: Path, parallel: ParallelConfig) -> dict[str, Any]:
+def _check(folder: Path, parallel: MegatronConfig) -> dict[str, Any]:
     from tidemill_engines.megatron.model.build import build_chunks, transformer_config
     from tidemill_engines.megatron.parallel.groups import close_groups, make_groups, own_placement
     from tidemill_engines.megatron.weights.hf_weights import MegatronWeights
 
     architecture = Architecture.read(folder)
-    parallel.check(architecture, dist.get_world_size())
+    parallel.check_architecture(architecture, dist.get_world_size())
     groups = make_groups(parallel, torch.device("cpu"), lambda world_size: None, seed=1, timeout_s=60)
     config = transformer_config(architecture, parallel, torch.float32)
     chunks = build_chunks(architecture, config)
@@ -98,7 +97,7 @@ def _count_reads(files: SafetensorsFiles) -> list[int]:
     return counts
 
 
-def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
+def make_engine(folder: str, sizes: dict[str, Any], **others: Any) -> Any:
     from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
@@ -106,7 +105,7 @@ def make_engine(folder: str, parallel: ParallelConfig, **others: Any) -> Any:
         model_type="language_model",
         backend="megatron",
         model=ModelConfig(path=folder),
-        engine=MegatronConfig(device="cpu", **asdict(parallel), **others),
+        engine=MegatronConfig(device="cpu", **sizes, **others),
         optimizer=OptimizerConfig(**OPTIMIZER),
     )
     engine.initialize()
@@ -136,15 +135,15 @@ def save_and_load(
     from tidemill_engines.megatron.parallel import data_parallel
 
     if bucket_size is not None:
-        config = data_parallel.DistributedDataParallelConfig
-        data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=bucket_size)  # type: ignore[misc]
+        config = data_parallel.DistributedDataMegatronConfig
+        data_parallel.DistributedDataMegatronConfig = partial(config, bucket_size=bucket_size)  # type: ignore[misc]
 
     def steps(engine: Any, num_steps: int) -> list[dict[str, float]]:
         return [
             engine.train_batch(own_rows(engine), policy_like_loss, calculate_entropy=True) for _ in range(num_steps)
         ]
 
-    engine = make_engine(folder, ParallelConfig(**layouts[0]), **others)
+    engine = make_engine(folder, layouts[0], **others)
     engine.save_checkpoint(f"{target}/step_0")  # also possible before any step
     steps(engine, 1)
     engine.save_checkpoint(f"{target}/step_1")
@@ -152,7 +151,7 @@ def save_and_load(
     engine.save_hf(f"{target}/hf")
     engine.close()
     for layout in layouts:
-        engine = make_engine(folder, ParallelConfig(**layout), **others)
+        engine = make_engine(folder, layout, **others)
         engine.load_checkpoint(f"{target}/step_1")
         results["metrics"].append(steps(engine, 2))
         results["weights"].append(dict(engine.get_per_tensor_param()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
 from tidemill_dataproto import ragged
-from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig, sft_loss
+from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig, sft_loss
 from tidemill_engines.attention.packed import takes_cudnn, varlen_cuda, varlen_padded
 from tidemill_engines.model_io import PackedLayout
 from tidemill_testing import tiny_model
@@ -112,7 +112,7 @@ def cuda_engine(path, **engine):
         model_type="language_model",
         backend="fsdp2",
         model=ModelConfig(path=str(path)),
-        engine=EngineConfig(device="cuda", **engine),
+        engine=FSDP2Config(device="cuda", **engine),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
     )
     new.initialize()

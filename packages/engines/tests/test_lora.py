@@ -152,13 +152,13 @@ def value_loss(output, micro_batch, normalizer):
 
 
 def run_value_model(path, folder, batch):
-    from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig
 
     engine = EngineRegistry.new(
         model_type="value_model",
         backend="fsdp2",
         model=ModelConfig(path=str(path), lora=LoraConfig(rank=2)),
-        engine=EngineConfig(device="cpu"),
+        engine=FSDP2Config(device="cpu"),
         optimizer=OptimizerConfig(lr=1e-2),
     )
     engine.initialize()

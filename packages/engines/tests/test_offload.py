@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
-from tidemill_engines import EngineConfig, LoraConfig
-from tidemill_engines.offload import Parked, Parking
+from tidemill_engines import FSDP2Config, LoraConfig
+from tidemill_engines.offload import OffloadableTensors, Offloader
 from tidemill_testing import run_ranks, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,41 +18,46 @@ def test_parked_tensors_keep_their_identity_and_give_up_their_memory():
     whole = torch.arange(10.0)
     tensors = [whole[2:6], whole[6:], torch.ones(3, dtype=torch.int64), torch.zeros(0)]
     expected = [tensor.clone() for tensor in tensors]
-    parked = Parked(lambda: tensors)
+    offloaded = OffloadableTensors(lambda: tensors)
     for _ in range(2):
-        parked.offload()
-        parked.offload()
-        assert parked.away
+        offloaded.offload()
+        offloaded.offload()
+        assert offloaded.is_offloaded
         assert whole.untyped_storage().size() == tensors[2].untyped_storage().size() == 0
-        assert [parked.read(tensor).tolist() for tensor in tensors] == [tensor.tolist() for tensor in expected]
-        parked.load()
-        parked.load()
-        assert not parked.away
+        assert [offloaded.read(tensor).tolist() for tensor in tensors] == [tensor.tolist() for tensor in expected]
+        offloaded.onload()
+        offloaded.onload()
+        assert not offloaded.is_offloaded
         assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
-        assert parked.read(tensors[0]).untyped_storage()._cdata != whole.untyped_storage()._cdata
-    parked.offload()
+        assert offloaded.read(tensors[0]).untyped_storage()._cdata != whole.untyped_storage()._cdata
+    offloaded.offload()
     tensors[:] = [torch.full((2,), 7.0)]  # made anew while the former ones were away
-    parked.replace()
-    assert parked.away
+    offloaded.replace()
+    assert offloaded.is_offloaded
     assert tensors[0].untyped_storage().size() == 0
-    parked.load()
+    offloaded.onload()
     assert tensors[0].tolist() == [7.0, 7.0]
 
 
 def run_without_memory():
     """What is away after there was no memory to bring it back, and what it holds once there is."""
     params, state = torch.arange(1 << 20), torch.arange(1 << 26)
-    parking = Parking({"params": Parked(lambda: [params]), "optimizer": Parked(lambda: [torch.arange(4), state])})
+    offloader = Offloader(
+        {
+            "params": OffloadableTensors(lambda: [params]),
+            "optimizer": OffloadableTensors(lambda: [torch.arange(4), state]),
+        }
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (128 << 20), hard))
     try:
-        with pytest.raises(RuntimeError, match="memory"), parking.at_hand("params", "optimizer"):
+        with pytest.raises(RuntimeError, match="memory"), offloader.onloaded("params", "optimizer"):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     sizes = [tensor.untyped_storage().size() for tensor in (params, state)]
-    with parking.at_hand("params", "optimizer"):
+    with offloader.onloaded("params", "optimizer"):
         same = torch.equal(params, torch.arange(1 << 20)) and torch.equal(state, torch.arange(1 << 26))
     return sizes, same, [tensor.untyped_storage().size() for tensor in (params, state)]
 
@@ -63,25 +68,25 @@ def test_what_could_not_all_be_brought_back_is_away_and_whole():
 
 def test_tensors_stay_until_the_last_of_their_users_goes():
     tensor = torch.arange(4.0)
-    parking = Parking({"params": Parked(lambda: [tensor])})
+    offloader = Offloader({"params": OffloadableTensors(lambda: [tensor])})
 
     def weights():
-        with parking.at_hand("params"):
+        with offloader.onloaded("params"):
             yield tensor
 
     iterator = weights()
     next(iterator)
-    with parking.at_hand("params", "optimizer"):
+    with offloader.onloaded("params", "optimizer"):
         iterator.close()
-        parking.check("params")
+        offloader.check_onloaded("params")
         assert tensor.tolist() == [0, 1, 2, 3]
         iterator = weights()
         next(iterator)
-    parking.check("params")
+    offloader.check_onloaded("params")
     assert tensor.tolist() == [0, 1, 2, 3]
     iterator.close()
     with pytest.raises(RuntimeError, match="params: offloaded"):
-        parking.check("params")
+        offloader.check_onloaded("params")
     assert tensor.untyped_storage().size() == 0
 
 
@@ -235,7 +240,7 @@ def run_unknown_layers(path, batch):
     engine.close()
     [message] = records
     assert "sharded as one unit" in message
-    assert "EngineConfig.wrap_classes" in message
+    assert "FSDP2Config.wrap_classes" in message
     return weights
 
 
@@ -336,4 +341,4 @@ def test_compiled_layers_compute_the_same(tmp_path):
 
 def test_offloads_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="offload_policy keeps everything on the CPU already"):
-        EngineConfig(offload_policy=True, param_offload=True)
+        FSDP2Config(offload_policy=True, param_offload=True)

@@ -7,24 +7,26 @@ import tidemill_engines
 from tidemill_engines import (
     BaseEngine,
     CheckpointConfig,
-    EngineConfig,
     EngineRegistry,
+    FSDP2Config,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParamGroup,
 )
-from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig
 
 
 def test_all_is_pinned():
     assert tidemill_engines.__all__ == [
         "BaseEngine",
         "CheckpointConfig",
-        "EngineConfig",
+        "FSDP2Config",
         "EngineRegistry",
+        "FSDP2Config",
         "LoraConfig",
         "LossFn",
+        "MegatronConfig",
         "Metric",
         "ModelConfig",
         "ModelOutput",
@@ -41,19 +43,18 @@ def test_all_is_pinned():
 FRESH_PROCESS = """
 import sys
 import tidemill_engines
-from tidemill_engines.megatron.config import MegatronConfig
 from transformers import AttentionInterface
 
 # the parts that import transformers or a backend, which a process that only makes configs does not pay for
-heavy = ("tidemill_engines.fsdp2", "tidemill_engines.attention.packed", "tidemill_engines.megatron.engine", "megatron")
-print([name for name in sys.modules if name.startswith(heavy)])
+heavy = tuple(f"tidemill_engines.{name}" for name in ("fsdp2.engine", "attention.packed", "megatron.engine"))
+print([name for name in sys.modules if name.startswith((*heavy, "megatron"))])
 print("tidemill_varlen" in AttentionInterface()._global_mapping)
 sys.modules["megatron"] = None  # as if it were not installed
 tidemill_engines.EngineRegistry.new(
     model_type="language_model",
     backend="megatron",
     model=tidemill_engines.ModelConfig(path="x"),
-    engine=MegatronConfig(device="cpu"),
+    engine=tidemill_engines.MegatronConfig(device="cpu"),
 )
 """
 
@@ -67,7 +68,7 @@ def test_importing_loads_no_backend_and_a_missing_one_names_the_extra():
 
 
 def new_engine(**names):
-    return EngineRegistry.new(model=ModelConfig(path="x"), engine=EngineConfig(device="cpu"), **names)
+    return EngineRegistry.new(model=ModelConfig(path="x"), engine=FSDP2Config(device="cpu"), **names)
 
 
 def test_the_registry_names_what_it_knows_and_refuses_duplicates():
@@ -97,13 +98,13 @@ def test_the_registry_returns_what_it_decorates_and_calls_it_late(monkeypatch):
     assert not calls
     assert new_engine(model_type="toy", backend="here") == {
         "model": ModelConfig(path="x"),
-        "engine": EngineConfig(device="cpu"),
+        "engine": FSDP2Config(device="cpu"),
         "optimizer": None,
         "checkpoint": CheckpointConfig(),
     }
     with pytest.raises(ValueError, match="device='cuda'"):
         EngineRegistry.new(
-            model_type="toy", backend="here", model=ModelConfig(path="x"), engine=EngineConfig(device="cuda")
+            model_type="toy", backend="here", model=ModelConfig(path="x"), engine=FSDP2Config(device="cuda")
         )
 
 
@@ -125,20 +126,20 @@ def test_the_registry_says_what_to_install(monkeypatch):
 
 def test_base_engine_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
-        BaseEngine(model=ModelConfig(path="x"), engine=EngineConfig(), optimizer=None, checkpoint=CheckpointConfig())
+        BaseEngine(model=ModelConfig(path="x"), engine=FSDP2Config(), optimizer=None, checkpoint=CheckpointConfig())
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ModelConfig(path="x", dtype="int8"), "ModelConfig.dtype must be one of float32, .*'int8'"),
-        (lambda: EngineConfig(device="tpu"), "EngineConfig.device must be one of auto, cpu, cuda"),
-        (lambda: EngineConfig(param_dtype="float16"), "param_dtype"),
-        (lambda: EngineConfig(reduce_dtype="x"), "reduce_dtype"),
-        (lambda: EngineConfig(fsdp_size=0), "fsdp_size must be at least 1; got 0"),
-        (lambda: EngineConfig(max_token_len_per_gpu=0), "max_token_len_per_gpu must be at least 1"),
-        (lambda: EngineConfig(micro_batch_size_per_gpu=0), "micro_batch_size_per_gpu must be at least 1"),
-        (lambda: EngineConfig(timeout_s=0), "timeout_s must be above 0"),
+        (lambda: FSDP2Config(device="tpu"), "FSDP2Config.device must be one of auto, cpu, cuda"),
+        (lambda: FSDP2Config(param_dtype="float16"), "param_dtype"),
+        (lambda: FSDP2Config(reduce_dtype="x"), "reduce_dtype"),
+        (lambda: FSDP2Config(fsdp_size=0), "fsdp_size must be at least 1; got 0"),
+        (lambda: FSDP2Config(max_token_len_per_gpu=0), "max_token_len_per_gpu must be at least 1"),
+        (lambda: FSDP2Config(micro_batch_size_per_gpu=0), "micro_batch_size_per_gpu must be at least 1"),
+        (lambda: FSDP2Config(timeout_s=0), "timeout_s must be above 0"),
         (lambda: OptimizerConfig(lr=-1.0), "lr must be at least 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.5)), "betas must be between 0.0 and 1.0; got 1.5"),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers below 1; got \(0.9, 1.0\)"),
@@ -153,7 +154,7 @@ def test_base_engine_is_abstract():
         (lambda: LoraConfig(target_modules=()), "must name at least one module"),
         (lambda: ModelConfig(path="x", recompute="some"), "recompute must be one of full, selective"),
         (lambda: ModelConfig(path="x", lora=LoraConfig(), frozen=("a",)), "freezes all of the model already"),
-        (lambda: EngineConfig(peak_tflops=0.0), "peak_tflops must be above 0"),
+        (lambda: FSDP2Config(peak_tflops=0.0), "peak_tflops must be above 0"),
         (lambda: CheckpointConfig(keep_last=0), "keep_last must be at least 1"),
         (lambda: OptimizerConfig(min_lr_ratio=2.0), "min_lr_ratio must be between 0.0 and 1.0"),
     ],
@@ -172,11 +173,11 @@ def test_a_text_for_a_number_is_refused():
     ("make", "message"),
     [
         (lambda: OptimizerConfig(lr_warmup_steps=2.5), "lr_warmup_steps must be a whole number; got 2.5"),
-        (lambda: EngineConfig(max_token_len_per_gpu=1e4), "max_token_len_per_gpu must be a whole number; got 10000.0"),
-        (lambda: ParallelConfig(tensor_model_parallel_size="2"), "parallel_size must be a whole number; got '2'"),
+        (lambda: FSDP2Config(max_token_len_per_gpu=1e4), "max_token_len_per_gpu must be a whole number; got 10000.0"),
+        (lambda: MegatronConfig(tensor_model_parallel_size="2"), "parallel_size must be a whole number; got '2'"),
         (lambda: LoraConfig(target_modules="q_proj"), r"target_modules .* got 'q_proj', write \('q_proj',\)"),
         (lambda: ModelConfig(path="x", frozen="model.*"), r"frozen must be a tuple of names; got 'model\.\*'"),
-        (lambda: EngineConfig(wrap_classes="Layer"), "wrap_classes must be a tuple of names; got 'Layer'"),
+        (lambda: FSDP2Config(wrap_classes="Layer"), "wrap_classes must be a tuple of names; got 'Layer'"),
     ],
 )
 def test_settings_of_another_type_are_told_at_once(make, message):
@@ -186,10 +187,10 @@ def test_settings_of_another_type_are_told_at_once(make, message):
 
 def test_an_engine_is_made_of_configurations():
     settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
-    settings["engine"] = EngineConfig(device="cpu")
+    settings["engine"] = FSDP2Config(device="cpu")
     for wrong, message in (
         ({"model": "x"}, "model must be of ModelConfig; got 'x'"),
-        ({"engine": {}}, r"engine must be the configuration of a backend, such as EngineConfig\(\); got {}"),
+        ({"engine": {}}, r"engine must be an EngineConfig of the backend, such as FSDP2Config\(\); got {}"),
         ({"optimizer": {"lr": 1}}, "optimizer must be of OptimizerConfig; got {'lr': 1}"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -198,16 +199,14 @@ def test_an_engine_is_made_of_configurations():
 
 def test_configs_are_frozen():
     with pytest.raises(FrozenInstanceError):
-        EngineConfig().device = "cpu"
+        FSDP2Config().device = "cpu"
 
 
 def test_the_configuration_of_another_backend_is_refused():
-    from tidemill_engines.megatron.config import MegatronConfig
-
-    with pytest.raises(TypeError, match="the FSDP2 engine is configured by an EngineConfig, got a MegatronConfig"):
+    with pytest.raises(TypeError, match="FSDP2LanguageModel requires a FSDP2Config as engine, got a MegatronConfig"):
         EngineRegistry.new(
             model_type="language_model",
             backend="fsdp2",
             model=ModelConfig(path="x"),
-            engine=MegatronConfig(device="cpu"),
+            engine=tidemill_engines.MegatronConfig(device="cpu"),
         )

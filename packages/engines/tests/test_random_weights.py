@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, full, make_batch
-from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, sft_loss
+from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, sft_loss
 from tidemill_engines.config import LoraConfig
 from tidemill_testing import run_ranks, tiny_model
 
@@ -74,7 +74,7 @@ def test_training_from_scratch_learns_and_a_value_head_starts_at_zero(tmp_path):
         model_type="value_model",
         backend="fsdp2",
         model=ModelConfig(path=str(path), init_seed=0),
-        engine=EngineConfig(device="cpu"),
+        engine=FSDP2Config(device="cpu"),
         optimizer=None,
     )
     critic.initialize()

@@ -211,9 +211,9 @@ def test_sizes_that_do_not_fit(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for caught in run_ranks(run_bad_sizes, 3, path):
         assert caught == [
-            "EngineConfig.ulysses_sequence_parallel_size must divide the world size 3; got 2",
-            "EngineConfig.ulysses_sequence_parallel_size must divide the 4 attention heads of the model; got 3",
-            "EngineConfig.ulysses_sequence_parallel_size above 1 needs ModelConfig.attn_implementation='varlen'; "
+            "FSDP2Config.ulysses_sequence_parallel_size must divide the world size 3; got 2",
+            "FSDP2Config.ulysses_sequence_parallel_size must divide the 4 attention heads of the model; got 3",
+            "FSDP2Config.ulysses_sequence_parallel_size > 1 requires ModelConfig.attn_implementation='varlen'; "
             "got 'sdpa'",
         ]
 
@@ -221,6 +221,6 @@ def test_sizes_that_do_not_fit(tmp_path):
 def test_layers_that_would_see_across_rows_are_refused():
     from transformers import Qwen3Config
 
-    check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2), 4)
+    check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
     with pytest.raises(ValueError, match="layers of type linear_attention, which would see across packed rows"):
-        check_attention(Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2), 1)
+        check_attention(Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2))

@@ -11,10 +11,10 @@ from tidemill_testing import run_ranks, tiny_model
 
 
 def value_engine(path, *, backend="fsdp2", device="cpu", **engine):
-    from tidemill_engines import EngineConfig, EngineRegistry, ModelConfig, OptimizerConfig
+    from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig
     from tidemill_engines.megatron.config import MegatronConfig
 
-    config = EngineConfig if backend == "fsdp2" else MegatronConfig
+    config = FSDP2Config if backend == "fsdp2" else MegatronConfig
     new = EngineRegistry.new(
         model_type="value_model",
         backend=backend,

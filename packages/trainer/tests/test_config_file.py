@@ -91,7 +91,7 @@ def test_short_names_of_parallel_sizes_work_on_the_command_line():
         ({"tensor_model_parallel_size": 2}, r'tensor_model_parallel_size requires engine\.backend="megatron"'),
         ({"backend": "megatron", "fsdp_size": 2}, r'engine\.fsdp_size requires engine\.backend="fsdp2"'),
         ({"backend": "megatron", "seed": "x"}, r"config key engine\.seed must be a valid integer, got 'x'"),
-        ({"backend": "megatron", "sequence_parallel": True}, "config key engine: .*sequence_parallel needs"),
+        ({"backend": "megatron", "sequence_parallel": True}, "config key engine: .*sequence_parallel requires"),
     ],
 )
 def test_invalid_engine_section_is_rejected(engine, message):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -209,51 +209,36 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How the FSDP2 engine runs.
+    """Settings that all engines share. Each backend has a subclass: `FSDP2Config`, `MegatronConfig`.
 
     Attributes:
-        backend: tells configurations of different engines apart.
-        device: "auto" takes CUDA where it is usable.
-        param_dtype: of forward and backward; the master weights keep `ModelConfig.dtype`.
-        reduce_dtype: of the gradient reduction over ranks.
-        fsdp_size: ranks that share one copy of the weights; -1 means all of them. A smaller number replicates the
-            sharded model (HSDP) and must divide the world size.
-        reshard_after_forward: free the gathered weights after each layer (ZeRO-3). False keeps them, and the gradients
-            of earlier micro-batches, gathered until the step ends (ZeRO-2): less communication, more memory.
-        wrap_classes: the names of the module classes that are sharded as units, one after another; empty takes those
-            that transformers names for the model.
-        param_offload: keep this rank's shards of the parameters on the CPU except while a context needs them:
-            `train_mode`, `eval_mode`, or a method that reads or writes weights.
-        grad_offload: likewise for gradients, which `train_mode` needs.
-        optimizer_offload: likewise for the optimizer's state, which `train_mode` needs.
-        offload_policy: keep parameters, gradients and optimizer state on the CPU always, bring the parameters of one
-            layer at a time to the GPU, and make the step on the CPU: least memory, slowest.
-        peak_tflops: of one device in `param_dtype`, for `performance`; None knows those of common GPUs.
-        ulysses_sequence_parallel_size: ranks that share the tokens of the same rows, and all of which are given those
-            rows; must divide the world size and the attention heads.
-        max_token_len_per_gpu: tokens (prompt and response) that a micro-batch may hold, on each of the ranks that share
-            its rows; a longer row is refused.
-        micro_batch_size_per_gpu: rows per micro-batch, refused where they are above `max_token_len_per_gpu`; None forms
+        backend: name of the backend; each subclass sets it.
+        device: device type of the engine; "auto" selects CUDA if it is available.
+        param_dtype: dtype of the forward and backward pass.
+        param_offload: keep the parameters on the CPU except within `train_mode`, `eval_mode` and methods that read or
+            write weights.
+        grad_offload: keep the gradients on the CPU except within `train_mode`.
+        optimizer_offload: keep the optimizer state on the CPU except within `train_mode`.
+        peak_tflops: peak TFLOP/s of one device in `param_dtype`, for `BaseEngine.performance`; None uses the known
+            value of common GPUs.
+        max_token_len_per_gpu: maximum tokens (prompt and response, without padding) of a micro-batch on each of the
+            `ranks_per_row` ranks; a longer row is rejected.
+        micro_batch_size_per_gpu: rows per micro-batch; rejected if they exceed `max_token_len_per_gpu`. None balances
             micro-batches by tokens.
-        timeout_s: how long a collective may wait for a peer.
+        timeout_s: timeout of collectives, in seconds.
 
     Raises:
-        ValueError: a value out of its range.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range.
     """
 
-    backend: Literal["fsdp2"] = "fsdp2"
+    backend: str
     device: Device = "auto"
     param_dtype: Dtype = "float32"
-    reduce_dtype: Dtype = "float32"
-    fsdp_size: int = -1
-    reshard_after_forward: bool = True
-    wrap_classes: tuple[str, ...] = ()
     param_offload: bool = False
     grad_offload: bool = False
     optimizer_offload: bool = False
-    offload_policy: bool = False
     peak_tflops: float | None = None
-    ulysses_sequence_parallel_size: int = 1
     max_token_len_per_gpu: int = 16384
     micro_batch_size_per_gpu: int | None = None
     timeout_s: float = 600.0
@@ -261,22 +246,52 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice(self, "device", self.device, get_args(Device))
         check_choice(self, "param_dtype", self.param_dtype, get_args(Dtype))
-        check_choice(self, "reduce_dtype", self.reduce_dtype, get_args(Dtype))
-        check_names(self, "wrap_classes", self.wrap_classes)
         check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
-        check_range(self, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, low=1)
         if self.micro_batch_size_per_gpu is not None:
             check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
-        if self.fsdp_size != -1:
-            check_range(self, "fsdp_size", self.fsdp_size, low=1)
-        if self.offload_policy and (self.param_offload or self.grad_offload or self.optimizer_offload):
-            raise ValueError(
-                "EngineConfig.offload_policy keeps everything on the CPU already; leave param_offload, grad_offload "
-                "and optimizer_offload out"
-            )
         if self.peak_tflops is not None:
             check_positive(self, "peak_tflops", self.peak_tflops)
         check_positive(self, "timeout_s", self.timeout_s)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that work on the same rows."""
+        return 1
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the engine accepts and returns the column `routed_experts`."""
+        return False
+
+    def with_router_replay(self) -> Self:
+        """Return the same configuration with router replay.
+
+        Raises:
+            ValueError: the backend does not support router replay.
+        """
+        raise ValueError(f"{type(self).__name__} does not support router replay; use MegatronConfig")
+
+    def weight_dtype(self, model: ModelConfig) -> Dtype:
+        """Return the dtype of the weights that the engine exports if no other dtype is requested."""
+        return model.dtype
+
+    def world_size_divisors(self) -> dict[str, int]:
+        """Return the sizes that must divide the world size, by the name of their fields."""
+        return {}
+
+    def check(self, model: ModelConfig, optimizer: OptimizerConfig | None, world_size: int) -> None:
+        """Check that the engine can train the model at `model.path` on `world_size` ranks. Reads `config.json` only.
+
+        Raises:
+            ValueError: a size does not divide what it has to divide, or the engine does not support a setting.
+        """
+        self.check_world_size(world_size)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError if the ranks cannot be divided as configured."""
+        for name, size in self.world_size_divisors().items():
+            if world_size % size:
+                raise ValueError(f"{type(self).__name__}.{name} must divide the world size {world_size}; got {size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Tensors that give up their memory on the device while nobody needs them, and get it back with what was in it."""
+"""Offload tensors to the CPU and onload them again, without replacing the tensor objects."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -7,15 +7,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-class Parked:
-    """A changing set of tensors that is on its device, or away: copied to the CPU, its device memory freed.
+class OffloadableTensors:
+    """A set of tensors that is either on its device or offloaded: copied to the CPU, with its device memory freed.
 
-    The tensors stay the same objects, so whoever refers to them (the sharding, the optimizer) need not know. While
-    they are away nothing may read them but `read`.
+    The tensor objects stay the same, so the sharding and the optimizer can keep their references. While the tensors are
+    offloaded, only `read` may access them.
 
     Args:
-        tensors: what to send away, asked each time; of DTensors, this rank's part.
-        are_zero: whether they are zero everywhere at the time, so that nothing has to be copied.
+        tensors: returns the tensors; called at every offload. For DTensors, this rank's shard is offloaded.
+        are_zero: returns whether all elements are zero at that time; then nothing is copied.
     """
 
     def __init__(
@@ -23,74 +23,73 @@ class Parked:
     ) -> None:
         self._tensors = tensors
         self._are_zero = are_zero
-        self._held: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
-        self._away = False
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
+        self._is_offloaded = False
         self._num_users = 0
 
     @property
-    def away(self) -> bool:
-        """Whether the tensors are away."""
-        return self._away
+    def is_offloaded(self) -> bool:
+        return self._is_offloaded
 
     def offload(self) -> None:
-        """Sends the tensors away; does nothing if they are."""
-        if self._away:
+        """Copy the tensors to the CPU and free their device memory; do nothing if they are offloaded."""
+        if self._is_offloaded:
             return
-        zero, held = self._are_zero(), {}
+        zero, copies = self._are_zero(), {}
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
-            if storage._cdata not in held and storage.size() > 0:
+            if storage._cdata not in copies and storage.size() > 0:
                 copy = None
                 if not zero:
                     copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
                     copy.copy_(_bytes(storage))
-                held[storage._cdata] = storage, copy, storage.size()
-        for storage, _, _ in held.values():
+                copies[storage._cdata] = storage, copy, storage.size()
+        for storage, _, _ in copies.values():
             storage.resize_(0)
-        self._held, self._away = held, True
+        self._copies, self._is_offloaded = copies, True
 
-    def load(self) -> None:
-        """Brings the tensors back, all of them or, if the device has no room, none; does nothing if they are there."""
+    def onload(self) -> None:
+        """Copy the tensors back to the device: all of them or, if its memory does not suffice, none."""
         try:
-            for storage, copy, num_bytes in self._held.values():
+            for storage, copy, num_bytes in self._copies.values():
                 storage.resize_(num_bytes)
                 if copy is None:
                     _bytes(storage).zero_()
                 else:
                     _bytes(storage).copy_(copy)
         except BaseException:
-            for storage, _, _ in self._held.values():
+            for storage, _, _ in self._copies.values():
                 storage.resize_(0)
             raise
-        self._held, self._away = {}, False
+        self._copies, self._is_offloaded = {}, False
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Brings the tensors back for as long as anyone is within, in whatever order they come and go."""
+    def onloaded(self) -> Iterator[None]:
+        """Keep the tensors on the device within the context; the last of several overlapping contexts offloads them."""
         self._num_users += 1
         try:
-            self.load()
+            self.onload()
             yield
         finally:
             self._num_users -= 1
             if not self._num_users:
                 self.offload()
 
-    def forget(self) -> None:
-        """Drops the contents of what is away, for tensors that nobody refers to any more."""
-        self._held.clear()
+    def discard(self) -> None:
+        """Drop the CPU copies of tensors that are no longer referenced."""
+        self._copies.clear()
 
     def replace(self) -> None:
-        """Takes note that the tensors were made anew, on the device: sends those away if the former ones were."""
-        was_away, self._away = self._away, False
-        self._held.clear()
-        if was_away:
+        """Drop the CPU copies after the tensors were created anew on the device; offload those if the old ones were."""
+        was_offloaded, self._is_offloaded = self._is_offloaded, False
+        self._copies.clear()
+        if was_offloaded:
             self.offload()
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` on its device, which stays valid when the tensors are sent away or are away now."""
+        """Return a copy of `tensor` on its device, whether the tensors are offloaded or not."""
         local = local_part(tensor)
-        held = self._held.get(local.untyped_storage()._cdata)
+        held = self._copies.get(local.untyped_storage()._cdata)
         if held is None:
             return like(tensor, local.clone())
         _, copy, _ = held
@@ -100,33 +99,33 @@ class Parked:
         return like(tensor, flat.as_strided(local.shape, local.stride(), local.storage_offset()))
 
 
-class Parking:
-    """The sets of tensors that an engine sends away, by kind, such as "params", "grads" and "optimizer"."""
+class Offloader:
+    """The offloaded sets of tensors of an engine, by kind: "params", "grads", "optimizer". Offloads them at once."""
 
-    def __init__(self, parked: Mapping[str, Parked]) -> None:
-        self._parked = dict(parked)
-        for each in self._parked.values():
+    def __init__(self, tensors: Mapping[str, OffloadableTensors]) -> None:
+        self._tensors = dict(tensors)
+        for each in self._tensors.values():
             each.offload()
 
-    def get(self, kind: str) -> Parked | None:
-        """None for a kind that is never sent away."""
-        return self._parked.get(kind)
+    def get(self, kind: str) -> OffloadableTensors | None:
+        """Return the tensors of a kind; None if the kind is never offloaded."""
+        return self._tensors.get(kind)
 
     @contextmanager
-    def at_hand(self, *kinds: str) -> Iterator[None]:
-        """Brings what is away back from the CPU, and sends it away again when nobody else needs it."""
+    def onloaded(self, *kinds: str) -> Iterator[None]:
+        """Keep the tensors of these kinds on the device within the context."""
         with ExitStack() as stack:
             for kind in kinds:
-                if (parked := self._parked.get(kind)) is not None:
-                    stack.enter_context(parked.at_hand())
+                if (tensors := self._tensors.get(kind)) is not None:
+                    stack.enter_context(tensors.onloaded())
             yield
 
-    def check(self, *kinds: str) -> None:
-        """Raises RuntimeError if one of the kinds is away."""
-        away = [kind for kind in kinds if kind in self._parked and self._parked[kind].away]
-        if away:
-            context = "train_mode() or eval_mode()" if away == ["params"] else "train_mode()"
-            raise RuntimeError(f"{', '.join(away)}: offloaded to the CPU; call this within {context}")
+    def check_onloaded(self, *kinds: str) -> None:
+        """Raise RuntimeError if one of the kinds is offloaded."""
+        offloaded = [kind for kind in kinds if kind in self._tensors and self._tensors[kind].is_offloaded]
+        if offloaded:
+            context = "train_mode() or eval_mode()" if offloaded == ["params"] else "train_mode()"
+            raise RuntimeError(f"{', '.join(offloaded)}: offloaded to the CPU; call this within {context}")
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -134,12 +133,12 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, detached; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, or any other tensor itself, detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out over the ranks as `tensor`, with `local` as this rank's part."""
+    """Return a tensor with the placement of `tensor` and `local` as this rank's shard."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
 
 if TYPE_CHECKING:
-    from tidemill_engines.base import BaseEngine
-    from tidemill_engines.megatron.config import MegatronConfig
+    from tidemill_engines.base.engine import BaseEngine
 
 EngineFactory = Callable[[], "type[BaseEngine]"]
 """Imports and returns an engine class; called only when that engine is asked for."""
@@ -65,14 +64,14 @@ class EngineRegistry:
         model_type: str,
         backend: str,
         model: ModelConfig,
-        engine: "EngineConfig | MegatronConfig",
+        engine: EngineConfig,
         optimizer: OptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
     ) -> "BaseEngine":
         """Creates an engine; nothing is loaded before its `initialize()`.
 
         Args:
-            engine: the configuration of the backend: `EngineConfig` of "fsdp2", `MegatronConfig` of "megatron".
+            engine: the configuration of the backend: `FSDP2Config` of "fsdp2", `MegatronConfig` of "megatron".
             optimizer: None makes an engine for inference only, such as a reference policy.
             checkpoint: how checkpoints are saved; None takes the defaults.
 
@@ -89,8 +88,8 @@ class EngineRegistry:
         ):
             if not isinstance(config, kind) and (config is not None or name == "model"):
                 raise TypeError(f"{name} must be of {kind.__name__}; got {config!r}")
-        if not hasattr(engine, "device"):
-            raise TypeError(f"engine must be the configuration of a backend, such as EngineConfig(); got {engine!r}")
+        if not isinstance(engine, EngineConfig):
+            raise TypeError(f"engine must be an EngineConfig of the backend, such as FSDP2Config(); got {engine!r}")
         device = engine.device
         if device == "auto":
             import torch
@@ -114,7 +113,7 @@ class EngineRegistry:
             ) from error
         return engine_class(
             model=model,
-            engine=engine,  # type: ignore[arg-type] - checked by the engine
+            engine=engine,
             optimizer=optimizer,
             checkpoint=CheckpointConfig() if checkpoint is None else checkpoint,
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_engines.distributed.agreement import gather
+from tidemill_engines.distributed.agreement import all_gather
 
 # Dense bfloat16, in TFLOP/s, as the vendor states it for the SXM or the common variant.
 _PEAK_TFLOPS = {
@@ -105,7 +105,7 @@ class Meter:
         """
         flops = training_flops(model, self.lengths, self.num_outputs).total
         own = self.seconds, sum(self.lengths), flops, self.peak_memory_bytes
-        seconds, tokens, operations, memory = (list(column) for column in zip(*gather(own, group), strict=True))
+        seconds, tokens, operations, memory = (list(column) for column in zip(*all_gather(own, group), strict=True))
         step_s = max(max(seconds), 1e-9)
         tflops = sum(operations) / ranks_per_row / len(operations) / step_s / 1e12
         metrics = {

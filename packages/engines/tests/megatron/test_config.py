@@ -2,7 +2,7 @@
 
 import pytest
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import MegatronConfig, ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_testing import tiny_model
 
 
@@ -16,15 +16,15 @@ from tidemill_testing import tiny_model
             "qwen3",
             {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 2},
             2,
-            "num_layers_in_last_pipeline_stage is 2, the model has 2 layers",
+            "num_layers_in_last_pipeline_stage must be below the 2 layers of the model; got 2",
         ),
         (
             "qwen3",
             {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1},
             3,
-            "pp - 1 = 2 does not divide the 1 layers of other stages than the last",
+            "pp - 1 = 2 does not divide the 1 layers of the stages before the last",
         ),
-        ("qwen3", {"expert_model_parallel_size": 2}, 2, "a qwen3 model has no experts"),
+        ("qwen3", {"expert_model_parallel_size": 2}, 2, "must be 1: qwen3 has no experts; got 2"),
         (
             "qwen3_moe",
             {"expert_model_parallel_size": 3},
@@ -36,18 +36,18 @@ from tidemill_testing import tiny_model
 def test_sizes_that_do_not_divide_are_refused(tmp_path, family, sizes, world_size, message):
     architecture = Architecture.read(tiny_model(tmp_path, family))
     with pytest.raises(ValueError, match=message):
-        ParallelConfig(**sizes).check(architecture, world_size)
+        MegatronConfig(**sizes).check_architecture(architecture, world_size)
 
 
 def test_parallelism_without_its_ranks_is_refused():
-    with pytest.raises(ValueError, match="sequence_parallel needs tensor_model_parallel_size above 1"):
-        ParallelConfig(sequence_parallel=True)
-    with pytest.raises(ValueError, match="needs pipeline_model_parallel_size above 1"):
-        ParallelConfig(virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(ValueError, match="num_layers_in_last_pipeline_stage needs pipeline_model_parallel_size above"):
-        ParallelConfig(num_layers_in_last_pipeline_stage=1)
+    with pytest.raises(ValueError, match="sequence_parallel requires tensor_model_parallel_size > 1"):
+        MegatronConfig(sequence_parallel=True)
+    with pytest.raises(ValueError, match="requires pipeline_model_parallel_size > 1"):
+        MegatronConfig(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="num_layers_in_last_pipeline_stage requires pipeline_model_parallel_size"):
+        MegatronConfig(num_layers_in_last_pipeline_stage=1)
     with pytest.raises(ValueError, match="context_parallel_size must be at least 1; got 0"):
-        ParallelConfig(context_parallel_size=0)
+        MegatronConfig(context_parallel_size=0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, WeightShard, sft_loss
-from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.config import Config
@@ -102,8 +101,7 @@ class ActorWorker(Worker):
         """Create the weight updater for these engines."""
         update = self._config.weight_update
         dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
-        engine = self._config.engine
-        if isinstance(engine, MegatronConfig) and engine.param_dtype == self._config.rollout.dtype:
+        if self._config.engine.weight_dtype(self._config.model) == self._config.rollout.dtype:
             dtype = None  # the weights have this dtype, and the float32 bias of DeepSeek's routers must not be cast
         device = "cpu" if update.memory == "cpu" else None
         self._updater = WeightUpdater(
@@ -158,12 +156,10 @@ class ActorWorker(Worker):
         self._engine.save_hf(path)
 
 
-def engine_config(config: Config) -> EngineConfig | MegatronConfig:
+def engine_config(config: Config) -> EngineConfig:
     """Return the configuration of the engine, including settings that other sections imply."""
     engine = config.engine
-    if isinstance(engine, MegatronConfig) and config.actor.router_replay.mode != "disabled":
-        return replace(engine, router_replay=True)
-    return engine
+    return engine.with_router_replay() if config.actor.router_replay.mode != "disabled" else engine
 
 
 def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, FiniteFloat
 from pydantic.dataclasses import dataclass
-from tidemill_engines.config import EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines import FSDP2Config, MegatronConfig
+from tidemill_engines.config import ModelConfig, OptimizerConfig
 
 _Count = Annotated[int, Field(ge=1)]
 _CountOrZero = Annotated[int, Field(ge=0)]
@@ -261,9 +261,7 @@ class Config:
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
-    engine: Annotated[EngineConfig | MegatronConfig, Field(discriminator="backend")] = field(
-        default_factory=EngineConfig
-    )
+    engine: Annotated[FSDP2Config | MegatronConfig, Field(discriminator="backend")] = field(default_factory=FSDP2Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -301,7 +299,7 @@ class Config:
             "router replay",
         )
         _require(
-            mode != "disabled" or not isinstance(self.engine, MegatronConfig) or not self.engine.router_replay,
+            mode != "disabled" or not self.engine.replays_routing,
             'engine.router_replay has no effect by itself; set actor.router_replay.mode="R2" or "R3" instead',
         )
         _require(
@@ -317,16 +315,6 @@ class Config:
 
     def _check_division(self) -> None:
         """Check that the parallel sizes of the engine divide the number of training workers."""
-        engine, workers = self.engine, self.actor.num_workers
-        if isinstance(engine, MegatronConfig):
-            sizes = {
-                "engine.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size": (
-                    engine.ranks_per_row
-                )
-            }
-        else:
-            sizes = {"engine.ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size}
-            if engine.fsdp_size != -1:
-                sizes["engine.fsdp_size"] = engine.fsdp_size
-        for key, size in sizes.items():
-            _require(workers % size == 0, f"{key} = {size} must divide actor.num_workers={workers}")
+        workers = self.actor.num_workers
+        for key, size in self.engine.world_size_divisors().items():
+            _require(workers % size == 0, f"engine.{key} = {size} must divide actor.num_workers={workers}")

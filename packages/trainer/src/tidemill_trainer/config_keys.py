@@ -5,12 +5,11 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-from tidemill_engines.config import EngineConfig
-from tidemill_engines.megatron.config import MegatronConfig
+from tidemill_engines import FSDP2Config, MegatronConfig
 
 from tidemill_trainer.config import Config
 
-BACKENDS: dict[str, type] = {"fsdp2": EngineConfig, "megatron": MegatronConfig}
+BACKENDS: dict[str, type] = {"fsdp2": FSDP2Config, "megatron": MegatronConfig}
 SHORT = {  # Megatron's short names, for the command line
     "engine.tp": "engine.tensor_model_parallel_size",
     "engine.pp": "engine.pipeline_model_parallel_size",

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
-from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import MegatronConfig, check_settings
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
@@ -42,16 +40,10 @@ def check_model(config: Config) -> None:
     heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
     if heads is not None and heads % size:
         raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
-    if isinstance(config.engine, MegatronConfig):
-        try:
-            check_settings(config.model, config.optimizer)
-            config.engine.check(Architecture.read(path), config.actor.num_workers)
-        except ValueError as error:
-            raise ConfigError(f"config key engine: {error}") from error
-    elif heads is not None and heads % (size := config.engine.ulysses_sequence_parallel_size):
-        raise ConfigError(
-            f"engine.ulysses_sequence_parallel_size={size} must divide the {heads} attention heads of the model"
-        )
+    try:
+        config.engine.check(config.model, config.optimizer, config.actor.num_workers)
+    except ValueError as error:
+        raise ConfigError(f"config key engine: {error}") from error
     if config.model.init_seed is None:
         try:
             with SafetensorsFiles(path):

@@ -17,11 +17,11 @@ HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
 """Whether cuDNN's own graph interface (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
 
 
-def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> None:
-    """Checks that a model computes the same on packed rows, and with its heads divided, as on each row alone.
+def check_attention(config: PretrainedConfig) -> None:
+    """Check that a model computes the same on packed rows as on each row alone.
 
     Raises:
-        ValueError: a layer mixes tokens otherwise than by full or sliding attention, or the heads cannot be divided.
+        ValueError: a layer mixes tokens by something other than full or sliding attention.
     """
     text = config.get_text_config()
     others = sorted(set(text.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
@@ -29,14 +29,6 @@ def check_attention(config: PretrainedConfig, sequence_parallel_size: int) -> No
         raise ValueError(
             f"{config.model_type} has layers of type {', '.join(others)}, which would see across packed rows; models "
             f"of {' and '.join(sorted(_LAYER_TYPES))} layers can be trained"
-        )
-    if sequence_parallel_size == 1:
-        return
-    num_heads = text.num_attention_heads
-    if num_heads % sequence_parallel_size:
-        raise ValueError(
-            f"EngineConfig.ulysses_sequence_parallel_size must divide the {num_heads} attention heads of the model; "
-            f"got {sequence_parallel_size}"
         )
 
 

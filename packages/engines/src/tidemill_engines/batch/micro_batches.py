@@ -11,7 +11,7 @@ from tidemill_dataproto.dynamic_batch import count_micro_batches, rearrange_micr
 from tidemill_engines.batch.check import BatchRules, TokenLimit, check_batch
 from tidemill_engines.batch.multi_modal import kinds_in
 from tidemill_engines.batch.padded import is_padded, response_attention_mask, to_padded, to_ragged
-from tidemill_engines.distributed.agreement import describe, gather, raise_first
+from tidemill_engines.distributed.agreement import all_gather, describe_error, raise_first_error
 from tidemill_engines.loss.contract import Normalizer
 
 
@@ -124,9 +124,9 @@ def plan_batch(
             _check_fixed_micro_batches(batch, micro_batch_size, rules.limit)
         own = _report(batch, data_parallel_rank, rules.limit, micro_batch_size, with_loss=with_loss)
     except Exception as caught:  # noqa: BLE001 - raised below, on every rank
-        error, own = caught, _Report(part=data_parallel_rank, error=describe(caught))
-    reports: list[_Report] = gather(own, group)
-    raise_first([report.error for report in reports], error)
+        error, own = caught, _Report(part=data_parallel_rank, error=describe_error(caught))
+    reports: list[_Report] = all_gather(own, group)
+    raise_first_error([report.error for report in reports], error)
     _check_same_columns(reports)
     parts = _one_per_part(reports)
     needed = max(report.num_micro_batches for report in parts)

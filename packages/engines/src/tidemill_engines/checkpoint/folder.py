@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 
 MANIFEST = "engine.json"
 FORMAT_VERSION = 2
@@ -61,20 +61,20 @@ def save_folder(
     """
     partial = path.parent / f".{path.name}.partial"
     is_first = dist.get_rank(group) == 0
-    with together(group):
+    with raise_on_all_ranks(group):
         if path.exists():
             raise FileExistsError(f"{path} exists already; save to a new folder or remove it first")
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     try:
-        with together(group):  # all ranks have left the folder before the first of them removes it
+        with raise_on_all_ranks(group):  # all ranks have left the folder before the first of them removes it
             written = write(partial)
             own = {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in written}
             for name in own:
                 _to_disk(partial / name)
-        files = {name: entry for of_rank in gather(own, group) for name, entry in of_rank.items()}
-        with together(group):
+        files = {name: entry for of_rank in all_gather(own, group) for name, entry in of_rank.items()}
+        with raise_on_all_ranks(group):
             if is_first:
                 manifest = {
                     "format_version": FORMAT_VERSION,
@@ -90,7 +90,7 @@ def save_folder(
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    with together(group):
+    with raise_on_all_ranks(group):
         if is_first:
             _to_disk(path.parent)
         if is_first and keep_last is not None:
@@ -148,7 +148,7 @@ def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool)
             checkpoint beside it, if there is one. Or it lacks the optimizer that is wanted.
     """
     progress = None
-    with together(group):
+    with raise_on_all_ranks(group):
         try:
             manifest = _read_whole(path)
             for name in sorted(manifest["files"])[dist.get_rank(group) :: dist.get_world_size(group)]:

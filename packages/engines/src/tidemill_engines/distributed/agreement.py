@@ -1,4 +1,4 @@
-"""Small collectives over plain data: what the ranks must agree on before they enter a large one."""
+"""Small collectives over plain data: the ranks agree on it before they enter a large collective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,56 +11,56 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the picklable `value` of every rank of `group` in rank order. Collective over `group` (gloo).
+def all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the picklable `value` of every rank of `group`, in rank order. Collective over `group` (gloo).
 
     Raises:
-        RuntimeError: a rank has ended, or did not come in time.
+        RuntimeError: a rank exited or the timeout expired.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()} lost another rank, which has ended, or did not come within the timeout_s of the "
-            f"engine's configuration; look for its own error: {error}"
+            f"rank {dist.get_rank()} lost another rank, which exited or did not respond within timeout_s of the engine "
+            f"configuration; look for the error in the log of that rank: {error}"
         ) from error
     return values
 
 
 def check_same(value: Any, what: str, group: dist.ProcessGroup) -> None:
-    """Collective over `group` (gloo).
+    """Check that all ranks have the same `value`. Collective over `group` (gloo).
 
     Raises:
-        ValueError: not all ranks have the same `value`; on every rank.
+        ValueError: the values differ; raised on every rank.
     """
-    values = gather(value, group)
+    values = all_gather(value, group)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     if others:
-        raise ValueError(f"rank {others[0]} has another {what} than rank 0; give all ranks the same")
+        raise ValueError(f"rank {others[0]} has another {what} than rank 0; use the same on all ranks")
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raises on every rank of `group` if any rank brings an error, so that no rank waits for one that has left.
+def raise_any_error(error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank of `group` if any rank has an error, so that no rank waits for one that failed. Collective.
 
-    The failing rank raises its own error; the others raise one of the same built-in kind (RuntimeError for a kind of
-    its own) that names the rank. Collective over `group`.
+    The failing rank raises its own error. The others raise an error of the same built-in type (RuntimeError for other
+    types) that names the rank.
     """
-    raise_first(gather(describe(error), group), error)
+    raise_first_error(all_gather(describe_error(error), group), error)
 
 
-def describe(error: Exception | None) -> tuple[str, str] | None:
-    """The kind and message of `error`, to be sent to the other ranks."""
+def describe_error(error: Exception | None) -> tuple[str, str] | None:
+    """Return the type and message of `error`, for `raise_first_error` on other ranks."""
     if error is None:
         return None
     kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), None)
-    if kind is None and not isinstance(error, RuntimeError):  # of some errors the message says little without the kind
+    if kind is None and not isinstance(error, RuntimeError):  # the message of a KeyError is unclear without the type
         return "RuntimeError", f"{type(error).__name__}: {error}"
     return kind or "RuntimeError", str(error)
 
 
-def raise_first(described: list[tuple[str, str] | None], own: Exception | None) -> None:
-    """Raises `own`, or else the first error that a rank described; returns if there is none."""
+def raise_first_error(described: list[tuple[str, str] | None], own: Exception | None) -> None:
+    """Raise `own`, or else the first error that a rank described; return if there is none."""
     if own is not None:
         raise own
     for rank, item in enumerate(described):
@@ -70,16 +70,15 @@ def raise_first(described: list[tuple[str, str] | None], own: Exception | None) 
 
 
 @contextmanager
-def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Runs a block on every rank; an error of one is raised on all. Collective over `group`.
+def raise_on_all_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a block on every rank and raise an error of one rank on all of them. Collective over `group`.
 
-    A collective within the block must itself fail on every rank if it fails on one, as those of
-    torch.distributed.checkpoint do, and nothing that may fail on one rank alone may come before it: the others would
-    wait in it for a rank that has left.
+    A collective within the block must fail on every rank if it fails on one (as those of torch.distributed.checkpoint
+    do), and no code before it may fail on one rank alone: the other ranks would wait in the collective.
     """
     error = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - raised below, on every rank
         error = caught
-    raise_together(error, group)
+    raise_any_error(error, group)

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_tensors
-from tidemill_engines.distributed.agreement import together
+from tidemill_engines.distributed.agreement import raise_on_all_ranks
 from tidemill_engines.offload import like, local_part
 
 
@@ -68,7 +68,7 @@ def load(
     Raises:
         ValueError: the checkpoint is of another model; raised on every rank.
     """
-    with together(group):
+    with raise_on_all_ranks(group):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         more = {name: tensor for name, tensor in if_saved.items() if name in saved}
     try:

@@ -1,20 +1,21 @@
-"""What every FSDP2 engine is, whatever its model computes: life cycle, optimizer, checkpoints and export."""
+"""The FSDP2 engine without its step: life cycle, optimizer, weights and checkpoints."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tidemill_engines.base import BaseEngine
-from tidemill_engines.checkpoint.folder import Progress, read_progress
-from tidemill_engines.checkpoint.saver import Saver
-from tidemill_engines.config import CheckpointConfig, Dtype, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.distributed.agreement import check_same, gather, together
-from tidemill_engines.distributed.process_groups import ProcessGroups, close_groups, make_groups, resolve_device
+from tidemill_engines.base.engine import BaseEngine
+from tidemill_engines.base.lifecycle import initialized
+from tidemill_engines.checkpoint.folder import Progress
+from tidemill_engines.config import CheckpointConfig, Dtype, ModelConfig, OptimizerConfig
+from tidemill_engines.distributed.agreement import check_same, raise_on_all_ranks
 from tidemill_engines.fsdp2 import checkpoint, lora
+from tidemill_engines.fsdp2.config import FSDP2Config
+from tidemill_engines.fsdp2.groups import FSDP2Groups, close_groups, make_groups
 from tidemill_engines.fsdp2.model import build_model, freeze, shard_model
 from tidemill_engines.fsdp2.random_weights import draw_weights
 from tidemill_engines.fsdp2.weights import (
@@ -25,11 +26,11 @@ from tidemill_engines.fsdp2.weights import (
     named_weights,
     tied_aliases,
 )
-from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.export import write_weights
 from tidemill_engines.hf_weights.layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.hf_weights.shard import WeightShard
-from tidemill_engines.offload import Parked, Parking, like, local_part
+from tidemill_engines.offload import OffloadableTensors, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
     clip_grads,
@@ -41,17 +42,18 @@ from tidemill_engines.optimizer import (
 )
 
 
-class FSDP2Engine(BaseEngine):
-    """A Hugging Face model under torch's `fully_shard`; abstract in the step, which depends on the type of model.
+class FSDP2Engine(BaseEngine[FSDP2Config]):
+    """A Hugging Face model under torch's `fully_shard`; subclasses implement the step of a type of model.
 
-    Each rank works on its own rows; weights, gradients and optimizer state are sharded over the ranks. Outside of
-    `train_batch` and `infer_batch` the weights are always sharded.
+    Weights, gradients and optimizer state are sharded over the ranks. Outside of `train_batch` and `infer_batch` the
+    weights are always sharded.
 
     Attributes:
-        new_weights: names of the model that a checkpoint may lack; they start at zero.
-        unused_weights: names of a checkpoint that the model has no place for.
+        new_weights: names of the model's weights that a checkpoint may lack; they start at zero.
+        unused_weights: names of the checkpoint's weights that the model does not use.
     """
 
+    config_class = FSDP2Config
     new_weights: tuple[str, ...] = ()
     unused_weights: tuple[str, ...] = ()
 
@@ -59,68 +61,33 @@ class FSDP2Engine(BaseEngine):
         self,
         *,
         model: ModelConfig,
-        engine: EngineConfig,
+        engine: FSDP2Config,
         optimizer: OptimizerConfig | None,
         checkpoint: CheckpointConfig,
     ) -> None:
-        if not isinstance(engine, EngineConfig):
-            raise TypeError(f"the FSDP2 engine is configured by an EngineConfig, got a {type(engine).__name__}")
         super().__init__(model=model, engine=engine, optimizer=optimizer, checkpoint=checkpoint)
-        self.device = torch.device("meta")
         self._optimizer: torch.optim.AdamW | None = None
         self._model: PreTrainedModel | None = None
-        self._groups: ProcessGroups | None = None
+        self._groups: FSDP2Groups | None = None
         self._layout: Layout = {}
-        self._parking = Parking({})
-        self._saver = Saver()
 
-    def initialize(self) -> None:
-        if self._groups is not None:
-            raise RuntimeError("the engine is initialized already; close() it first")
-        config = self.engine_config
-        self.device = self.meter.device = resolve_device(config.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self._groups = make_groups(
-            self.device,
-            fsdp_size=config.fsdp_size,
-            sequence_parallel_size=config.ulysses_sequence_parallel_size,
-            timeout_s=config.timeout_s,
-        )
-        try:
-            self._load_model()
-            with together(self.groups.control):
-                if self.optimizer_config is not None:
-                    self._optimizer = build_adamw(self.model.named_parameters(), self.optimizer_config)
-                else:
-                    self.model.requires_grad_(False)
-        except BaseException:
-            self.close()
-            raise
-        self.step = self.skipped_steps = 0
-        self.model.eval()
-        self._park()
+    def _is_open(self) -> bool:
+        return self._groups is not None
 
-    def _park(self) -> None:
-        """Sends to the CPU what the configuration wants there."""
-        config = self.engine_config
-        kinds = {
-            "params": (config.param_offload, lambda: self.model.parameters()),
-            "grads": (config.grad_offload, lambda: (p.grad for p in self.model.parameters() if p.grad is not None)),
-            "optimizer": (config.optimizer_offload, self._optimizer_tensors),
-        }
-        self._parking = Parking({kind: Parked(tensors) for kind, (wanted, tensors) in kinds.items() if wanted})
-
-    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        if self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                yield from state.values()
+    def _open(self) -> None:
+        self._groups = make_groups(self.engine_config, self.device)
+        self._load_model()
+        with raise_on_all_ranks(self.groups.control):
+            if self.optimizer_config is not None:
+                self._optimizer = build_adamw(self.model.named_parameters(), self.optimizer_config)
+            else:
+                self.model.requires_grad_(False)
 
     def _load_model(self) -> None:
-        """Makes the model without memory, shards it, and has each rank read or draw its own part of the weights."""
+        """Create the model on the meta device, shard it, and read or draw this rank's part of the weights."""
         seed = self.model_config.init_seed
         with ExitStack() as opened:
-            with together(self.groups.control):
+            with raise_on_all_ranks(self.groups.control):
                 model = self.build_model()
                 freeze(model, self.model_config.frozen)
                 files = None
@@ -140,7 +107,7 @@ class FSDP2Engine(BaseEngine):
             shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
             check_same(shapes, f"model at {self.model_config.path}", self.groups.control)
             shard_model(model, self.groups.mesh, self.engine_config)
-            with together(self.groups.control):
+            with raise_on_all_ranks(self.groups.control):
                 param_device = torch.device("cpu") if self.engine_config.offload_policy else self.device
                 materialize(model, self.device, param_device)
                 if files is not None:
@@ -152,95 +119,81 @@ class FSDP2Engine(BaseEngine):
         self._model = model
 
     def build_model(self) -> PreTrainedModel:
-        """Makes the model on the meta device; the weights of the checkpoint come later."""
+        """Create the model on the meta device."""
         return build_model(self.model_config)
 
-    def close(self) -> None:
-        try:
-            self._saver.close()
-        finally:
-            groups, self._groups = self._groups, None
-            self._optimizer = None
-            self._model = None
-            self._parking = Parking({})
-            if groups is not None:
-                close_groups(groups)
+    def _release(self) -> None:
+        groups, self._groups = self._groups, None
+        self._optimizer = None
+        self._model = None
+        if groups is not None:
+            close_groups(groups)
 
     @property
     def model(self) -> PreTrainedModel:
         """The sharded model; RuntimeError before `initialize` and after `close`."""
-        if self._model is None:
-            raise RuntimeError("the engine is not initialized; call initialize() first")
-        return self._model
+        return initialized(self._model)
 
     @property
-    def groups(self) -> ProcessGroups:
-        """What this engine communicates with; RuntimeError before `initialize` and after `close`."""
-        if self._groups is None:
-            raise RuntimeError("the engine is not initialized; call initialize() first")
-        return self._groups
+    def groups(self) -> FSDP2Groups:
+        """Process groups of the engine; RuntimeError before `initialize` and after `close`."""
+        return initialized(self._groups)
 
     @property
     def optimizer(self) -> torch.optim.AdamW:
-        """RuntimeError for an engine without an optimizer, or before `initialize`."""
+        """The optimizer; RuntimeError for an engine without one, or before `initialize`."""
         if self._optimizer is None:
             raise RuntimeError("this engine has no optimizer; create it with an OptimizerConfig and initialize() it")
         return self._optimizer
 
-    def check_at_hand(self, *kinds: str) -> None:
-        """Raises RuntimeError if "params", "grads" or "optimizer" are asked for and away on the CPU."""
-        self._parking.check(*kinds)
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        group = self.groups.sequence_parallel
+        return group is None or dist.get_rank(group) == 0
 
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        with self._mode(training=True), self._parking.at_hand("params", "grads", "optimizer"):
-            yield
+    def _modules(self) -> list[torch.nn.Module]:
+        return [self.model]
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        with self._mode(training=False), self._parking.at_hand("params"):
-            yield
+    def _offloadable(self) -> Mapping[str, OffloadableTensors]:
+        return {
+            "params": OffloadableTensors(lambda: self.model.parameters()),
+            "grads": OffloadableTensors(lambda: (p.grad for p in self.model.parameters() if p.grad is not None)),
+            "optimizer": OffloadableTensors(self._optimizer_tensors),
+        }
 
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.train(training)
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(training):
-                yield
-        finally:
-            self.model.train(was_training)
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                yield from state.values()
 
     def optimizer_zero_grad(self) -> None:
         for param in self.model.parameters():
             param.grad = None
-        if (parked := self._parking.get("grads")) is not None:
-            parked.forget()
+        if (grads := self._offloader.get("grads")) is not None:
+            grads.discard()
 
     def grad_norm(self) -> float:
-        self.check_at_hand("grads")
+        self.check_onloaded("grads")
         grads = local_grads(self.model.parameters())
         return global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
 
     def apply_gradient(self, norm: float) -> None:
         assert self.optimizer_config is not None
-        self.check_at_hand("params", "grads", "optimizer")
+        self.check_onloaded("params", "grads", "optimizer")
         clip_grads(local_grads(self.model.parameters()), norm, self.optimizer_config.clip_grad)
         set_learning_rate(self.optimizer, learning_rate(self.optimizer_config, self.step))
         self.optimizer.step()
 
-    def find_nonfinite(self) -> list[str]:
-        of_ranks = gather(nonfinite_params(self.model.named_parameters())[:3], self.groups.control)
-        return [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names][:3]
+    def _nonfinite_params(self) -> list[str]:
+        return nonfinite_params(self.model.named_parameters())
 
-    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        super().reset_optimizer(optimizer)
-        with self._parking.at_hand("params"):
+    def _new_optimizer(self, optimizer: OptimizerConfig) -> None:
+        with self._offloader.onloaded("params"):
             self._optimizer = build_adamw(self.model.named_parameters(), optimizer)
-        self.optimizer_config = optimizer
-        self.step = self.skipped_steps = 0
-        if (parked := self._parking.get("optimizer")) is not None:
-            parked.replace()
+        if (state := self._offloader.get("optimizer")) is not None:
+            state.replace()
+
+    def _counted_model(self) -> PreTrainedModel:
+        return self.model
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._merged_weights(dtype):
@@ -254,12 +207,12 @@ class FSDP2Engine(BaseEngine):
     def streams_weights(self) -> bool:
         return (
             self.model_config.lora is not None
-            or self._parking.get("params") is not None
+            or self._offloader.get("params") is not None
             or self.engine_config.offload_policy
         )
 
     def _merged_weights(self, dtype: Dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by their names in the model, on the engine's device, with adapters merged."""
+        """Yield the weights by their names in the model, on the engine's device, with adapters merged."""
         for name, weight in lora.merged_weights(self.model, self._readable):
             if dtype is not None and weight.is_floating_point():
                 yield name, weight.to(getattr(torch, dtype))
@@ -272,61 +225,22 @@ class FSDP2Engine(BaseEngine):
             yield peft_name, self._readable(weights[name])
 
     def _readable(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight on the engine's device: itself, or a copy of one that is kept on the CPU."""
+        """Return the weight on the engine's device: itself, or a copy if it is offloaded."""
         weight = weight.detach()
-        if (parked := self._parking.get("params")) is not None:
-            weight = parked.read(weight)
+        if (params := self._offloader.get("params")) is not None:
+            weight = params.read(weight)
         return weight if weight.device == self.device else like(weight, local_part(weight).to(self.device))
-
-    def save_checkpoint(self, path: str | Path) -> None:
-        self._saver.finish()
-        progress = Progress(
-            step=self.step,
-            skipped_steps=self.skipped_steps,
-            world_size=dist.get_world_size(),
-            has_optimizer=self._optimizer is not None,
-        )
-        settings, group = self.checkpoint_config, self.groups.checkpoint
-        with self._parking.at_hand("params", "optimizer"):
-            tensors = self._state_tensors() | self._rng_tensors()
-            if settings.asynchronous:
-                tensors = checkpoint.snapshot(tensors)
-            self._saver.run(
-                lambda: checkpoint.save(Path(path), tensors, progress, group, keep_last=settings.keep_last),
-                asynchronous=settings.asynchronous,
-            )
-
-    def finish_checkpoint(self) -> None:
-        self._saver.finish()
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        self._saver.finish()
-        progress = read_progress(Path(path), self.groups.control, with_optimizer=self._optimizer is not None)
-        rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
-        with self._parking.at_hand("params", "optimizer"):
-            rng = checkpoint.load(Path(path), self._state_tensors(), self.groups.control, if_saved=rng)
-        if rng:
-            checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
-        self.step, self.skipped_steps = progress.step, progress.skipped_steps
-        self.optimizer_zero_grad()
-
-    def save_hf(
-        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
-    ) -> None:
-        target, max_shard_bytes, group = Path(path), shard_bytes(max_shard_size), self.groups.control
-        saved_as: Dtype = self.model_config.dtype if dtype is None else dtype
-        start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
-        sizes_bytes = stored_bytes(lora.base_weights(self.model), self._layout, dtype)
-        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
 
     def save_adapter(self, path: str | Path) -> None:
         settings = self.model_config.lora
         if settings is None:
             raise ValueError("the engine trains no adapter; set ModelConfig.lora, or save all weights with save_hf()")
         if self.new_weights:
-            raise ValueError(f"an adapter does not hold {', '.join(self.new_weights)}; save all weights with save_hf()")
+            raise ValueError(
+                f"an adapter does not contain {', '.join(self.new_weights)}; save all weights with save_hf()"
+            )
         target = Path(path)
-        with together(self.groups.control):
+        with raise_on_all_ranks(self.groups.control):
             target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
                 config = lora.peft_config(settings, included=lora.adapted_modules(self.model))
@@ -335,35 +249,29 @@ class FSDP2Engine(BaseEngine):
         sizes_bytes = stored_bytes(self.get_adapter_param(), {}, None)
         write_weights(self.get_adapter_param(), sizes_bytes, target, self.groups.control, file_stem="adapter_model")
 
-    def performance(self) -> dict[str, float]:
-        config = self.engine_config
-        return self.meter.report(
-            self.model,
-            dtype=config.param_dtype,
-            peak_tflops=config.peak_tflops,
-            ranks_per_row=config.ulysses_sequence_parallel_size,
-            group=self.groups.control,
-        )
-
     def export_config(self) -> PretrainedConfig:
-        """A copy of the model's configuration, for `save_hf`."""
         return type(self.model.config).from_dict(self.model.config.to_dict())
 
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.groups.data_parallel)
+    def _exported_bytes(self, dtype: Dtype | None) -> list[tuple[str, int]]:
+        return stored_bytes(lora.base_weights(self.model), self._layout, dtype)
 
-    def get_data_parallel_size(self) -> int:
-        return dist.get_world_size(self.groups.data_parallel)
+    def _collect_state(self, *, copied: bool) -> dict[str, torch.Tensor]:
+        tensors = self._state_tensors() | self._rng_tensors()
+        return checkpoint.snapshot(tensors) if copied else tensors
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups.data_parallel
+    def _write_state(
+        self, path: Path, state: dict[str, torch.Tensor], progress: Progress, group: dist.ProcessGroup
+    ) -> None:
+        checkpoint.save(path, state, progress, group, keep_last=self.checkpoint_config.keep_last)
 
-    def is_mp_src_rank_with_outputs(self) -> bool:
-        group = self.groups.sequence_parallel
-        return group is None or dist.get_rank(group) == 0
+    def _load_state(self, path: Path, progress: Progress) -> None:
+        rng = self._rng_tensors() if progress.world_size == dist.get_world_size() else {}
+        rng = checkpoint.load(path, self._state_tensors(), self.groups.control, if_saved=rng)
+        if rng:
+            checkpoint.set_rng_state({name.rsplit(".", 1)[1]: state for name, state in rng.items()}, self.device)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint, by name; loading writes into them."""
+        """Return the tensors of a checkpoint by name; loading writes into them."""
         tensors: dict[str, torch.Tensor] = {}
         for name, weight in named_weights(self.model):
             tensors[f"model.{name}"] = weight.detach()

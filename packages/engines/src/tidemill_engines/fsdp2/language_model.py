@@ -29,23 +29,21 @@ from tidemill_engines.model_io import ModelInputs, ModelOutput, Outputs
 class FSDP2LanguageModel(FSDP2Engine):
     """A Hugging Face causal language model, trained and evaluated on packed rows."""
 
-    def initialize(self) -> None:
-        ranks_per_row = self.engine_config.ulysses_sequence_parallel_size
+    def _open(self) -> None:
+        ranks_per_row = self.engine_config.ranks_per_row
         if ranks_per_row > 1 and self.model_config.attn_implementation != "varlen":
             raise ValueError(
-                "EngineConfig.ulysses_sequence_parallel_size above 1 needs ModelConfig.attn_implementation='varlen'; "
+                "FSDP2Config.ulysses_sequence_parallel_size > 1 requires ModelConfig.attn_implementation='varlen'; "
                 f"got {self.model_config.attn_implementation!r}"
             )
         self._balances_experts = self.model_config.router_aux_loss_coef > 0
-        super().initialize()
-        try:
-            self._check_experts()
-            check_attention(self.model.config, ranks_per_row)
-            expose_backbone(self.model)
-            self._vision = self._vision_rule()
-        except BaseException:
-            self.close()
-            raise
+        super()._open()
+        self._check_experts()
+        check_attention(self.model.config)
+        if ranks_per_row > 1:
+            self.engine_config.check_heads(self.model.config.get_text_config().num_attention_heads)
+        expose_backbone(self.model)
+        self._vision = self._vision_rule()
 
     def forward_backward_batch(
         self,
@@ -56,7 +54,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         calculate_entropy: bool = False,
     ) -> BatchOutput:
         self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
-        self.check_at_hand(*(["params"] if forward_only else ["params", "grads"]))
+        self.check_onloaded(*(["params"] if forward_only else ["params", "grads"]))
         if loss_fn is not None and self._balances_experts:
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         plan = plan_batch(
@@ -66,7 +64,7 @@ class FSDP2LanguageModel(FSDP2Engine):
                 vocab_size=int(self.model.config.get_text_config().vocab_size),
                 limit=TokenLimit(
                     per_rank=self.engine_config.max_token_len_per_gpu,
-                    ranks_per_row=self.engine_config.ulysses_sequence_parallel_size,
+                    ranks_per_row=self.engine_config.ranks_per_row,
                 ),
                 vision=self._vision,
             ),

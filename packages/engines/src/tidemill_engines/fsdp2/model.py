@@ -22,7 +22,8 @@ from transformers import (
 
 from tidemill_engines.attention.packed import HAS_CUDNN, NAME, register_attention
 from tidemill_engines.batch.multi_modal import MODEL_TYPES
-from tidemill_engines.config import EngineConfig, ModelConfig, Recompute
+from tidemill_engines.config import ModelConfig, Recompute
+from tidemill_engines.fsdp2.config import FSDP2Config
 
 _log = logging.getLogger(__name__)
 
@@ -146,14 +147,14 @@ def decoder_layers(model: PreTrainedModel, classes: Sequence[str] = ()) -> list[
     missing = names - {type(module).__name__ for module in model.modules()}
     if missing:
         raise ValueError(
-            f"EngineConfig.wrap_classes: {type(model).__name__} has no {', '.join(sorted(missing))}; it has "
+            f"FSDP2Config.wrap_classes: {type(model).__name__} has no {', '.join(sorted(missing))}; it has "
             + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         )
     names |= set() if classes else set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) -> None:
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDP2Config) -> None:
     """Shards the model in place, layer by layer.
 
     Gradients are summed over the ranks, not averaged: a loss is normalised by a count over the global batch already.
@@ -166,7 +167,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: EngineConfig) 
     if not layers:
         _log.warning(
             "%s has no layers of _no_split_modules; it is sharded as one unit, which gathers all weights at once. "
-            "Name the classes of its layers in EngineConfig.wrap_classes",
+            "Name the classes of its layers in FSDP2Config.wrap_classes",
             type(model).__name__,
         )
     for module in [*layers, model]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from tidemill_engines.distributed.agreement import together
+from tidemill_engines.distributed.agreement import raise_on_all_ranks
 
 _COPIED = (
     "tokenizer*",
@@ -73,7 +73,7 @@ def start_export(path: Path, config: PretrainedConfig, dtype: str, origin: Path,
     Raises:
         OSError: a write failed; raised on every rank.
     """
-    with together(group):
+    with raise_on_all_ranks(group):
         path.mkdir(parents=True, exist_ok=True)
         if dist.get_rank(group) == 0:
             _write_config(config, path, dtype)
@@ -106,7 +106,7 @@ def write_weights(
     shards = plan_shards(sizes_bytes, max_shard_bytes)
     files = shard_file_names(len(shards), file_stem)
     is_writer = dist.get_rank(group) == 0
-    with together(group):
+    with raise_on_all_ranks(group):
         if is_writer:  # transformers would take a file of another number of shards for the weights
             for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
                 for file in path.glob(pattern):
@@ -119,10 +119,10 @@ def write_weights(
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if is_writer:
                 held[name] = full.cpu().contiguous()
-        with together(group):
+        with raise_on_all_ranks(group):
             if is_writer:
                 _save(held, path / file)
-    with together(group):
+    with raise_on_all_ranks(group):
         if is_writer and len(files) > 1:
             where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(size for _, size in sizes_bytes)}, "weight_map": where}

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tidemill_engines.distributed.agreement import describe, gather, raise_first
+from tidemill_engines.distributed.agreement import all_gather, describe_error, raise_first_error
 
 Kind = Literal["sum", "mean", "max", "min"]
 Reduced = tuple[Kind, float, float]
@@ -90,8 +90,8 @@ def reduce_metrics(reports: Sequence[Mapping[str, Metric]], group: dist.ProcessG
         own = _reduce_here(reports)
     except ValueError as caught:
         error = caught
-    of_ranks = gather((describe(error), part, own), group)
-    raise_first([described for described, _, _ in of_ranks], error)
+    of_ranks = all_gather((describe_error(error), part, own), group)
+    raise_first_error([described for described, _, _ in of_ranks], error)
     first = _kinds(of_ranks[0][2])
     parts: dict[int, dict[str, Reduced]] = {}
     for rank, (_, its_part, report) in enumerate(of_ranks):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_object, write_tensors
-from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 from tidemill_engines.megatron import optimizer_state
 from tidemill_engines.megatron.weights.hf_weights import unwrapped
 
@@ -118,7 +118,7 @@ def load(
     """
     sharded = _sharded_state(chunks, optimizer, is_loading=True)
     _check_fits(path, sharded, vocab_size, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         try:
             state: Any = dist_checkpointing.load(sharded, str(path))
         except CheckpointException as error:  # a BaseException, which callers do not catch
@@ -141,8 +141,8 @@ def _check_fits(path: Path, sharded: dict[str, Any], vocab_size: int, group: dis
         ValueError: it does not have exactly the tensors of all ranks; raised on every rank.
     """
     wanted = [part for part in nested_values(load_preprocess(sharded)[0]) if isinstance(part, ShardedTensor)]
-    all_keys = {key for keys in gather([part.key for part in wanted], group) for key in keys}
-    with together(group):
+    all_keys = {key for keys in all_gather([part.key for part in wanted], group) for key in keys}
+    with raise_on_all_ranks(group):
         reason = _mismatch(path, wanted, all_keys, vocab_size)
         if reason:
             raise ValueError(f"could not load the checkpoint {path}: {reason}")

@@ -1,40 +1,74 @@
-"""How the Megatron engine divides a model among ranks."""
+"""Configuration of the Megatron engine, and the checks of a model against it."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self, get_args
 
 from tidemill_engines.config import (
-    Device,
     Dtype,
+    EngineConfig,
     ModelConfig,
     OptimizerConfig,
     check_choice,
     check_names,
-    check_positive,
     check_range,
 )
 from tidemill_engines.megatron.architecture import Architecture
 
 _RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+TokenDispatcher = Literal["alltoall", "allgather"]
+TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
-    """Sizes of the parallel groups, by Megatron's names. What remains of the world size is data parallelism.
+class MegatronConfig(EngineConfig):
+    """Settings of the Megatron engine, in addition to those of `EngineConfig`. Names are Megatron's.
+
+    Data parallelism uses the ranks that the parallel sizes leave over. `param_dtype` is also the dtype of the
+    parameters: for bfloat16 parameters the optimizer keeps float32 master weights, which only checkpoints contain;
+    exported weights are the parameters, cast if another dtype is requested.
 
     Attributes:
-        virtual_pipeline_model_parallel_size: model chunks of each pipeline stage (interleaved schedule); None: one.
-        num_layers_in_last_pipeline_stage: of that which has the head, too, and may have fewer layers for it; None: as
-            many as others.
-        expert_tensor_parallel_size: of the experts' matrices; None: as `tensor_model_parallel_size`.
-        moe_token_dispatcher_type: how tokens reach their experts: "alltoall", or "allgather" for all to all ranks.
-        sequence_parallel: norms and dropout work on a part of the tokens on each tensor-parallel rank.
+        tensor_model_parallel_size: number of ranks that share each layer (TP).
+        pipeline_model_parallel_size: number of pipeline stages (PP).
+        virtual_pipeline_model_parallel_size: model chunks per pipeline stage (interleaved schedule); None is one.
+        num_layers_in_last_pipeline_stage: layers of the last stage, which also computes the head; None is as many as
+            in other stages.
+        context_parallel_size: number of ranks that share the tokens of each row (CP).
+        expert_model_parallel_size: number of ranks that share the experts of a MoE layer (EP).
+        expert_tensor_parallel_size: number of ranks that share each expert; None is `tensor_model_parallel_size`.
+        moe_token_dispatcher_type: collective that sends tokens to experts.
+        sequence_parallel: divide the tokens of norms and dropout among the tensor-parallel ranks.
+        transformer_impl: implementation of the layers. "transformer_engine" requires Transformer Engine and CUDA;
+            "local" uses the modules of Megatron and of this package; "auto" uses Transformer Engine where it is
+            available and parameters are bfloat16 (it multiplies float32 in TF32), except for MLA.
+        use_distributed_optimizer: shard the optimizer state over data-parallel ranks.
+        overlap_grad_reduce: reduce gradients during the backward pass.
+        overlap_param_gather: all-gather updated weights during the next forward pass.
+        recompute_modules: modules that `ModelConfig.recompute="selective"` recomputes in the backward pass:
+            "layernorm", "mlp", "core_attn", "moe".
+        fuse_elementwise: compile activation and rotary embedding into fused kernels on CUDA (torch.compile).
+        router_replay: MoE models: `infer_batch` returns the column `routed_experts`, int32 [B, j, L, K], with the
+            experts of each token of `input_ids` in each layer. A batch with this column (from `infer_batch` or from the
+            rollout) sends its tokens to these experts, also in training; -1 leaves a token to the router. If False, a
+            batch with this column is rejected.
+        seed: seed of Megatron's random states.
 
     Raises:
-        ValueError: a size below 1, or sequence or virtual pipeline parallelism without the parallelism that it is of.
-        TypeError: a size that is no whole number.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or a setting requires another one.
     """
 
+    backend: Literal["megatron"] = "megatron"
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
@@ -42,84 +76,113 @@ class ParallelConfig:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: TokenDispatcher = "alltoall"
     sequence_parallel: bool = False
+    transformer_impl: TransformerImpl = "auto"
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
+    fuse_elementwise: bool = True
+    router_replay: bool = False
+    seed: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-            "num_layers_in_last_pipeline_stage",
-        ):
+        EngineConfig.__post_init__(self)
+        check_choice(self, "param_dtype", self.param_dtype, ("float32", "bfloat16"))
+        check_choice(self, "transformer_impl", self.transformer_impl, get_args(TransformerImpl))
+        check_names(self, "recompute_modules", self.recompute_modules)
+        for module in self.recompute_modules:
+            check_choice(self, "recompute_modules", module, _RECOMPUTED)
+        check_range(self, "seed", self.seed, low=0)
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "MegatronConfig.overlap_param_gather requires use_distributed_optimizer and overlap_grad_reduce; set "
+                "both to True, or overlap_param_gather to False"
+            )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for name in _SIZES:
             if getattr(self, name) is not None:
                 check_range(self, name, getattr(self, name), low=1)
-        check_choice(self, "moe_token_dispatcher_type", self.moe_token_dispatcher_type, ("alltoall", "allgather"))
-        if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
+        check_choice(self, "moe_token_dispatcher_type", self.moe_token_dispatcher_type, get_args(TokenDispatcher))
+        has_stages = self.pipeline_model_parallel_size > 1
+        if self.moe_token_dispatcher_type == "allgather" and has_stages:
             raise ValueError(
-                f"{type(self).__name__}.moe_token_dispatcher_type='allgather' needs stages that know each other's "
-                "lengths, which packed rows do not have; use 'alltoall' with pipeline_model_parallel_size above 1"
+                "MegatronConfig.moe_token_dispatcher_type='allgather' does not support pipeline parallelism, as packed "
+                "rows have different lengths in each micro-batch; use 'alltoall' with pipeline_model_parallel_size > 1"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(f"{type(self).__name__}.sequence_parallel needs tensor_model_parallel_size above 1")
-        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError("MegatronConfig.sequence_parallel requires tensor_model_parallel_size > 1; got 1")
+        if self.virtual_pipeline_model_parallel_size is not None and not has_stages:
             raise ValueError(
-                f"{type(self).__name__}.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1"
+                "MegatronConfig.virtual_pipeline_model_parallel_size requires pipeline_model_parallel_size > 1; got 1"
             )
         if self.num_layers_in_last_pipeline_stage is not None and (
-            self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size is not None
+            not has_stages or self.virtual_pipeline_model_parallel_size is not None
         ):
             raise ValueError(
-                f"{type(self).__name__}.num_layers_in_last_pipeline_stage needs pipeline_model_parallel_size above 1 "
-                "and no virtual_pipeline_model_parallel_size"
+                "MegatronConfig.num_layers_in_last_pipeline_stage requires pipeline_model_parallel_size > 1 and no "
+                f"virtual_pipeline_model_parallel_size; got {self.pipeline_model_parallel_size} and "
+                f"{self.virtual_pipeline_model_parallel_size}"
             )
 
     @property
     def expert_tp(self) -> int:
-        """The tensor-parallel size of the experts."""
+        """Tensor-parallel size of the experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that work on the same rows."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def check(self, architecture: Architecture, world_size: int) -> None:
-        """Checks that a model and a number of ranks can be divided so; nothing is communicated.
+    @property
+    def replays_routing(self) -> bool:
+        return self.router_replay
+
+    def with_router_replay(self) -> Self:
+        return replace(self, router_replay=True)
+
+    def weight_dtype(self, model: ModelConfig) -> Dtype:
+        return self.param_dtype
+
+    def world_size_divisors(self) -> dict[str, int]:
+        return {"tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size": self.ranks_per_row}
+
+    def recomputed(self, model: ModelConfig) -> tuple[str, ...]:
+        """Return the modules that the backward pass recomputes, by Megatron's names; ("full",) is whole layers."""
+        if not model.gradient_checkpointing:
+            return ()
+        return self.recompute_modules if model.recompute == "selective" else ("full",)
+
+    def check(self, model: ModelConfig, optimizer: OptimizerConfig | None, world_size: int) -> None:
+        check_settings(model, optimizer)
+        self.check_architecture(Architecture.read(Path(model.path)), world_size)
+
+    def check_architecture(self, architecture: Architecture, world_size: int) -> None:
+        """Check that the model and the ranks can be divided as configured. No communication.
 
         Raises:
-            ValueError: they cannot; it says what has to divide what.
+            ValueError: a size does not divide what it has to divide; the message names both.
         """
         a = architecture
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
-        last = self.num_layers_in_last_pipeline_stage
-        chunks = pp * (self.virtual_pipeline_model_parallel_size or 1) if last is None else pp - 1
-        if last is not None and last >= a.num_hidden_layers:
-            raise ValueError(f"num_layers_in_last_pipeline_stage is {last}, the model has {a.num_hidden_layers} layers")
         ep, etp = self.expert_model_parallel_size, self.expert_tp
         if ep > 1 and not a.num_experts:
-            raise ValueError(f"expert_model_parallel_size is {ep}, but a {a.model_type} model has no experts")
+            raise ValueError(f"expert_model_parallel_size must be 1: {a.model_type} has no experts; got {ep}")
         if a.num_experts and tp > 1 and not self.sequence_parallel:
             raise ValueError(
-                "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True: Megatron "
-                "trains no other"
+                f"Megatron requires sequence_parallel=True to train a MoE model with tensor_model_parallel_size = {tp}"
             )
-        for divisor, number, what, of in (
+        has_dense_mlp = a.num_dense_layers or not a.num_experts
+        for divisor, number, size, divided in (
             (tp * pp * cp, world_size, "tp x pp x cp", "ranks"),
             (tp, a.num_attention_heads, "tensor_model_parallel_size", "attention heads"),
             (tp, a.num_key_value_heads, "tensor_model_parallel_size", "key and value heads"),
-            (
-                tp if a.num_dense_layers or not a.num_experts else 1,
-                a.intermediate_size,
-                "tensor_model_parallel_size",
-                "intermediate_size",
-            ),
+            (tp if has_dense_mlp else 1, a.intermediate_size, "tensor_model_parallel_size", "intermediate_size"),
             (tp, a.shared_intermediate_size, "tensor_model_parallel_size", "intermediate size of the shared experts"),
-            (
-                chunks,
-                a.num_hidden_layers - (last or 0),
-                "pp x vpp" if last is None else "pp - 1",
-                "layers" if last is None else "layers of other stages than the last",
-            ),
+            self._layer_division(a),
             (etp * ep * pp, world_size, "etp x ep x pp", "ranks"),
             (ep if a.num_experts else 1, a.num_experts, "expert_model_parallel_size", "experts"),
             (
@@ -130,100 +193,28 @@ class ParallelConfig:
             ),
         ):
             if number % divisor:
-                raise ValueError(f"{what} = {divisor} does not divide the {number} {of}")
+                raise ValueError(f"{size} = {divisor} does not divide the {number} {divided}")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronConfig(ParallelConfig):
-    """How the Megatron engine runs, and how it divides the model (see `ParallelConfig`).
-
-    Attributes:
-        backend: tells configurations of different engines apart.
-        device: "auto" takes CUDA where it is usable.
-        param_dtype: of parameters, forward and backward. Of bfloat16 parameters the optimizer keeps float32 masters,
-            which are in checkpoints; what is exported or handed out are the parameters, cast to float32 or not.
-        transformer_impl: what layers are made of, by Megatron's name: "transformer_engine", which has to be installed
-            and is for CUDA; "local", Megatron's own modules and this package's; or "auto", Transformer Engine where it
-            can be used and parameters are bfloat16 (it multiplies float32 in TF32), but not for latent attention.
-        use_distributed_optimizer: divide the optimizer's state among data-parallel ranks.
-        overlap_grad_reduce: reduce gradients while the backward goes on.
-        overlap_param_gather: gather the weights that other ranks have updated while the next forward goes on.
-        recompute_modules: what `ModelConfig.recompute="selective"` computes again in the backward, by Megatron's names:
-            "layernorm", "mlp", "core_attn", and of a mixture of experts "moe".
-        fuse_elementwise: on CUDA make few kernels of activation and rotary embedding, with torch.compile.
-        param_offload: keep weights on the CPU except while a context needs them: `train_mode`, `eval_mode`, or a method
-            that reads or writes weights.
-        grad_offload: likewise for gradients, which `train_mode` needs.
-        optimizer_offload: likewise for the optimizer's state, which `train_mode` needs.
-        peak_tflops: of one device in `param_dtype`, for `performance`; None knows those of common GPUs.
-        max_token_len_per_gpu: tokens (prompt and response) of a micro-batch on each rank, padding not counted; a row
-            may have as many on each of the context-parallel ranks.
-        micro_batch_size_per_gpu: rows per micro-batch; None forms micro-batches by tokens.
-        router_replay: of a mixture of experts: `infer_batch` also brings the column `routed_experts`, int32
-            [B, j, L, K]: the experts that each token of `input_ids` was sent to in each layer. Where a batch has that
-            column (that of `infer_batch`, or from the rollout), tokens are sent there, in training too; -1 leaves a
-            token to the router. Without it, a batch with that column is refused.
-        seed: of Megatron's random states.
-        timeout_s: how long a collective may wait for a peer.
-
-    Raises:
-        ValueError: a value out of its range.
-        TypeError: a number that is none, or names that are one text.
-    """
-
-    backend: Literal["megatron"] = "megatron"
-    device: Device = "auto"
-    param_dtype: Dtype = "float32"
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    use_distributed_optimizer: bool = True
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
-    fuse_elementwise: bool = True
-    param_offload: bool = False
-    grad_offload: bool = False
-    optimizer_offload: bool = False
-    peak_tflops: float | None = None
-    max_token_len_per_gpu: int = 16384
-    micro_batch_size_per_gpu: int | None = None
-    router_replay: bool = False
-    seed: int = 1
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        ParallelConfig.__post_init__(self)
-        check_choice(self, "device", self.device, get_args(Device))
-        check_choice(self, "param_dtype", self.param_dtype, ("float32", "bfloat16"))
-        check_choice(self, "transformer_impl", self.transformer_impl, ("auto", "local", "transformer_engine"))
-        check_names(self, "recompute_modules", self.recompute_modules)
-        for module in self.recompute_modules:
-            check_choice(self, "recompute_modules", module, _RECOMPUTED)
-        check_range(self, "max_token_len_per_gpu", self.max_token_len_per_gpu, low=1)
-        if self.micro_batch_size_per_gpu is not None:
-            check_range(self, "micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
-        if self.peak_tflops is not None:
-            check_positive(self, "peak_tflops", self.peak_tflops)
-        check_range(self, "seed", self.seed, low=0)
-        check_positive(self, "timeout_s", self.timeout_s)
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+    def _layer_division(self, architecture: Architecture) -> tuple[int, int, str, str]:
+        """Return how the layers are divided among the pipeline stages: divisor, number, and the names of both."""
+        pp, last = self.pipeline_model_parallel_size, self.num_layers_in_last_pipeline_stage
+        num_layers = architecture.num_hidden_layers
+        if last is None:
+            return pp * (self.virtual_pipeline_model_parallel_size or 1), num_layers, "pp x vpp", "layers"
+        if last >= num_layers:
             raise ValueError(
-                "MegatronConfig.overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
+                f"num_layers_in_last_pipeline_stage must be below the {num_layers} layers of the model; got {last}"
             )
-
-    def recomputed(self, model: ModelConfig) -> tuple[str, ...]:
-        """What the backward computes again: modules by Megatron's names, ("full",) for whole layers, or nothing."""
-        if not model.gradient_checkpointing:
-            return ()
-        return self.recompute_modules if model.recompute == "selective" else ("full",)
+        return pp - 1, num_layers - last, "pp - 1", "layers of the stages before the last"
 
 
 def check_settings(model: ModelConfig, optimizer: OptimizerConfig | None) -> None:
-    """Refuses what the engine would leave undone in silence.
+    """Reject settings that the engine does not support.
 
     Raises:
-        ValueError: a setting that it does not have, named.
+        ValueError: a setting differs from its default; the message names it.
     """
-    unused = {
+    is_set = {
         "ModelConfig.dtype": model.dtype != "float32",
         "ModelConfig.compile_layers": model.compile_layers,
         "ModelConfig.frozen": bool(model.frozen),
@@ -232,6 +223,6 @@ def check_settings(model: ModelConfig, optimizer: OptimizerConfig | None) -> Non
         "ModelConfig.trust_remote_code": model.trust_remote_code,
         "OptimizerConfig.param_groups": optimizer is not None and bool(optimizer.param_groups),
     }
-    found = [name for name, is_set in unused.items() if is_set]
+    found = [name for name, differs in is_set.items() if differs]
     if found:
-        raise ValueError(f"the Megatron engine has no {', '.join(found)}; leave it as it is by default")
+        raise ValueError(f"the Megatron engine does not support {', '.join(found)}; leave the default")

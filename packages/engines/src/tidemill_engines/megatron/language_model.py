@@ -14,7 +14,7 @@ from tidemill_engines.attention.ulysses import gather_parts
 from tidemill_engines.batch.check import BatchRules, TokenLimit
 from tidemill_engines.batch.micro_batches import BatchPlan, plan_batch
 from tidemill_engines.batch.outputs import BatchOutput, StepOutput, collect, with_normalizer
-from tidemill_engines.distributed.agreement import raise_together
+from tidemill_engines.distributed.agreement import raise_any_error
 from tidemill_engines.head.log_probs import Head, head_log_probs
 from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
 from tidemill_engines.loss.metrics import as_metrics
@@ -38,29 +38,29 @@ class MegatronLanguageModel(MegatronEngine):
         calculate_entropy: bool = False,
     ) -> BatchOutput:
         self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
-        parallel = self.config
+        parallel = self.engine_config
         plan = plan_batch(
             batch,
             self.groups.control,
             BatchRules(
                 vocab_size=self.architecture.vocab_size,
                 limit=TokenLimit(
-                    per_rank=self.config.max_token_len_per_gpu, ranks_per_row=parallel.context_parallel_size
+                    per_rank=self.engine_config.max_token_len_per_gpu, ranks_per_row=parallel.context_parallel_size
                 ),
                 max_position_embeddings=self.architecture.max_position_embeddings,
-                replays=self.config.router_replay,
+                replays=self.engine_config.router_replay,
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
-            micro_batch_size=self.config.micro_batch_size_per_gpu,
+            micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
             # The interleaved schedule takes as many micro-batches at a time as there are stages.
             multiple_of=1
             if parallel.virtual_pipeline_model_parallel_size is None
             else parallel.pipeline_model_parallel_size,
             with_loss=loss_fn is not None,
         )
-        self.check_at_hand("params", *([] if forward_only else ["grads"]))
+        self.check_onloaded("params", *([] if forward_only else ["grads"]))
         self.meter.count(plan.micro_batches)
-        mixture = self._mixture(plan, forward_only=forward_only)
+        moe = self._moe_batch(plan, forward_only=forward_only)
         if loss_fn is not None and self.model_config.router_aux_loss_coef > 0:
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         loss = None if loss_fn is None else with_normalizer(loss_fn, plan)
@@ -70,19 +70,19 @@ class MegatronLanguageModel(MegatronEngine):
             forward_only=forward_only,
             calculate_entropy=calculate_entropy,
             keeps_outputs=forward_only,
-            mixture=mixture,
+            moe=moe,
         )
         part = self.get_data_parallel_rank()
         output = self.groups.from_last_stage(
             lambda group: collect(steps, plan, group, data_parallel_rank=part, with_outputs=forward_only)
         )
-        if mixture is None:
+        if moe is None:
             return output
-        if mixture.keeps:
-            return replace(output, columns={**output.columns, ROUTED_EXPERTS: mixture.chosen(batch, plan.indices)})
-        return output if loss_fn is None else replace(output, metrics={**output.metrics, **mixture.load()})
+        if moe.keeps:
+            return replace(output, columns={**output.columns, ROUTED_EXPERTS: moe.chosen(batch, plan.indices)})
+        return output if loss_fn is None else replace(output, metrics={**output.metrics, **moe.load()})
 
-    def _mixture(self, plan: BatchPlan, *, forward_only: bool) -> MoEBatch | None:
+    def _moe_batch(self, plan: BatchPlan, *, forward_only: bool) -> MoEBatch | None:
         if not self.architecture.num_experts:
             return None
         return MoEBatch(
@@ -92,8 +92,8 @@ class MegatronLanguageModel(MegatronEngine):
             self.division,
             normalizer=plan.normalizer,
             coefficient=self.model_config.router_aux_loss_coef,
-            replays=self.config.router_replay,
-            dispatcher=self.config.moe_token_dispatcher_type,
+            replays=self.engine_config.router_replay,
+            dispatcher=self.engine_config.moe_token_dispatcher_type,
             num_chunks=len(self.chunks),
             forward_only=forward_only,
         )
@@ -117,7 +117,7 @@ class MegatronLanguageModel(MegatronEngine):
         inputs = pack_rows(micro_batch, self.device, self.division)
         rotary = self.architecture.rotary
         if rotary is not None:  # else Megatron's own attention has it
-            inputs.packed.rotary = rotary.cos_sin(inputs.position_ids, getattr(torch, self.config.param_dtype))
+            inputs.packed.rotary = rotary.cos_sin(inputs.position_ids, getattr(torch, self.engine_config.param_dtype))
         return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -134,7 +134,7 @@ class MegatronLanguageModel(MegatronEngine):
             inputs.labels - first,
             temperature=inputs.temperature,
             entropy=calculate_entropy,
-            group=self.groups.tp if self.config.tensor_model_parallel_size > 1 else None,
+            group=self.groups.tp if self.engine_config.tensor_model_parallel_size > 1 else None,
         )
         return ModelOutput(
             log_probs=self.of_all_tokens(log_probs, inputs),
@@ -146,7 +146,7 @@ class MegatronLanguageModel(MegatronEngine):
 
         Backwards, the shares of the gradient that the parts of the head have are added up.
         """
-        if self.config.sequence_parallel:
+        if self.engine_config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states)
         return copy_to_tensor_model_parallel_region(hidden_states)
 
@@ -164,7 +164,7 @@ class MegatronLanguageModel(MegatronEngine):
         forward_only: bool,
         calculate_entropy: bool,
         keeps_outputs: bool,
-        mixture: MoEBatch | None = None,
+        moe: MoEBatch | None = None,
     ) -> list[StepOutput]:
         """Runs the schedule. An error of the loss on any rank is one on all, behind it: stages wait for each other."""
         errors: list[Exception] = []
@@ -174,7 +174,7 @@ class MegatronLanguageModel(MegatronEngine):
         ) -> tuple[torch.Tensor, StepOutput]:
             hidden_states = self.gather_hidden_states(hidden_states)
             output = self.prepare_model_outputs(hidden_states.squeeze(1), inputs, calculate_entropy=calculate_entropy)
-            router_loss = None if mixture is None else mixture.losses(micro_batch)
+            router_loss = None if moe is None else moe.losses(micro_batch)
             if router_loss is not None:
                 output = replace(output, router_loss=router_loss)
             if loss_fn is None:
@@ -192,14 +192,14 @@ class MegatronLanguageModel(MegatronEngine):
 
         def prepare(micro_batch: DataProto) -> MegatronInputs:
             inputs = self.prepare_model_inputs(micro_batch)
-            if mixture is not None:
-                inputs.packed.routing = mixture.routing_of(micro_batch, inputs)
+            if moe is not None:
+                inputs.packed.routing = moe.routing_of(micro_batch, inputs)
             return inputs
 
         with nullcontext() if forward_only else self._gradients.backward():
             steps = run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
-        if mixture is not None:
-            mixture.finish()
+        if moe is not None:
+            moe.finish()
         if loss_fn is not None:
-            raise_together(errors[0] if errors else None, self.groups.control)
+            raise_any_error(errors[0] if errors else None, self.groups.control)
         return steps

@@ -35,12 +35,12 @@ class MegatronValueModel(MegatronLanguageModel):
         if model.post_process:
             del model.output_layer
             model.post_process = False  # of the last stage, Megatron's checkpoints want the layer that is gone
-            dtype = getattr(torch, self.config.param_dtype)
+            dtype = getattr(torch, self.engine_config.param_dtype)
             model.score = ValueHead(self.architecture.hidden_size, 1, dtype=dtype)
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As of language models, but that each rank's gradient is that of the whole head already."""
-        if self.config.sequence_parallel:
+        if self.engine_config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 

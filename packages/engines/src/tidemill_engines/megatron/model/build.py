@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tidemill_engines.megatron.architecture import Architecture
-from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.model.attention import PackedAttention
 from tidemill_engines.megatron.model.transformer_engine import Implementation, prepare, use_transformer_engine
 from tidemill_engines.megatron.moe.router import RoutedModel, Router
@@ -32,7 +32,7 @@ class HiddenStatesModel(RoutedModel):
 
 def transformer_config(
     architecture: Architecture,
-    parallel: ParallelConfig,
+    parallel: MegatronConfig,
     dtype: torch.dtype,
     *,
     implementation: Implementation = "local",
@@ -86,7 +86,7 @@ def transformer_config(
     )
 
 
-def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
+def _parallel_fields(parallel: MegatronConfig) -> dict[str, Any]:
     """Parallel sizes, and communication between ranks."""
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,

@@ -9,7 +9,7 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.batch.micro_batches import restore_order
 from tidemill_engines.batch.padded import is_padded, to_padded
 from tidemill_engines.config import ModelConfig
-from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 from tidemill_engines.loss.contract import Normalizer
 from tidemill_engines.loss.router import ROUTED_EXPERTS
 from tidemill_engines.megatron.architecture import Architecture
@@ -52,7 +52,7 @@ class MoEBatch:
         normalizer: normalizer of the loss; None without loss.
         coefficient: coefficient of the balance loss.
         replays: use the column `routed_experts` if there is one, and record the experts if there is no loss.
-        dispatcher: `ParallelConfig.moe_token_dispatcher_type`.
+        dispatcher: `MegatronConfig.moe_token_dispatcher_type`.
         num_chunks: model chunks of each pipeline stage.
         forward_only: True if there is no backward.
 
@@ -91,11 +91,11 @@ class MoEBatch:
         self._num_tokens = [int(ragged.lengths(batch["input_ids"]).sum()) for batch in micro_batches]
         self._given: list[torch.Tensor | None] = [None] * len(micro_batches)
         if replays:
-            with together(groups.control):
+            with raise_on_all_ranks(groups.control):
                 self._given = [self._read(batch) for batch in micro_batches]
 
     def _equalize(self, micro_batches: Sequence[DataProto]) -> None:
-        sizes_by_rank = gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
+        sizes_by_rank = all_gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
         for batch, *sizes in zip(micro_batches, *sizes_by_rank, strict=True):
             batch.meta_info["packed_tokens"] = max(sizes)
 

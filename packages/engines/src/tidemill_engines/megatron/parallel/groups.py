@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from tidemill_engines.distributed.agreement import describe, gather, raise_first, together
+from tidemill_engines.distributed.agreement import all_gather, describe_error, raise_first_error, raise_on_all_ranks
 from tidemill_engines.distributed.default_group import join_default_group, leave_default_group
-from tidemill_engines.megatron.config import ParallelConfig
+from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_engines.megatron.weights.placement import Part, Placement
 
 T = TypeVar("T")
@@ -48,18 +48,18 @@ class MegatronGroups:
                 value = compute(self.last_stage)
             except Exception as caught:  # noqa: BLE001 - raised below, on every stage
                 error = caught
-        message = [(value, describe(error))]
+        message = [(value, describe_error(error))]
         if (size := dist.get_world_size(self.stages)) > 1:
             dist.broadcast_object_list(message, group=self.stages, group_src=size - 1)
         value, described = message[0]
         last = dist.get_process_group_ranks(self.stages)[-1]
-        raise_first([*[None] * last, described], error)
+        raise_first_error([*[None] * last, described], error)
         assert value is not None
         return value
 
 
 def make_groups(
-    config: ParallelConfig, device: torch.device, check: Callable[[int], None], *, seed: int, timeout_s: float
+    config: MegatronConfig, device: torch.device, check: Callable[[int], None], *, seed: int, timeout_s: float
 ) -> MegatronGroups:
     """Create the groups of all ranks. Megatron keeps its groups as state of the process, so they exist once at a time.
 
@@ -86,7 +86,7 @@ def make_groups(
 
 
 def _create(
-    config: ParallelConfig,
+    config: MegatronConfig,
     device: torch.device,
     check: Callable[[int], None],
     *,
@@ -102,7 +102,7 @@ def _create(
     all_ranks = list(range(dist.get_world_size()))
     control, for_checkpoints = _group(all_ranks, timeout), _group(all_ranks, timeout)
     try:
-        with together(control):
+        with raise_on_all_ranks(control):
             check(dist.get_world_size())
     except BaseException:
         for group in (control, for_checkpoints):
@@ -118,7 +118,7 @@ def _create(
         distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type] - a timedelta accepts a float
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    stages: list[list[int]] = gather(
+    stages: list[list[int]] = all_gather(
         dist.get_process_group_ranks(_checked(parallel_state.get_pipeline_model_parallel_group())), control
     )
     own_stages = None

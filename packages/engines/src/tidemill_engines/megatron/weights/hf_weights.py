@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tidemill_engines.distributed.agreement import gather, together
+from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.megatron.architecture import Architecture
@@ -51,7 +51,7 @@ class MegatronWeights:
         self._ignored = tuple(f"model.layers.{architecture.num_hidden_layers + number}." for number in ignored)
         self._blocks: list[tuple[torch.Tensor, list[Block]]] = []
         self._copies: list[tuple[torch.Tensor, list[Block]]] = []  # tied embeddings on the last pipeline stage
-        with together(group):
+        with raise_on_all_ranks(group):
             for chunk in map(unwrapped, chunks):
                 biases = ((name, bias) for name, bias in chunk.named_buffers() if name.endswith("router.expert_bias"))
                 for name, parameter in (*chunk.named_parameters(), *biases):
@@ -60,7 +60,7 @@ class MegatronWeights:
                     _check_shape(name, parameter, blocks)
                     (self._copies if is_copy else self._blocks).append((parameter, blocks))
         held = {(block.name, block.start): block.shape for _, blocks in self._blocks for block in blocks}
-        self._parts: list[dict[_Key, tuple[int, ...]]] = gather(held, group)
+        self._parts: list[dict[_Key, tuple[int, ...]]] = all_gather(held, group)
         self._replicas = {key: _replica(key, self._parts, dist.get_rank(group)) for key in held}
 
     @torch.no_grad()

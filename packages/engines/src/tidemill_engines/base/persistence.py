@@ -1,0 +1,159 @@
+"""Weights that leave an engine, and checkpoints."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from tidemill_engines.base.lifecycle import ConfigT, EngineLifecycle
+from tidemill_engines.checkpoint.folder import Progress, read_progress
+from tidemill_engines.config import Dtype
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.shard import WeightShard
+
+
+class EnginePersistence(EngineLifecycle[ConfigT]):
+    """The part of `BaseEngine` that exports weights and saves checkpoints."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Free the gradients, or zero the gradient buffers (Megatron)."""
+
+    @abstractmethod
+    def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights lazily by their Hugging Face names, in checkpoint order, tied weights once.
+
+        Adapters are merged. The next weight is a collective with adapters and with Megatron, which all-gathers weights.
+
+        Args:
+            dtype: dtype that floating-point weights are cast to; None is `EngineConfig.weight_dtype`.
+
+        Yields:
+            Name and DTensor (or full tensor), detached and valid until the next step. `full_tensor()` of a DTensor is
+            collective, so all ranks must take the same weights in the same order.
+        """
+
+    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        """Yield this rank's parts of the weights by the names of `get_per_tensor_param`; nothing is all-gathered.
+
+        A part is a DTensor, or a `WeightShard` where DTensors cannot describe it. Ranks may yield different names, and
+        a name once for each part that the rank holds.
+
+        Args:
+            dtype: dtype that floating-point weights are cast to; None does not cast.
+
+        Yields:
+            Name and part, detached and valid until the next step.
+        """
+        return self.get_per_tensor_param(dtype)
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether weights are yielded as copies (merged adapters, offloaded weights).
+
+        Then release each weight before taking the next one; all of them together need the memory of a second model.
+        """
+        return False
+
+    def get_adapter_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapter parameters as `get_per_tensor_param` does, by peft's names; nothing without adapters."""
+        return iter(())
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters to `path` in the format of peft. Collective.
+
+        Raises:
+            ValueError: the engine trains no adapter.
+            OSError: a write failed; raised on every rank.
+        """
+        raise ValueError(f"{type(self).__name__} trains no adapter; save all weights with save_hf() instead of {path}")
+
+    def save_hf(
+        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
+    ) -> None:
+        """Write the model to `path` in Hugging Face format, with the tokenizer files of `ModelConfig.path`. Collective.
+
+        Args:
+            dtype: dtype of the weights, as in `get_per_tensor_param`.
+            max_shard_size: maximum size of a safetensors file, and of its memory while it is written: bytes, or a text
+                such as "5GB". Several files have an index.
+
+        Raises:
+            ValueError: `max_shard_size` is not a size.
+            OSError: a write failed; raised on every rank.
+        """
+        target, max_shard_bytes, group = Path(path), shard_bytes(max_shard_size), self.groups.control
+        saved_as = self.engine_config.weight_dtype(self.model_config) if dtype is None else dtype
+        start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
+        sizes_bytes = self._exported_bytes(dtype)
+        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
+
+    @abstractmethod
+    def export_config(self) -> PretrainedConfig:
+        """Return a copy of the model's Hugging Face configuration, for `save_hf`."""
+
+    @abstractmethod
+    def _exported_bytes(self, dtype: Dtype | None) -> list[tuple[str, int]]:
+        """Return names and sizes of the weights that `get_per_tensor_param(dtype)` yields, in its order."""
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write weights, optimizer, schedule and random state to a new folder `path`, sharded. Collective.
+
+        The folder appears under its name when it is complete, at once or in the background (`CheckpointConfig`).
+
+        Raises:
+            OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed.
+        """
+        self._saver.finish()
+        progress = Progress(
+            step=self.step,
+            skipped_steps=self.skipped_steps,
+            world_size=dist.get_world_size(),
+            has_optimizer=self.optimizer_config is not None,
+        )
+        asynchronous = self.checkpoint_config.asynchronous
+        with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
+            state = self._collect_state(copied=asynchronous)
+            group = self.groups.checkpoint
+            self._saver.run(lambda: self._write_state(Path(path), state, progress, group), asynchronous=asynchronous)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until a checkpoint that is saved in the background is complete.
+
+        Raises:
+            OSError: the checkpoint could not be saved; raised on every rank.
+        """
+        self._saver.finish()
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restore the state of `save_checkpoint`, on any number of ranks in any layout. Collective.
+
+        Gradients are freed. Random states are restored if the number of ranks is that of the save.
+
+        Raises:
+            FileNotFoundError: `path` contains no complete checkpoint.
+            ValueError: the checkpoint is damaged, or of another format version or model. Nothing has changed.
+        """
+        self._saver.finish()
+        has_optimizer = self.optimizer_config is not None
+        progress = read_progress(Path(path), self.groups.control, with_optimizer=has_optimizer)
+        with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
+            self._load_state(Path(path), progress)
+        self.step, self.skipped_steps = progress.step, progress.skipped_steps
+        self.optimizer_zero_grad()
+
+    @abstractmethod
+    def _collect_state(self, *, copied: bool) -> Any:
+        """Return the state to save, as copies on the CPU if `copied`."""
+
+    @abstractmethod
+    def _write_state(self, path: Path, state: Any, progress: Progress, group: dist.ProcessGroup) -> None:
+        """Write what `_collect_state` returned; may run in another thread. Collective over `group`."""
+
+    @abstractmethod
+    def _load_state(self, path: Path, progress: Progress) -> None:
+        """Restore weights, optimizer and random states."""
