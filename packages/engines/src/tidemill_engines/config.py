@@ -1,4 +1,4 @@
-"""What an engine is made from: frozen dataclasses, each owned by the part that reads it."""
+"""Configuration of model, optimizer, engine and checkpoints: frozen dataclasses."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def check_choice(owner: object, field: str, value: object, choices: tuple[str, .
 
 
 def check_range(owner: object, field: str, value: float, *, low: float, high: float = math.inf) -> None:
-    """Of a field whose lowest value is written as an int: it counts something, and is an int."""
+    """Check a bound; a field with an integer lower bound must be an integer."""
     _check_number(owner, field, value, whole=isinstance(low, int))
     if not low <= value <= high:
         bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
@@ -32,30 +32,31 @@ def check_positive(owner: object, field: str, value: float) -> None:
 
 
 def _check_number(owner: object, field: str, value: object, *, whole: bool = False) -> None:
-    """Of the text that YAML makes of 1e-6 it is none; nor is True, though Python counts with it."""
+    """Reject strings (YAML reads `1e-6` as one) and booleans, which are integers in Python."""
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         kind = "whole number" if whole else "number"
         raise TypeError(f"{type(owner).__name__}.{field} must be a {kind}; got {value!r}")
 
 
 def check_names(owner: object, field: str, names: object) -> None:
-    if isinstance(names, str):  # it would be taken for as many names as it has letters
+    if isinstance(names, str):  # would be iterated letter by letter
         raise TypeError(f"{type(owner).__name__}.{field} must be a tuple of names; got {names!r}, write ({names!r},)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685), as peft makes them.
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) of peft.
 
     Attributes:
-        rank: of the two factors.
-        alpha: the product of the factors is scaled by alpha / rank.
-        target_modules: the last parts of the names of the linear layers that are adapted; "all-linear" means every one
-            but the head.
-        dropout: on the input of the adapters.
+        rank: rank of the two factors.
+        alpha: scale; the product of the factors is multiplied by alpha / rank.
+        target_modules: last name components of the linear layers with an adapter; "all-linear" selects all linear
+            layers except the head.
+        dropout: dropout probability of the adapter input.
 
     Raises:
-        ValueError: a value out of its range.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range.
     """
 
     rank: int = 16
@@ -73,29 +74,30 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A causal language model in Hugging Face format, which may see images (`multi_modal.MODEL_TYPES`).
+    """A causal language model in Hugging Face format, or a vision-language model of `multi_modal.MODEL_TYPES`.
 
     Attributes:
-        path: a local folder with `config.json` and safetensors.
-        init_seed: train from scratch: draw the weights by the model's own rule, with this seed, and read no tensor from
-            `path`. None reads them all.
-        dtype: of the master weights, which the optimizer updates.
-        attn_implementation: "varlen" (packed attention of this package) or a name known to transformers, such as
-            "sdpa", which builds an [N, N] mask over the packed rows.
+        path: local folder with `config.json` and safetensors files.
+        init_seed: seed to train from scratch: the weights are initialized by the model's own rule and no tensor of
+            `path` is read. None loads the weights.
+        dtype: dtype of the master weights, which the optimizer updates.
+        attn_implementation: "varlen" (packed attention of this package) or a name of transformers, such as "sdpa",
+            which builds an [N, N] mask over the packed rows.
         gradient_checkpointing: recompute each decoder layer in the backward pass instead of keeping its activations.
-        recompute: how much of a layer that is: "full" is all of it, "selective" keeps the results of matrix products
-            and attention, which are most of the work, and recomputes the rest.
-        compile_layers: `torch.compile` each decoder layer, for any lengths; the first steps take longer.
-        frozen: patterns (as of `fnmatch`) of the names of parameters that are not trained, such as
-            "model.embed_tokens.*".
-        router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added to every loss: that of
-            each row by itself, averaged over the rows that are trained on, so that it does not depend on micro-batches.
-        output_router_logits: hand losses, and `infer_batch`, the logits of a mixture's routers (`Outputs`).
-        lora: train low-rank adapters and freeze everything else; needs the extra `lora`.
-        trust_remote_code: let transformers run code found in `path`.
+        recompute: part of a layer that is recomputed: "full" recomputes all of it; "selective" keeps the results of
+            matrix products and attention, which are most of the work.
+        compile_layers: `torch.compile` each decoder layer with dynamic shapes; the first steps take longer.
+        frozen: `fnmatch` patterns of the names of parameters that are not trained, such as "model.embed_tokens.*".
+        router_aux_loss_coef: coefficient of the load-balancing loss of a MoE model, which is added to every loss. It is
+            computed per row and averaged over the trained rows, so it does not depend on micro-batches.
+        output_router_logits: pass the router logits of a MoE model to losses and return them from `infer_batch`
+            (`Outputs`).
+        lora: train low-rank adapters and freeze all other weights; requires the extra `lora`.
+        trust_remote_code: allow transformers to run code of `path`.
 
     Raises:
-        ValueError: an unknown dtype, or settings that do not go together.
+        TypeError: a value has the wrong type.
+        ValueError: an unknown dtype, or settings that exclude each other.
     """
 
     path: str
@@ -119,17 +121,17 @@ class ModelConfig:
         if self.lora is not None and self.frozen:
             raise ValueError("ModelConfig.lora freezes all of the model already; leave ModelConfig.frozen empty")
         if self.lora is not None and self.init_seed is not None:
-            raise ValueError("ModelConfig.lora adapts a trained model; leave ModelConfig.init_seed out")
+            raise ValueError("ModelConfig.lora requires trained weights; leave ModelConfig.init_seed at None")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamGroup:
-    """Settings of some parameters that differ from those of the rest.
+    """Optimizer settings of the parameters whose names match a pattern.
 
     Attributes:
-        pattern: of their names, as of `fnmatch`, such as "*.bias".
-        lr_ratio: their learning rate as a multiple of the schedule's.
-        weight_decay: theirs; None takes that of the rest.
+        pattern: `fnmatch` pattern of the names, such as "*.bias".
+        lr_ratio: factor of the scheduled learning rate.
+        weight_decay: weight decay; None is `OptimizerConfig.weight_decay`.
     """
 
     pattern: str
@@ -147,21 +149,24 @@ class OptimizerConfig:
     """AdamW, gradient clipping and the learning-rate schedule.
 
     Attributes:
-        lr: the peak learning rate.
-        weight_decay: of all parameters, unless the next two say otherwise.
-        decay_norms_and_biases: False exempts parameters with fewer than two dimensions and those called `bias`.
-        param_groups: the first whose pattern fits a parameter's name holds for it.
-        clip_grad: the largest global gradient norm; `inf` switches clipping off.
-        nonfinite: what a gradient with an infinite or undefined element leads to: "skip" leaves out the step, counts
-            it, and goes on; "raise" is a RuntimeError on every rank that names a rank and a parameter. Neither changes
-            weights or optimizer.
-        lr_warmup_steps: steps of linear warm-up; the first step already has lr / lr_warmup_steps.
-        total_steps: where all schedules but "constant" end, which ignores it.
-        lr_decay_steps: the last steps of "wsd" (warm-up, stable, decay), in which it falls linearly.
-        min_lr_ratio: the share of `lr` that all schedules but "constant" end with.
+        lr: peak learning rate.
+        betas: AdamW's decay rates of the first and second moment.
+        eps: AdamW's epsilon.
+        weight_decay: weight decay of all parameters that the next two fields do not exempt.
+        decay_norms_and_biases: False exempts parameters with fewer than two dimensions and parameters named `bias`.
+        param_groups: settings by parameter name; the first matching pattern applies.
+        clip_grad: maximum global gradient norm; `inf` disables clipping.
+        nonfinite: policy for a gradient with an infinite or NaN element: "skip" skips the step and counts it; "raise"
+            raises a RuntimeError on every rank that names a rank and a parameter. Neither changes weights or optimizer.
+        lr_scheduler: learning-rate schedule after the warm-up.
+        lr_warmup_steps: steps of linear warm-up; the first step uses lr / lr_warmup_steps.
+        total_steps: last step of the schedule; ignored by "constant".
+        lr_decay_steps: number of last steps of "wsd" (warm-up, stable, decay), in which the rate decays linearly.
+        min_lr_ratio: fraction of `lr` at the end of the schedule; ignored by "constant".
 
     Raises:
-        ValueError: a value out of its range, or a decaying schedule without `total_steps`.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or a decaying schedule has no `total_steps`.
     """
 
     lr: float = 1e-6
@@ -195,14 +200,14 @@ class OptimizerConfig:
             return
         if self.total_steps is None or self.total_steps <= self.lr_warmup_steps:
             raise ValueError(
-                f"OptimizerConfig.lr_scheduler {self.lr_scheduler!r} needs total_steps above lr_warmup_steps "
+                f"OptimizerConfig.lr_scheduler {self.lr_scheduler!r} requires total_steps above lr_warmup_steps "
                 f"({self.lr_warmup_steps}); got {self.total_steps!r}"
             )
         if self.lr_scheduler == "wsd":
             longest = self.total_steps - self.lr_warmup_steps
             if self.lr_decay_steps is None or not 0 < self.lr_decay_steps <= longest:
                 raise ValueError(
-                    "OptimizerConfig.lr_scheduler 'wsd' needs lr_decay_steps between 1 and total_steps - "
+                    "OptimizerConfig.lr_scheduler 'wsd' requires lr_decay_steps between 1 and total_steps - "
                     f"lr_warmup_steps ({longest}); got {self.lr_decay_steps!r}"
                 )
 
@@ -299,12 +304,13 @@ class CheckpointConfig:
     """How an engine saves its checkpoints.
 
     Attributes:
-        asynchronous: copy to the CPU, write in the background and go on training. The checkpoint appears under its name
-            when it is whole; `finish_checkpoint`, the next save and `close` wait for it and raise what went wrong.
-        keep_last: whole checkpoints that stay in the folder in which one is saved; those saved first are removed when a
-            new one is whole and on the disk. None keeps all.
+        asynchronous: copy the state to the CPU and write it in the background. The checkpoint appears under its name
+            when it is complete; `finish_checkpoint`, the next save and `close` wait for it and raise its error.
+        keep_last: number of complete checkpoints to keep in the parent folder; the oldest are removed after a new one
+            is on the disk. None keeps all.
 
     Raises:
+        TypeError: `keep_last` is not an integer.
         ValueError: `keep_last` is below 1.
     """
 

@@ -1,4 +1,4 @@
-"""AdamW whose state exists from the start, the learning-rate schedule, and the global gradient norm."""
+"""AdamW with an initial state, the learning-rate schedule, and the global gradient norm."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from tidemill_engines.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The learning rate of optimizer step `step` (0 for the first): linear warm-up, then the configured decay."""
+    """Return the learning rate of optimizer step `step` (0 for the first): linear warm-up, then the schedule."""
     if step < config.lr_warmup_steps:
         return config.lr * (step + 1) / config.lr_warmup_steps
     if config.lr_scheduler == "constant":
@@ -29,16 +29,16 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable ones of `named_params` (tensors or DTensors), with its state made at once.
+    """Create AdamW for the trainable parameters (tensors or DTensors), with its state allocated.
 
-    A checkpoint can then be saved or loaded before any step, and memory is known from the start.
+    So a checkpoint can be saved or loaded before the first step, and the memory use is constant.
 
     Raises:
-        ValueError: no parameter is trainable, or a pattern of `config.param_groups` fits none that is.
+        ValueError: no parameter is trainable, or a pattern of `config.param_groups` matches no trainable parameter.
     """
     trainable = [(name, param) for name, param in named_params if param.requires_grad]
     if not trainable:
-        raise ValueError("no parameter of the model requires a gradient; create the engine with optimizer=None instead")
+        raise ValueError("no parameter of the model is trainable; create the engine with optimizer=None instead")
     groups = group_params(trainable, config)
     optimizer = torch.optim.AdamW(
         groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
@@ -56,10 +56,10 @@ def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: 
 def group_params(
     named_params: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Groups parameters with equal settings, as an optimizer of torch takes them, each with its `lr_ratio`.
+    """Group parameters with equal settings, in the format of torch's optimizers, with the additional key `lr_ratio`.
 
     Raises:
-        ValueError: a pattern of `config.param_groups` fits no parameter.
+        ValueError: a pattern of `config.param_groups` matches no parameter.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     unused = {group.pattern for group in config.param_groups}
@@ -75,14 +75,14 @@ def group_params(
     if unused:
         names = ", ".join(name for name, _ in named_params[:3])
         raise ValueError(
-            f"OptimizerConfig.param_groups: {', '.join(sorted(unused))} fits no trainable parameter, or only ones that "
-            f"an earlier pattern fits; they are named like {names}"
+            f"OptimizerConfig.param_groups: {', '.join(sorted(unused))} matches no trainable parameter that no earlier "
+            f"pattern matches; remove or correct the pattern. Names are, for example, {names}"
         )
     return [{"params": params, "lr_ratio": ratio, "weight_decay": decay} for (ratio, decay), params in groups.items()]
 
 
 def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
-    """Sets the learning rate of every group of an optimizer made by `build_adamw`."""
+    """Set the learning rate of every group of an optimizer of `build_adamw`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
 
@@ -92,19 +92,19 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_grads(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients of `params`, without those that have none."""
+    """Return this rank's shards of the gradients of `params`; parameters without gradient are skipped."""
     return [_local(param.grad) for param in params if param.grad is not None]
 
 
 def global_grad_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, num_replicas: int) -> float:
-    """The L2 norm of a gradient whose shards lie on the ranks of `group`. Collective over `group` (gloo).
+    """Compute the L2 norm of a gradient that is sharded over the ranks of `group`. Collective over `group` (gloo).
 
     Args:
         grads: this rank's shards.
-        num_replicas: how many ranks hold the same shard.
+        num_replicas: number of ranks that hold the same shard.
 
     Returns:
-        The norm, the same number on every rank; `inf` or `nan` if any element is.
+        The norm, the same on every rank; `inf` or `nan` if any element is.
     """
     total = torch.zeros((), dtype=torch.float64)
     if grads:
@@ -116,14 +116,14 @@ def global_grad_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup, nu
 
 
 def clip_grads(grads: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
-    """Scales `grads` in place from a global norm of `norm` down to `max_norm`; smaller ones stay as they are."""
+    """Scale `grads`, with the global norm `norm`, in place to a norm of at most `max_norm`."""
     if norm > max_norm:
         for grad in grads:
             grad.mul_(max_norm / norm)
 
 
 def nonfinite_params(named_params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-    """The names of the parameters whose gradient, as far as it lies on this rank, is not finite everywhere."""
+    """Return the names of the parameters whose gradient has a non-finite element on this rank."""
     return [
         name for name, param in named_params if param.grad is not None and not torch.isfinite(_local(param.grad)).all()
     ]

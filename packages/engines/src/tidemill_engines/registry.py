@@ -1,4 +1,4 @@
-"""Which engine serves which model type, backend and device."""
+"""Registry of engines by model type, backend and device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tidemill_engines.base.engine import BaseEngine
 
 EngineFactory = Callable[[], "type[BaseEngine]"]
-"""Imports and returns an engine class; called only when that engine is asked for."""
+"""Imports and returns an engine class; called only when the engine is created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,20 @@ _entries: dict[tuple[str, str, str], _Entry] = {}
 
 
 class EngineRegistry:
-    """The engines by (model_type, backend, device)."""
+    """Engines by (model_type, backend, device)."""
 
     @staticmethod
     def register(
         model_type: str, backend: str, *, devices: Sequence[str] = ("cpu", "cuda"), extra: str | None = None
     ) -> Callable[[EngineFactory], EngineFactory]:
-        """Registers the decorated factory and returns it unchanged.
+        """Register the decorated factory and return it unchanged.
 
         Args:
-            devices: types of devices that the engine runs on.
-            extra: what to install if the factory's imports fail, such as "tidemill-engines[megatron]".
+            devices: device types that the engine supports.
+            extra: package to install if the factory's imports fail, such as "tidemill-engines[megatron]".
 
         Raises:
-            ValueError: there is one already for this model type and backend on one of the devices.
+            ValueError: an engine is registered already for this model type, backend and one of the devices.
         """
 
         def decorate(factory: EngineFactory) -> EngineFactory:
@@ -55,7 +55,7 @@ class EngineRegistry:
 
     @staticmethod
     def names() -> list[tuple[str, str, str]]:
-        """The known (model_type, backend, device), sorted."""
+        """Return the registered (model_type, backend, device), sorted."""
         return sorted(_entries)
 
     @staticmethod
@@ -68,18 +68,18 @@ class EngineRegistry:
         optimizer: OptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
     ) -> "BaseEngine":
-        """Creates an engine; nothing is loaded before its `initialize()`.
+        """Create an engine; its `initialize()` loads the model.
 
         Args:
-            engine: the configuration of the backend: `FSDP2Config` of "fsdp2", `MegatronConfig` of "megatron".
-            optimizer: None makes an engine for inference only, such as a reference policy.
-            checkpoint: how checkpoints are saved; None takes the defaults.
+            engine: configuration of the backend: `FSDP2Config` for "fsdp2", `MegatronConfig` for "megatron".
+            optimizer: optimizer configuration; None creates an engine for inference only, such as a reference policy.
+            checkpoint: checkpoint configuration; None uses the defaults.
 
         Raises:
             ValueError: no engine is registered for this model type, backend and `engine.device`; the message lists
-                those there are.
-            TypeError: `engine` is the configuration of another backend, or another argument is no configuration.
-            ImportError: the engine needs a package that is not installed; the message says what to install.
+                the registered ones.
+            TypeError: an argument is not a configuration, or `engine` is that of another backend.
+            ImportError: the engine requires a package that is not installed; the message names it.
         """
         for name, config, kind in (
             ("model", model, ModelConfig),
@@ -87,7 +87,7 @@ class EngineRegistry:
             ("checkpoint", checkpoint, CheckpointConfig),
         ):
             if not isinstance(config, kind) and (config is not None or name == "model"):
-                raise TypeError(f"{name} must be of {kind.__name__}; got {config!r}")
+                raise TypeError(f"{name} must be a {kind.__name__}; got {config!r}")
         if not isinstance(engine, EngineConfig):
             raise TypeError(f"engine must be an EngineConfig of the backend, such as FSDP2Config(); got {engine!r}")
         device = engine.device
@@ -100,7 +100,7 @@ class EngineRegistry:
             known = ", ".join(f"({', '.join(map(repr, names))})" for names in EngineRegistry.names())
             raise ValueError(
                 f"no engine for model_type={model_type!r}, backend={backend!r}, device={device!r}; known (model_type, "
-                f"backend, device): {known}. Engines of other packages are known once those are imported"
+                f"backend, device): {known}. Import the package that registers the engine, or choose one of these"
             )
         try:
             engine_class = entry.factory()
@@ -108,7 +108,7 @@ class EngineRegistry:
             if entry.extra is None:
                 raise
             raise ImportError(
-                f"the engine for model_type={model_type!r}, backend={backend!r} needs {error.name}; install it with "
+                f"the engine for model_type={model_type!r}, backend={backend!r} requires {error.name}; install it with "
                 f"`pip install '{entry.extra}'`"
             ) from error
         return engine_class(

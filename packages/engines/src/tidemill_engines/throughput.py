@@ -1,4 +1,4 @@
-"""How fast a step was: tokens, seconds, and the floating-point operations that the model needs for them."""
+"""Speed of a training step: tokens, seconds, and the floating-point operations that the model requires."""
 
 import resource
 import time
@@ -13,7 +13,7 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.distributed.agreement import all_gather
 
-# Dense bfloat16, in TFLOP/s, as the vendor states it for the SXM or the common variant.
+# Dense bfloat16 TFLOP/s, from the data sheet of the SXM or the common variant.
 _PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.5,
@@ -27,11 +27,11 @@ _PEAK_TFLOPS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """Operations of a training step (forward and backward, nothing computed twice), a multiply-add being two.
+    """Operations of a training step (forward and backward, without recomputation); a multiply-add counts as two.
 
     Attributes:
-        linear: of matrix products with weights.
-        attention: of queries with keys and of attention with values, only for pairs of tokens that see each other.
+        linear: operations of matrix products with weights.
+        attention: operations of queries with keys and of scores with values, for pairs of tokens that are not masked.
     """
 
     linear: float
@@ -43,14 +43,14 @@ class Flops:
 
 
 class Meter:
-    """What the last step of an engine took and worked on.
+    """Measurement of the last step of an engine.
 
     Attributes:
-        device: that the engine works on.
-        seconds: that the step took.
-        peak_memory_bytes: on a GPU the most that was allocated during the step; else the most that this process had.
-        lengths: of the step's rows on this rank, in tokens.
-        num_outputs: response tokens on this rank.
+        device: device of the engine.
+        seconds: duration of the step.
+        peak_memory_bytes: on a GPU the peak of allocated memory during the step; else the peak RSS of the process.
+        lengths: lengths of the step's rows on this rank, in tokens.
+        num_outputs: number of response tokens on this rank.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Meter:
         self.peak_memory_bytes = 0
         self.lengths: list[int] = []
         self.num_outputs = 0
-        self._rows: list[tuple[int, int]] | None = None  # tokens, and response tokens, of the step that is going on
+        self._rows: list[tuple[int, int]] | None = None  # tokens and response tokens of each row of the current step
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measures what is done within; a step that fails leaves what is known of the one before it."""
+        """Measure the step within the context; a failed step keeps the measurement of the previous one."""
         on_gpu = self.device.type == "cuda"
         rows = self._rows = list[tuple[int, int]]()
         if on_gpu:
@@ -85,7 +85,7 @@ class Meter:
         )
 
     def count(self, micro_batches: Sequence[DataProto]) -> None:
-        """Adds rows, with the ragged columns `input_ids` and `responses`, to the work of a step that is going on."""
+        """Add rows, with the ragged columns `input_ids` and `responses`, to the current step, if there is one."""
         if self._rows is None:
             return
         for micro_batch in micro_batches:
@@ -95,13 +95,13 @@ class Meter:
     def report(
         self, model: Any, *, dtype: str, peak_tflops: float | None, ranks_per_row: int, group: dist.ProcessGroup
     ) -> dict[str, float]:
-        """The numbers of `BaseEngine.performance`. Collective over `group` (gloo), of all ranks.
+        """Return the numbers of `BaseEngine.performance`. Collective over `group` (gloo, all ranks).
 
         Args:
-            model: as in `training_flops`.
-            dtype: that it computes in.
-            peak_tflops: of one device in `dtype`; None: as known, and if it is not, the share of it is left out.
-            ranks_per_row: ranks that share the same rows, which all of them count.
+            model: model of `training_flops`.
+            dtype: dtype of the computation.
+            peak_tflops: peak of one device in `dtype`; None uses the known value of common GPUs.
+            ranks_per_row: number of ranks that share, and count, the same rows.
         """
         flops = training_flops(model, self.lengths, self.num_outputs).total
         own = self.seconds, sum(self.lengths), flops, self.peak_memory_bytes
@@ -119,17 +119,18 @@ class Meter:
 
 
 def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flops:
-    """The operations of a step of a Hugging Face decoder on rows of `lengths` tokens.
+    """Count the operations of a step of a Hugging Face decoder on rows of `lengths` tokens.
 
-    A weight matrix takes 2 operations per element and token forwards, 2 for the gradient of its input, and 2 for its
-    own if it is trained. The head works on response tokens only; of stacked experts, those that a token is sent to.
-    For each pair of tokens, attention takes 12 operations per head and element of it (PaLM, arXiv 2204.02311,
-    appendix B): half of them for queries and keys, half for values, which are of another width in latent attention.
-    What images take in a vision-language model is left out.
+    A weight matrix requires 2 operations per element and token in the forward pass, 2 for the gradient of its input,
+    and 2 for its own gradient if it is trained. The head computes response tokens only; stacked experts count only for
+    the tokens that they process. Attention requires 12 operations per pair of tokens, head and element of the head
+    (PaLM, arXiv 2204.02311, appendix B): half for queries and keys, half for values, whose width differs in MLA. The
+    vision part of a vision-language model is not counted.
 
     Args:
-        model: its parameters may be DTensors or on the meta device.
-        num_outputs: response tokens among them.
+        model: transformers model; its parameters may be DTensors or on the meta device.
+        lengths: number of tokens of each row.
+        num_outputs: number of response tokens.
     """
     config = model.config.get_text_config()
     fields = config.to_dict()
@@ -155,15 +156,15 @@ def _operations(weight: torch.Tensor) -> int:
 
 
 def _head_width(fields: dict[str, Any]) -> float:
-    """The mean of the widths of a head's queries (and keys) and of its values."""
-    if "qk_nope_head_dim" in fields:  # latent attention, whose `head_dim` is that of the rotated part alone
+    """Return the mean of the widths of a head's queries (and keys) and of its values."""
+    if "qk_nope_head_dim" in fields:  # MLA, where `head_dim` is the width of the rotary part only
         return (fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"] + fields["v_head_dim"]) / 2
     head_dim = fields.get("head_dim")
     return fields["hidden_size"] // fields["num_attention_heads"] if head_dim is None else head_dim
 
 
 def _windows(fields: dict[str, Any]) -> list[int | None]:
-    """For each layer how many tokens a token sees, itself included; None means all before it."""
+    """Return for each layer the number of tokens that a token attends to, including itself; None is all before it."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     types = fields.get("layer_types")
     if types is None:
@@ -178,7 +179,7 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def known_peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """The dense bfloat16 peak of a common GPU; None for other devices and dtypes."""
+    """Return the dense bfloat16 peak of a common GPU; None for other devices and dtypes."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,1 +1,1 @@
-"""Attention over packed rows, and its exchange between ranks (Ulysses)."""
+"""Attention over packed rows, and Ulysses sequence parallelism."""

@@ -1,6 +1,6 @@
-"""Causal attention over packed rows by cuDNN's fused kernels, through cuDNN's own graph interface (the extra `cudnn`).
+"""Causal attention over packed rows with cuDNN's fused kernels, through cuDNN's graph API (the extra `cudnn`).
 
-torch 2.11 offers the same kernels for rows of different lengths, but plans every call anew.
+torch 2.11 has the same kernels for rows of different lengths, but creates a plan for every call.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 
 _DTYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 
-# Tensors of a graph by their number; those of a kind have the same heads and width, and rows that start together.
+# Ids of a graph's tensors. Tensors of one dict have the same heads, width and row starts.
 _QUERY = {"q": 1, "o": 2, "dO": 3, "dQ": 4}
 _KEY = {"k": 5, "v": 6, "dK": 7, "dV": 8}
 _STATS = {"stats": 9}
@@ -27,14 +27,14 @@ def cudnn_attention(
     max_length: int,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each row.
+    """Compute causal attention within each row.
 
     Args:
         q: [N, H, D]; k and v: [N, H_kv, D], contiguous, in half precision. H_kv divides H, and D is a multiple of 8 up
             to 128.
-        cu_seqlens: [B + 1] int32, the start of each row and the end of the last.
-        max_length: tokens of the longest row.
-        scaling: of the scores; None means D ** -0.5.
+        cu_seqlens: [B + 1] int32, start of each row, then the end of the last.
+        max_length: number of tokens of the longest row.
+        scaling: factor of the scores; None is D ** -0.5.
 
     Returns:
         [N, H, D].
@@ -47,7 +47,7 @@ def cudnn_attention(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_length: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the logarithm of the sum of each softmax [N, H]."""
+    """Return the output, and the logarithm of the sum of each softmax, [N, H]."""
     out, stats = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     shape = _Shape.of(q, k, cu_seqlens, max_length, scaling)
     _execute(_forward_plan(shape), shape, cu_seqlens, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
@@ -110,10 +110,10 @@ _attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """What a plan is made for; making one takes about 0.04 s on the host.
+    """The key of a cached plan; creating a plan takes about 0.04 s on the host.
 
-    So that few are made, rows, their length and all tokens are rounded up to powers of two: rows that are not there are
-    empty. The length is 128 at least, since cuDNN takes no graph of rows of one token.
+    To limit the number of plans, rows, their length and the number of tokens are rounded up to powers of two;
+    additional rows are empty. The length is at least 128, since cuDNN does not support a length of 1.
     """
 
     device: torch.device
@@ -149,7 +149,7 @@ def _power_of_two(n: int) -> int:
 
 
 class _Graph:
-    """A graph of cuDNN for a shape; its tensors are [rows, heads, length, width], of which the rows lie packed."""
+    """A cuDNN graph for a shape; its tensors are [rows, heads, length, width], with packed rows."""
 
     def __init__(self, shape: _Shape) -> None:
         self.graph = cudnn.pygraph(
@@ -174,7 +174,7 @@ class _Graph:
         return {name: self.graph.tensor(name=name, **self._described(name)) for name in names}
 
     def build(self, **outputs: Any) -> tuple[Any, int]:
-        """The executable graph and the bytes of memory it wants to work in."""
+        """Return the executable graph and the bytes of its workspace."""
         for name, tensor in outputs.items():
             described = self._described(name)
             tensor.set_output(True).set_uid(described["uid"]).set_data_type(described["data_type"])

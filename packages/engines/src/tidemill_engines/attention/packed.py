@@ -14,7 +14,7 @@ from tidemill_engines.model_io import PackedLayout
 NAME = "tidemill_varlen"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
-"""Whether cuDNN's own graph interface (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
+"""Whether cuDNN's graph API (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
 
 
 def check_attention(config: PretrainedConfig) -> None:
@@ -27,13 +27,13 @@ def check_attention(config: PretrainedConfig) -> None:
     others = sorted(set(text.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
     if others:
         raise ValueError(
-            f"{config.model_type} has layers of type {', '.join(others)}, which would see across packed rows; models "
-            f"of {' and '.join(sorted(_LAYER_TYPES))} layers can be trained"
+            f"{config.model_type} has layers of type {', '.join(others)}, which would mix the tokens of packed rows; "
+            f"use a model with only {' and '.join(sorted(_LAYER_TYPES))} layers"
         )
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation="tidemill_varlen"` known to transformers; calling it again changes nothing."""
+    """Register `attn_implementation="tidemill_varlen"` with transformers. Idempotent."""
     AttentionInterface.register(NAME, varlen_attention_forward)
 
 
@@ -53,37 +53,37 @@ def varlen_attention_forward(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each row of a packed micro-batch, in the signature of transformers' attention registry.
+    """Compute causal attention within each row of a packed micro-batch; signature of transformers' attention registry.
 
     Args:
         query: [1, H, n, D]; key and value: [1, H_kv, n, D], where H_kv divides H.
-        attention_mask: must be None; the layout says it all.
-        tidemill_group: ranks that share the rows: the n tokens are this rank's run of them. None: they are all tokens.
-        dropout: must be 0 on the CUDA path, which has none.
-        sliding_window: tokens that a token sees, itself included; None means all of its row.
-        softcap, s_aux: of models with bounded scores or attention sinks, which are refused.
+        attention_mask: must be None; the layout replaces it.
+        tidemill_group: ranks that share the rows; the n tokens are this rank's part. None: n is all tokens.
+        dropout: must be 0 on CUDA, where it is not supported.
+        sliding_window: number of tokens that a token attends to, including itself; None is all before it in its row.
+        softcap, s_aux: bound of the scores and attention sinks; not supported.
 
     Returns:
         The output [1, n, H, D], and None for the weights.
 
     Raises:
-        ValueError: a mask, a softcap or sinks, or dropout where it is not supported.
+        ValueError: a mask, a softcap or sinks, or dropout on CUDA.
     """
     if attention_mask is not None:
         raise ValueError(
-            f"{NAME} takes packed rows without an attention mask; got one of {tuple(attention_mask.shape)}"
+            f"{NAME} requires packed rows without an attention mask; got one of shape {tuple(attention_mask.shape)}"
         )
     if softcap is not None or s_aux is not None:
         raise ValueError(
-            f"{NAME} has neither a softcap nor attention sinks, which {type(module).__name__} wants; choose another "
-            "ModelConfig.attn_implementation"
+            f"{NAME} does not support softcap or attention sinks, which {type(module).__name__} requires; choose "
+            "another ModelConfig.attn_implementation"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if tidemill_group is not None:
         q, k, v = tokens_to_heads(q, k, v, tidemill_group)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if dropout:
-            raise ValueError(f"{NAME} has no attention dropout on CUDA; set attention_dropout to 0, not {dropout}")
+            raise ValueError(f"{NAME} does not support dropout on CUDA; set attention_dropout to 0, got {dropout}")
         out = varlen_cuda(q, k, v, tidemill_layout, scaling, sliding_window)
     else:
         out = varlen_padded(q, k, v, tidemill_layout, scaling, sliding_window, dropout)
@@ -100,7 +100,7 @@ def varlen_cuda(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Variable-length attention for half precision on CUDA, by cuDNN or torch; shapes as in `varlen_padded`."""
+    """Compute variable-length attention in half precision on CUDA, with cuDNN or torch; shapes as `varlen_padded`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if takes_cudnn(q, sliding_window):
         from tidemill_engines.attention.cudnn import cudnn_attention
@@ -125,8 +125,10 @@ def varlen_cuda(
 
 
 def takes_cudnn(q: torch.Tensor, sliding_window: int | None) -> bool:
-    """Whether cuDNN computes attention: where the extra `cudnn` is installed, the GPU is a Hopper or a Blackwell of the
-    data centre, there is no window, and heads are no wider than its kernels."""
+    """Return whether cuDNN computes the attention.
+
+    It requires the extra `cudnn`, a Hopper or data-center Blackwell GPU, no sliding window, and heads of at most 128.
+    """
     num_tokens, num_heads, head_dim = q.shape
     return (
         HAS_CUDNN
@@ -134,7 +136,7 @@ def takes_cudnn(q: torch.Tensor, sliding_window: int | None) -> bool:
         and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         and head_dim <= 128
         and head_dim % 8 == 0
-        and num_tokens * num_heads * head_dim < 2**31  # places in a tensor are int32
+        and num_tokens * num_heads * head_dim < 2**31  # offsets in a tensor are int32
     )
 
 
@@ -147,10 +149,10 @@ def varlen_padded(
     sliding_window: int | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention through a right-padded [B, H, L, D] copy, for devices and dtypes without a varlen kernel.
+    """Compute attention on a right-padded [B, H, L, D] copy, for devices and dtypes without a varlen kernel.
 
-    The padding lies behind every real token, so the causal order alone keeps it from being seen. Only the attention
-    is padded; every other layer runs on the N real tokens.
+    The padding follows all real tokens of a row, so the causal mask excludes it. Only the attention is padded; all
+    other layers run on the N real tokens.
 
     Args:
         q: [N, H, D]; k and v: [N, H_kv, D].

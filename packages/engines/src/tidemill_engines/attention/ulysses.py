@@ -1,8 +1,8 @@
-"""Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+"""Sequence parallelism of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
-Each rank of a group holds a part of the tokens of the same packed rows, all layers work on that part, and around
-attention the parts are exchanged for parts of the heads. Losses see all tokens again, the same on each rank of the
-group; each rank's gradient is that of its own tokens, so the gradient of the batch is the sum over all ranks.
+Each rank of a group holds a part of the tokens of the same packed rows. All layers work on that part; around attention
+an all-to-all exchanges parts of the tokens for parts of the heads. Losses receive all tokens, the same on each rank of
+the group. Each rank's gradient is that of its own tokens, so the gradient of the batch is the sum over all ranks.
 """
 
 import math
@@ -20,9 +20,9 @@ OutputsT = TypeVar("OutputsT", bound=Outputs)
 def tokens_to_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From all heads of this rank's tokens to all tokens of this rank's heads. Collective over `group`.
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads. Collective over `group`.
 
-    Where the heads of k and v cannot be divided among the ranks, they are repeated as often as that takes.
+    The heads of k and v are repeated if they cannot be divided among the ranks.
 
     Args:
         q: [n, H, D], k: [n, H_kv, D], v: [n, H_kv, D_v], for this rank's n of the N = n * S tokens; S divides H.
@@ -47,15 +47,15 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The way back: from [N, H / S, D] of this rank's heads to [n, H, D] of its tokens. Collective over `group`."""
+    """Invert the exchange: from [N, H / S, D] of this rank's heads to [n, H, D] of its tokens. Collective."""
     by_rank = x.unflatten(0, (dist.get_world_size(group), -1))
     return _all_to_all(by_rank, group).transpose(0, 1).flatten(1, 2)
 
 
 def gather_output(output: OutputsT, inputs: ModelInputs, group: dist.ProcessGroup) -> OutputsT:
-    """From the output of this rank's tokens to that of all tokens of the rows. Collective over `group`.
+    """All-gather the output of all tokens from that of each rank's tokens. Collective over `group`.
 
-    Backwards, each rank keeps the gradient of its own tokens; every rank of the group has the same loss.
+    In the backward pass each rank keeps the gradient of its own tokens; every rank of the group has the same loss.
     """
     whole = {
         name: gather_parts(
@@ -67,16 +67,16 @@ def gather_output(output: OutputsT, inputs: ModelInputs, group: dist.ProcessGrou
 
 
 def gather_parts(own: torch.Tensor, places: slice | torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All `total` rows from those that each rank has, here at `places`. Collective over `group`.
+    """All-gather `total` rows; this rank has the rows at `places`. Collective over `group`.
 
-    Backwards, each rank keeps the gradient of its own.
+    In the backward pass each rank keeps the gradient of its own rows.
     """
     out = _Gather.apply(own, places, total, group)
     assert isinstance(out, torch.Tensor)
     return out
 
 
-@torch.compiler.disable()  # torch 2.11 compiles it into something whose gradients are wrong
+@torch.compiler.disable()  # torch 2.11 compiles it with wrong gradients
 def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = _AllToAll.apply(x, group)
     assert isinstance(out, torch.Tensor)
@@ -84,7 +84,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends x[i] to rank i; what came from rank i is out[i]. It is its own transpose."""
+    """Send x[i] to rank i and receive out[i] from it. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -104,7 +104,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Puts the parts of all ranks together; backwards, takes this rank's part out."""
+    """All-gather the rows of all ranks; in the backward pass, select this rank's rows."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,7 +113,7 @@ class _Gather(torch.autograd.Function):
         ctx.places = places
         whole = own.new_zeros(total, *own.shape[1:])
         whole[places] = own
-        dist.all_reduce(whole, group=group)  # adds zeros only, so it is exact, and the parts may differ in length
+        dist.all_reduce(whole, group=group)  # exact, as it adds zeros; parts may differ in length
         return whole
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Whether a batch can be trained on or evaluated; the errors name the column, the row and the numbers."""
+"""Check a batch before a forward pass; the errors name the column, the row and the numbers."""
 
 import math
 from dataclasses import dataclass
@@ -11,17 +11,24 @@ from tidemill_engines.batch.packing import response_positions
 from tidemill_engines.loss.router import ROUTED_EXPERTS
 
 _INTEGERS = (torch.int64, torch.int32)
-# The columns by these names, of any loss, belong to the response tokens. With other lengths they would be aligned with
-# other tokens, which no loss can see.
-_OF_RESPONSES = (
-    *("response_mask", "advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_prob"),
-    *("token_level_scores", "token_level_rewards"),
+# Columns with one value per response token. With other lengths they would be aligned with wrong tokens, which a loss
+# cannot detect.
+_RESPONSE_COLUMNS = (
+    "response_mask",
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_prob",
+    "token_level_scores",
+    "token_level_rewards",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLimit:
-    """How many tokens a micro-batch may hold: `per_rank`, on each of the ranks that share its rows."""
+    """Maximum tokens of a micro-batch: `per_rank` on each of the ranks that share its rows."""
 
     per_rank: int
     ranks_per_row: int = 1
@@ -37,14 +44,14 @@ class TokenLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRules:
-    """What an engine and its model ask of a batch.
+    """Requirements of an engine and its model on a batch.
 
     Attributes:
         vocab_size: token ids must be in 0..vocab_size-1.
-        limit: of the tokens of a micro-batch, which no row may exceed.
-        max_position_embeddings: which no row may exceed, either; None where the model has no such limit.
-        replays: whether the batch may name the experts that its tokens are sent to.
-        vision: of a model that takes images; None refuses them.
+        limit: maximum tokens of a micro-batch, and so of a row.
+        max_position_embeddings: maximum tokens of a row for the model; None is no limit.
+        replays: whether the batch may have the column `routed_experts`.
+        vision: image rule of a vision-language model; None rejects images.
     """
 
     vocab_size: int
@@ -55,16 +62,16 @@ class BatchRules:
 
 
 def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
-    """Checks what every engine relies on; cheap beside a forward pass.
+    """Check a batch against the requirements; much cheaper than a forward pass.
 
     Args:
-        training: whether `response_mask` is needed too.
+        training: whether `response_mask` is required.
 
     Raises:
-        ValueError: a column is missing or has other lengths (also those that losses commonly use), `input_ids` does
-            not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a row is
-            too long, or the temperature is not a positive number; images do not go with their row, or with the model;
-            experts are given that nobody would heed.
+        ValueError: a column is missing or has wrong lengths (including columns that losses commonly use), `input_ids`
+            does not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a
+            row is too long, the temperature is not a positive number, images do not match their row or the model, or
+            `routed_experts` would be ignored.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
     _check_present(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
@@ -75,7 +82,7 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
         _check_response_columns(batch, response_lengths)
     _check_rows(
         (response_lengths > 0) & (lengths <= response_lengths),
-        "row {row} of input_ids has {a} tokens and its response {b}: input_ids must be prompt then response, with at "
+        "row {row} of input_ids has {a} tokens and its response {b}; input_ids must be prompt + response, with at "
         "least one prompt token",
         lengths,
         response_lengths,
@@ -89,7 +96,7 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
     if rules.max_position_embeddings is not None:
         _check_rows(
             lengths > rules.max_position_embeddings,
-            f"row {{row}} has {{a}} tokens, the model's max_position_embeddings are {rules.max_position_embeddings}; "
+            f"row {{row}} has {{a}} tokens, above the model's max_position_embeddings={rules.max_position_embeddings}; "
             "drop longer rows",
             lengths,
             response_lengths,
@@ -101,20 +108,23 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
         raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")
     if not rules.replays and batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys():  # noqa: SIM118 - a TensorDict
         raise ValueError(
-            f"the batch has {ROUTED_EXPERTS}, but routers choose without MegatronConfig.router_replay (FSDP2 has "
-            "none); set it to True, or drop the column"
+            f"the batch has the column {ROUTED_EXPERTS}, which requires MegatronConfig.router_replay=True (FSDP2 does "
+            "not support it); set it, or drop the column"
         )
     if rules.vision is not None:
         rules.vision.check(batch)
     elif rows_with_images(batch):
-        raise ValueError(f"row {rows_with_images(batch)[0][0]} has {COLUMN}, but the model takes text only; drop them")
+        row = rows_with_images(batch)[0][0]
+        raise ValueError(f"row {row} has {COLUMN}, but the model supports text only; drop the column")
 
 
 def _check_present(batch: DataProto, names: list[str]) -> None:
     present = [] if batch.batch is None else sorted(map(str, batch.batch.keys()))
     missing = [name for name in names if name not in present]
     if missing:
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has the tensor columns {', '.join(present) or '-'}")
+        raise ValueError(
+            f"the batch lacks {', '.join(missing)}; add them. It has the tensor columns {', '.join(present) or '-'}"
+        )
 
 
 def _check_token_columns(batch: DataProto) -> None:
@@ -123,16 +133,16 @@ def _check_token_columns(batch: DataProto) -> None:
         if not ragged.is_ragged(column):
             raise TypeError(
                 f"column {name} must be ragged ([B, j], jagged layout); got a {tuple(column.shape)} tensor. "
-                "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask), or give all the batch "
-                "padded: input_ids [B, T] with attention_mask [B, T], responses [B, R] and all that belongs to them"
+                "Convert it with tidemill_dataproto.ragged.from_padded(column, attention_mask), or pass all columns "
+                "padded: input_ids and attention_mask [B, T], responses and other response columns [B, R]"
             )
         if column.dtype not in _INTEGERS or column.dim() != 2:
-            raise TypeError(f"column {name} must hold integer token ids, [B, j]; got {column.dtype}, {_shape(column)}")
+            raise TypeError(f"column {name} must be integer token ids, [B, j]; got {column.dtype}, {_shape(column)}")
 
 
 def _check_response_columns(batch: DataProto, response_lengths: torch.Tensor) -> None:
     assert batch.batch is not None
-    for name in _OF_RESPONSES:
+    for name in _RESPONSE_COLUMNS:
         if name not in batch.batch.keys():  # noqa: SIM118 - a TensorDict
             continue
         column = batch[name]
@@ -143,7 +153,7 @@ def _check_response_columns(batch: DataProto, response_lengths: torch.Tensor) ->
                 ragged.lengths(column),
                 response_lengths,
             )
-        elif name == "response_mask" or column.dim() > 1:  # [B] is one number for each row
+        elif name == "response_mask" or column.dim() > 1:  # [B] is one number per row
             raise ValueError(f"column {name} must be shaped like responses, ragged or padded; got {_shape(column)}")
     mask = batch["response_mask"]
     flat = ragged.values(mask)
@@ -153,8 +163,8 @@ def _check_response_columns(batch: DataProto, response_lengths: torch.Tensor) ->
     if bad.any():
         position = int(bad.nonzero()[0])
         raise ValueError(
-            f"row {_row_of(position, response_lengths)} of response_mask holds {flat[position].item()}; it must be 0 "
-            "where a token is not trained on, and 1 or another weight above 0 where it is"
+            f"row {_row_of(position, response_lengths)} of response_mask contains {flat[position].item()}; it must be "
+            "0 for a token that is not trained, and 1 or another positive weight for a token that is"
         )
 
 
@@ -178,8 +188,8 @@ def _check_tokens(token_ids: torch.Tensor, lengths: torch.Tensor, vocab_size: in
     if bad.any():
         position = int(bad.nonzero()[0])
         raise ValueError(
-            f"row {_row_of(position, lengths)} of input_ids holds token id {int(token_ids[position])}, outside the "
-            f"model's vocabulary of {vocab_size}; tokenizer and model do not belong together"
+            f"row {_row_of(position, lengths)} of input_ids contains token id {int(token_ids[position])}, outside the "
+            f"model's vocabulary of {vocab_size}; use the tokenizer of the model"
         )
 
 
@@ -189,4 +199,4 @@ def _check_tail(tokens: torch.Tensor, responses: torch.Tensor) -> None:
     differs = tail != ragged.values(responses)
     if differs.any():
         row = _row_of(int(differs.nonzero()[0]), response_lengths)
-        raise ValueError(f"row {row} of input_ids does not end with its response; input_ids must be prompt + response")
+        raise ValueError(f"row {row} of input_ids must end with its response, and does not; pass prompt + response")

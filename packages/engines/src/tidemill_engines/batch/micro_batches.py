@@ -1,4 +1,4 @@
-"""How a batch becomes micro-batches, equally many on every rank, and how their outputs get back into order."""
+"""Split a batch into micro-batches, the same number on every rank, and restore the row order of their outputs."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,11 +20,11 @@ class BatchPlan:
     """The work of one rank for one batch.
 
     Attributes:
-        micro_batches: as many as on every other rank; surplus ones have no rows.
-        indices: for each micro-batch, which rows of the batch it holds, in its order.
-        normalizer: over the global batch; None where no loss is wanted.
-        responses: the ragged column of all rows, in their order.
-        response_mask: [B, R], which elements of padded responses are tokens; None if they came ragged.
+        micro_batches: micro-batches, the same number as on every other rank; surplus ones have no rows.
+        indices: for each micro-batch the indices of its rows in the batch.
+        normalizer: normalizer of the global batch; None without a loss.
+        responses: ragged column of the responses of all rows, in row order.
+        response_mask: [B, R] mask of padded responses; None if the batch is ragged.
     """
 
     micro_batches: list[DataProto]
@@ -34,13 +34,13 @@ class BatchPlan:
     response_mask: torch.Tensor | None
 
     def restore(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Flat outputs per response token of each micro-batch, as a column of the batch: ragged or padded as it."""
+        """Return the flat outputs of the micro-batches as a column of the batch, ragged or padded like the batch."""
         column = restore_order(parts, self.indices, self.responses)
         return column if self.response_mask is None else to_padded(column, self.response_mask)
 
 
 def num_micro_batches_needed(batch: DataProto, *, max_token_len: int, micro_batch_size: int | None) -> int:
-    """How many micro-batches this rank's rows need by themselves; at least one.
+    """Return the number of micro-batches that this rank's rows require, at least one.
 
     Raises:
         ValueError: a row is longer than `max_token_len`.
@@ -53,34 +53,37 @@ def num_micro_batches_needed(batch: DataProto, *, max_token_len: int, micro_batc
 def prepare_micro_batches(
     batch: DataProto, *, max_token_len: int, micro_batch_size: int | None = None, num_micro_batches: int | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits a batch into micro-batches, of `micro_batch_size` rows in order or else balanced by tokens.
+    """Split a batch into micro-batches, of `micro_batch_size` consecutive rows or else balanced by tokens.
 
     Args:
-        batch: with the ragged column `input_ids`.
-        max_token_len: no micro-batch has more tokens; ignored with `micro_batch_size`.
-        micro_batch_size: rows per micro-batch.
-        num_micro_batches: exactly as many come back, some without rows where there are too few; as many as needed
-            where None.
+        batch: batch with the ragged column `input_ids`.
+        max_token_len: maximum tokens per micro-batch; ignored with `micro_batch_size`.
+        micro_batch_size: rows per micro-batch; None balances by tokens.
+        num_micro_batches: number of micro-batches to return, some without rows if there are too few rows; None is the
+            required number.
 
     Returns:
-        The micro-batches, and for each of them the rows of `batch` that it holds.
+        The micro-batches, and for each of them the indices of its rows in `batch`.
 
     Raises:
-        ValueError: a row is longer than `max_token_len`, or `num_micro_batches` are too few.
+        ValueError: a row is longer than `max_token_len`, or `num_micro_batches` is too small.
     """
     needed = num_micro_batches_needed(batch, max_token_len=max_token_len, micro_batch_size=micro_batch_size)
     count = needed if num_micro_batches is None else num_micro_batches
     if micro_batch_size is None:
         return rearrange_micro_batches(batch, max_token_len, num_micro_batches=count)
     if count < needed:
-        raise ValueError(f"{len(batch)} rows need {needed} micro-batches of {micro_batch_size}; got {count}")
+        raise ValueError(
+            f"num_micro_batches must be at least {needed} for {len(batch)} rows in micro-batches of "
+            f"{micro_batch_size}; got {count}"
+        )
     bounds = [min(number * micro_batch_size, len(batch)) for number in range(count + 1)]
     return [batch[start:end] for start, end in pairwise(bounds)], [list(range(*pair)) for pair in pairwise(bounds)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
-    """What a rank tells the others about its rows before any of them starts."""
+    """What the ranks exchange about their rows before any of them starts."""
 
     part: int
     error: tuple[str, str] | None = None
@@ -101,20 +104,20 @@ def plan_batch(
     with_loss: bool,
     multiple_of: int = 1,
 ) -> BatchPlan:
-    """Checks this rank's rows, agrees with the other ranks on counts, and splits. Collective.
+    """Check this rank's rows, agree with the other ranks on counts, and split the batch. Collective.
 
-    Where a row of any rank has images or videos, `meta_info["vision_kinds"]` of every micro-batch says so, since all
-    ranks have to compute the same layers.
+    If a row of any rank has images or videos, `meta_info["vision_kinds"]` of every micro-batch lists them, because all
+    ranks must compute the same layers.
 
     Args:
-        group: of gloo, over all ranks.
-        data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must bring the same rows.
-        multiple_of: what the number of micro-batches has to be a multiple of.
+        group: gloo group of all ranks.
+        data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must have the same rows.
+        multiple_of: divisor of the number of micro-batches.
 
     Raises:
-        ValueError, TypeError: what `check_batch` found, a micro-batch of `micro_batch_size` rows above the limit, ranks
-            with different columns, or those of one part with different rows; on every rank, naming the rank that it
-            was found on.
+        ValueError, TypeError: an error of `check_batch`, a micro-batch of `micro_batch_size` rows above the limit,
+            ranks with different columns, or ranks of one part with different rows. Raised on every rank, with the
+            number of the failing rank.
     """
     error, padding, own = None, None, _Report(part=data_parallel_rank)
     try:
@@ -162,12 +165,12 @@ def _report(
 
 
 def _ragged_on_cpu(batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
-    """The batch with ragged columns, and the mask of the responses of one that was padded.
+    """Return the batch with ragged columns on the CPU, and the response mask if it was padded.
 
-    On the CPU, since what is in it decides what is done; micro-batches go to the device one by one.
+    The checks read it on the CPU; micro-batches are copied to the device one by one.
     """
     if not isinstance(batch, DataProto):
-        raise TypeError(f"an engine takes a DataProto, got a {type(batch).__name__}; see DataProto.from_dict")
+        raise TypeError(f"batch must be a DataProto, got a {type(batch).__name__}; create it with DataProto.from_dict")
     batch = batch.to("cpu")
     return (to_ragged(batch), response_attention_mask(batch)) if is_padded(batch) else (batch, None)
 
@@ -178,13 +181,13 @@ def _tensor_columns(batch: DataProto) -> frozenset[str]:
 
 
 def _check_same_columns(reports: list[_Report]) -> None:
-    """A column that a loss looks for on some ranks in vain would leave the others waiting."""
+    """Reject columns that some ranks lack: a loss would fail there while the other ranks wait in a collective."""
     for name in sorted(frozenset[str]().union(*(report.columns for report in reports))):
         has = [name in report.columns for report in reports]
         if not all(has):
             raise ValueError(
-                f"the batch of rank {has.index(False)} lacks the column {name}, which that of rank {has.index(True)} "
-                "has; give all ranks the same columns"
+                f"the batch of rank {has.index(False)} lacks the column {name}, which the batch of rank "
+                f"{has.index(True)} has; pass the same columns on all ranks"
             )
 
 
@@ -194,8 +197,8 @@ def _one_per_part(reports: list[_Report]) -> list[_Report]:
         other, known = first.setdefault(report.part, (rank, report))
         if known.fingerprint != report.fingerprint:
             raise ValueError(
-                f"ranks {other} and {rank} share the rows of data-parallel rank {report.part} but were given different "
-                "ones; give all ranks with the same get_data_parallel_rank() the same batch"
+                f"ranks {other} and {rank} share the rows of data-parallel rank {report.part} but received different "
+                "rows; pass the same batch on all ranks with the same get_data_parallel_rank()"
             )
     return [report for _, report in first.values()]
 
@@ -206,7 +209,7 @@ def _normalizer(parts: list[_Report]) -> Normalizer:
 
 
 def _fingerprint(batch: DataProto) -> tuple[float, ...]:
-    """Differs where tokens, their mask or the temperature of two batches differ, but for an unlikely accident."""
+    """Return numbers that differ if tokens, mask or temperature of two batches differ, except for hash collisions."""
     tokens = ragged.values(batch["input_ids"]).long()
     compared = [tokens, torch.cat([ragged.lengths(batch["input_ids"]), ragged.lengths(batch["responses"])])]
     if "response_mask" in batch:
@@ -225,12 +228,12 @@ def _check_fixed_micro_batches(batch: DataProto, micro_batch_size: int, limit: T
             raise ValueError(
                 f"micro-batch {number} of micro_batch_size_per_gpu={micro_batch_size} rows has {int(lengths.sum())} "
                 f"tokens, above {limit}; lower micro_batch_size_per_gpu, raise max_token_len_per_gpu, or leave "
-                "micro_batch_size_per_gpu out to form micro-batches by tokens"
+                "micro_batch_size_per_gpu at None to balance micro-batches by tokens"
             )
 
 
 def count_trained(batch: DataProto) -> tuple[float, float]:
-    """The sum of `response_mask`, and the rows in which it is not zero everywhere."""
+    """Return the sum of `response_mask`, and the number of rows with a nonzero element of it."""
     column = batch["response_mask"]
     mask = ragged.values(column)
     trained_per_row = ragged.segment_sum((mask != 0).to(torch.float32), column)
@@ -238,12 +241,12 @@ def count_trained(batch: DataProto) -> tuple[float, float]:
 
 
 def restore_order(parts: list[torch.Tensor], indices: list[list[int]], column: torch.Tensor) -> torch.Tensor:
-    """Puts the flat outputs of micro-batches back into the row order of the batch.
+    """Restore the row order of the batch in the flat outputs of its micro-batches.
 
     Args:
-        parts: per micro-batch the values of its rows, one after another.
-        indices: as from `prepare_micro_batches`.
-        column: ragged, of the whole batch, with the row lengths of the outputs.
+        parts: per micro-batch the values of its rows, concatenated.
+        indices: row indices of `prepare_micro_batches`.
+        column: ragged column of the whole batch with the row lengths of the outputs.
 
     Returns:
         A ragged column with the layout of `column`.

@@ -1,4 +1,4 @@
-"""Images and videos of vision-language models: the column `multi_modal_inputs`, and positions in three dimensions."""
+"""Images and videos of vision-language models: the column `multi_modal_inputs`, and 3-D positions."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _KNOWN = (*_PIXELS.values(), *_GRIDS.values(), *_OTHERS)
 _TOKEN_TYPES = {"image": 1, "video": 2}
 
 RopeIndex = Callable[..., tuple[torch.Tensor, Any]]
-"""transformers' `get_rope_index` of a model: positions [3, 1, j] of a row, and something else."""
+"""transformers' `get_rope_index` of a model; returns the positions [3, 1, j] of a row first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +26,10 @@ class VisionRule:
     """How images and videos become tokens in a model of the Qwen-VL families.
 
     Attributes:
-        token_ids: of the token that stands for a part of an image or of a video, by "image" and "video".
-        merge_size: a square of this many patches in each direction is one token.
-        patch_size: numbers in a patch.
-        rope_index: the model's own rule for the positions of a row that comes without.
+        token_ids: ids of the placeholder tokens, by "image" and "video".
+        merge_size: side length, in patches, of the square that becomes one token.
+        patch_size: number of elements of a patch.
+        rope_index: the model's rule for positions, for rows without `position_ids`.
     """
 
     token_ids: Mapping[str, int]
@@ -39,7 +39,7 @@ class VisionRule:
 
     @classmethod
     def of(cls, config: Any, rope_index: RopeIndex) -> "VisionRule":
-        """From the configuration of a model whose `model_type` is one of `MODEL_TYPES`."""
+        """Create the rule from the configuration of a model whose `model_type` is one of `MODEL_TYPES`."""
         vision = config.vision_config
         return cls(
             token_ids={"image": config.image_token_id, "video": config.video_token_id},
@@ -49,10 +49,10 @@ class VisionRule:
         )
 
     def check(self, batch: DataProto) -> None:
-        """Checks `multi_modal_inputs`, that each row has the tokens of its images, and `position_ids` if it is there.
+        """Check `multi_modal_inputs`, the placeholder tokens of each row, and `position_ids` if present.
 
         Raises:
-            ValueError, TypeError: which name the row and what is wrong with it.
+            ValueError, TypeError: an invalid row; the message names it.
         """
         tokens = batch["input_ids"]
         expected = {kind: torch.zeros(len(batch), dtype=torch.int64) for kind in _PIXELS}
@@ -72,29 +72,31 @@ class VisionRule:
             _check_positions(batch["position_ids"], tokens)
 
     def _num_tokens(self, entries: Mapping[str, torch.Tensor], kind: str, where: str) -> int:
-        """The tokens of a row's images, checked."""
+        """Return the number of tokens of a row's images after checking them."""
         pixels, grid = entries.get(_PIXELS[kind]), entries.get(_GRIDS[kind])
         if pixels is None and grid is None:
             return 0
         if pixels is None or grid is None:
             raise ValueError(f"{where} must have both {_PIXELS[kind]} and {_GRIDS[kind]}, or neither")
         if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point() or (grid < 1).any():
-            raise ValueError(f"{where}: {_GRIDS[kind]} must be [n, 3] whole numbers from 1, got {tuple(grid.shape)}")
+            raise ValueError(
+                f"{where}: {_GRIDS[kind]} must be integers >= 1 of shape [n, 3], got {grid.dtype} {tuple(grid.shape)}"
+            )
         if (grid[:, 1:] % self.merge_size).any():
             raise ValueError(f"{where}: height and width in {_GRIDS[kind]} must be multiples of {self.merge_size}")
         wanted = (int(grid.prod(-1).sum()), self.patch_size)
         if pixels.shape != wanted or not pixels.is_floating_point():
             raise ValueError(
-                f"{where}: {_PIXELS[kind]} must be floating-point numbers {wanted} for its {_GRIDS[kind]}, got "
+                f"{where}: {_PIXELS[kind]} must be floating-point of shape {wanted} for its {_GRIDS[kind]}, got "
                 f"{pixels.dtype} {tuple(pixels.shape)}"
             )
         return wanted[0] // self.merge_size**2
 
     def prepare(self, micro_batch: DataProto, kinds: Collection[str]) -> VisionInputs:
-        """The images of a checked micro-batch, and for each of `kinds` that it has none of, one that stands for none.
+        """Collect the images of a checked micro-batch, with a placeholder image for each of `kinds` that it lacks.
 
-        The model then computes the same layers as on a rank that has images. The extra image is black, one token large
-        and in a row of its own, so it changes nothing, and the gradient through it is zero.
+        With it the model computes the same layers as on ranks with images. The placeholder is black, has one token in
+        an additional row, does not change any output, and its gradient is zero.
         """
         collected: dict[str, list[torch.Tensor]] = {}
         for _, entries in rows_with_images(micro_batch):
@@ -114,7 +116,7 @@ class VisionRule:
         )
 
     def _positions(self, micro_batch: DataProto) -> torch.Tensor:
-        """[N, 3]: the column `position_ids`, or what the model's own rule says."""
+        """Return the positions [N, 3]: the column `position_ids`, or those of the model's rule."""
         if "position_ids" in _tensor_columns(micro_batch):
             return ragged.values(micro_batch["position_ids"]).long()
         images = dict(rows_with_images(micro_batch))
@@ -134,17 +136,17 @@ class VisionRule:
 
 
 def kinds_in(batch: DataProto) -> frozenset[str]:
-    """Which of "image" and "video" the rows of a checked batch have."""
+    """Return which of "image" and "video" the rows of a checked batch have."""
     present = {name for _, entries in rows_with_images(batch) for name in entries}
     return frozenset(kind for kind, name in _PIXELS.items() if name in present)
 
 
 def rows_with_images(batch: DataProto) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """The numbers of the rows whose `multi_modal_inputs` are neither None nor empty, and their tensors, on the CPU.
+    """Return index and tensors (on the CPU) of the rows whose `multi_modal_inputs` are neither None nor empty.
 
     Raises:
         TypeError: an element of the column is not a dict of tensors.
-        ValueError: it has an entry of an unknown name.
+        ValueError: an element has an unknown entry.
     """
     column = batch.non_tensor_batch.get(COLUMN)
     rows = []
@@ -156,7 +158,7 @@ def rows_with_images(batch: DataProto) -> list[tuple[int, dict[str, torch.Tensor
         entries = {}
         for name, item in value.items():
             if name not in _KNOWN:
-                raise ValueError(f"{COLUMN} of row {row} has {name!r}; known are {', '.join(_KNOWN)}. Leave it out")
+                raise ValueError(f"{COLUMN} of row {row} has {name!r}; remove it. Supported: {', '.join(_KNOWN)}")
             if item is not None:
                 if not isinstance(item, torch.Tensor):
                     raise TypeError(f"{COLUMN} of row {row}: {name} must be a tensor, got a {type(item).__name__}")
@@ -174,8 +176,8 @@ def _check_positions(column: torch.Tensor, tokens: torch.Tensor) -> None:
     if not ragged.is_ragged(column) or column.dim() != 3 or column.shape[2] != 3 or column.is_floating_point():
         shape = f"a ragged column of {column.dim()} dims" if ragged.is_ragged(column) else str(tuple(column.shape))
         raise TypeError(
-            "position_ids of a vision-language model must be whole numbers [B, j, 3] (time, height, width), ragged "
-            f"like input_ids; got {column.dtype}, {shape}. Leave them out to have them computed"
+            "position_ids of a vision-language model must be integers [B, j, 3] (time, height, width), ragged like "
+            f"input_ids; got {column.dtype}, {shape}. Without the column, the engine computes them"
         )
     lengths, expected = ragged.lengths(column), ragged.lengths(tokens)
     if (lengths != expected).any():

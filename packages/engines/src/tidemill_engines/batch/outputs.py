@@ -1,4 +1,4 @@
-"""What any engine does with the micro-batches of a batch: their loss, and what they brought, put together."""
+"""Outputs of micro-batches, and their reduction to the output of a batch."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from tidemill_engines.model_io import Outputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What `forward_step` brings back from one micro-batch: 0-d loss and metrics (detached), and the model output."""
+    """Result of `forward_step` for one micro-batch: 0-d loss and metrics (detached), and the model output."""
 
     loss: torch.Tensor | None
     metrics: dict[str, Metric]
@@ -22,13 +22,13 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchOutput:
-    """What `forward_backward_batch` brings back from a batch.
+    """Result of `forward_backward_batch`.
 
     Attributes:
-        metrics: reduced over micro-batches and data-parallel ranks, the same on each of them; holds "loss" if there
-            was a loss function.
-        columns: the outputs of the model by name, such as "log_probs", shaped like `responses`, in the order of the
-            rows, on the CPU; none after a backward.
+        metrics: metrics, and "loss" if there is a loss function, reduced over micro-batches and data-parallel ranks;
+            the same on every rank.
+        columns: outputs of the model by name, such as "log_probs", shaped like `responses`, in row order, on the CPU;
+            empty after a backward pass.
     """
 
     metrics: dict[str, float]
@@ -43,12 +43,12 @@ def collect(
     data_parallel_rank: int,
     with_outputs: bool,
 ) -> BatchOutput:
-    """Reduces loss and metrics over micro-batches and ranks, and brings outputs into the order of the rows. Collective.
+    """Reduce loss and metrics over micro-batches and ranks, and restore the row order of the outputs. Collective.
 
     Args:
-        group: of gloo, over all ranks.
+        group: gloo group of all ranks.
         data_parallel_rank: which part of the global batch this rank works on.
-        with_outputs: whether the outputs of the model are wanted.
+        with_outputs: whether to return the outputs of the model.
     """
     reports = [{"loss": Metric.sum(step.loss), **step.metrics} for step in steps if step.loss is not None]
     metrics = reduce_metrics(reports, group, data_parallel_rank) if reports else {}
@@ -62,6 +62,7 @@ def collect(
 
 
 def with_normalizer(loss_fn: LossFn | None, plan: BatchPlan) -> MicroBatchLoss | None:
+    """Bind the normalizer of the batch to a loss, and check its results."""
     if loss_fn is None:
         return None
     normalizer = plan.normalizer

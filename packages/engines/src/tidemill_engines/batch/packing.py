@@ -1,4 +1,4 @@
-"""The rows of a micro-batch as one packed sequence, without padding."""
+"""Pack the rows of a micro-batch into one sequence without padding."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from tidemill_engines.model_io import ModelInputs, PackedLayout, VisionInputs
 
 
 def response_positions(input_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
-    """Indices [M] of the response tokens in the packed input, for rows [B] that end with their responses."""
+    """Return the indices [M] of the response tokens in the packed input of rows [B] that end with their responses."""
     ends = input_lengths.cumsum(0)
     shift = ends - response_lengths.cumsum(0)
     return torch.arange(int(response_lengths.sum())) + shift.repeat_interleave(response_lengths)
@@ -22,16 +22,16 @@ def pack_rows(
     num_shares: int = 1,
     vision: VisionInputs | None = None,
 ) -> ModelInputs:
-    """Packs the columns `input_ids` and `responses` of a checked batch (on the CPU) for a model on `device`.
+    """Pack the columns `input_ids` and `responses` of a checked batch (on the CPU) for a model on `device`.
 
-    A batch without tokens becomes one token that nothing is predicted from, so that its rank still runs the model and
-    takes part in every collective. Likewise a row of up to `num_shares - 1` tokens that nothing is predicted from is
-    added so that the packed tokens can be divided.
+    A batch without tokens becomes one token without a prediction, so its rank still runs the model and takes part in
+    every collective. For the same reason a row of up to `num_shares - 1` tokens without predictions is added if the
+    packed tokens cannot be divided otherwise.
 
     Args:
-        share: which of the `num_shares` equal runs of the packed tokens is wanted. Labels are those of the whole rows,
-            so a run knows the token behind its last one.
-        vision: of a vision-language model.
+        share: index of this rank's part among the `num_shares` equal parts of the packed tokens. Labels are taken from
+            the whole rows, so the last token of a part has its label.
+        vision: images and videos for a vision-language model.
     """
     tokens, responses = micro_batch["input_ids"], micro_batch["responses"]
     lengths, input_ids = ragged.lengths(tokens), ragged.values(tokens).long()
@@ -41,7 +41,7 @@ def pack_rows(
     input_ids = torch.cat([input_ids, placeholders])
     filling = -len(input_ids) % num_shares if len(input_ids) else num_shares
     lengths = torch.cat([lengths, lengths.new_tensor([len(placeholders), filling])])
-    lengths = lengths[lengths > 0]  # attention kernels need not know of empty rows
+    lengths = lengths[lengths > 0]  # attention kernels do not support empty rows
     input_ids = F.pad(input_ids, (0, filling))
     starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
     position_ids = (torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)).unsqueeze(0)

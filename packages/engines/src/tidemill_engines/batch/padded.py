@@ -1,39 +1,39 @@
-"""Batches that come padded: made ragged for the engine, and outputs padded again for who gave them."""
+"""Convert padded batches to ragged ones for the engine, and its outputs back."""
 
 import torch
 from tidemill_dataproto import DataProto, ragged
 
 
 def is_padded(batch: DataProto) -> bool:
-    """Whether `input_ids` is a plain tensor [B, T] beside an `attention_mask`."""
+    """Return whether `input_ids` is a plain tensor [B, T] with an `attention_mask`."""
     if batch.batch is None or not {"input_ids", "responses", "attention_mask"} <= set(batch.batch.keys()):
         return False
     return not ragged.is_ragged(batch["input_ids"]) and not ragged.is_ragged(batch["attention_mask"])
 
 
 def response_attention_mask(batch: DataProto) -> torch.Tensor:
-    """The last R columns [B, R] of `attention_mask` [B, T], which belong to the padded `responses` [B, R].
+    """Return the last R columns [B, R] of `attention_mask` [B, T], the mask of the padded `responses` [B, R].
 
     Raises:
-        ValueError: the shapes of `input_ids`, `attention_mask` and `responses` do not go together.
+        ValueError: the shapes of `input_ids`, `attention_mask` and `responses` do not match.
     """
     tokens, mask, responses = batch["input_ids"], batch["attention_mask"], batch["responses"]
     shapes = f"input_ids {_shape(tokens)}, attention_mask {_shape(mask)}, responses {_shape(responses)}"
     if ragged.is_ragged(responses) or tokens.dim() != 2 or mask.shape != tokens.shape or responses.dim() != 2:
         raise ValueError(
             f"expected padded input_ids [B, T], attention_mask [B, T] and responses [B, R], or all of them ragged; "
-            f"got {shapes}"
+            f"got {shapes}; pad or convert all three"
         )
     if responses.shape[1] >= tokens.shape[1]:
-        raise ValueError(f"expected input_ids to be longer than responses by the prompts; got {shapes}")
+        raise ValueError(f"input_ids must be prompt + response, longer than responses; got {shapes}")
     return mask[:, tokens.shape[1] - responses.shape[1] :]
 
 
 def to_ragged(batch: DataProto) -> DataProto:
-    """The rows of a padded batch without their padding.
+    """Remove the padding of a padded batch.
 
-    Every plain column [B, T, ...] is cut by `attention_mask`, every plain column [B, R, ...] by its last R columns; the
-    mask itself is left out. Whatever has other shapes stays as it is.
+    Plain columns [B, T, ...] become ragged by `attention_mask`, plain columns [B, R, ...] by its last R columns; the
+    mask itself is removed. Other columns are unchanged.
 
     Raises:
         ValueError: as `response_attention_mask`.
@@ -51,7 +51,7 @@ def to_ragged(batch: DataProto) -> DataProto:
 
 
 def to_padded(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The inverse of `ragged.from_padded(padded, mask)`: [B, R, ...] with zeros where the mask [B, R] is 0."""
+    """Invert `ragged.from_padded(padded, mask)`: return [B, R, ...] with zeros where the mask [B, R] is 0."""
     flat = ragged.values(column)
     padded = flat.new_zeros((*mask.shape, *flat.shape[1:]))
     padded[mask.bool()] = flat

@@ -1,1 +1,1 @@
-"""Training checkpoints as folders, and the thread that saves them."""
+"""Training checkpoints: the folder format, and saving in the background."""

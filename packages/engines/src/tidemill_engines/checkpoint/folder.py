@@ -1,4 +1,4 @@
-"""Checkpoints as folders: each appears whole or not at all, says what is in it, and is checked before it is read."""
+"""Checkpoint folders: atomic to create, with a manifest of their files, and verified before they are read."""
 
 import errno
 import json
@@ -27,13 +27,13 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a checkpoint knows besides tensors.
+    """The state of a checkpoint besides tensors.
 
     Attributes:
-        step: calls of train_batch, which the schedule follows.
-        skipped_steps: of them, those whose gradient was not finite.
-        world_size: ranks that saved; random states are restored by as many ranks only.
-        has_optimizer: whether optimizer state was saved.
+        step: position in the learning-rate schedule.
+        skipped_steps: number of steps that were skipped because the gradient was not finite.
+        world_size: number of ranks that saved; random states are restored only on the same number of ranks.
+        has_optimizer: whether the checkpoint contains optimizer state.
     """
 
     step: int
@@ -50,25 +50,25 @@ def save_folder(
     *,
     keep_last: int | None = None,
 ) -> None:
-    """Has all ranks write into a hidden folder beside `path`, and renames it once it is whole. Collective.
+    """Let all ranks write into a hidden folder next to `path`, and rename it when it is complete. Collective.
 
     Args:
-        write: given that folder; returns the names of the files there that this rank wrote.
-        keep_last: how many whole checkpoints stay in the folder around `path`: this one and those saved last before it.
+        write: writes this rank's files into a folder; returns their names.
+        keep_last: number of complete checkpoints to keep in the parent folder, including this one; None keeps all.
 
     Raises:
-        OSError: `path` exists, or a rank could not write; on every rank. Nothing of it is left.
+        OSError: `path` exists, or a rank could not write; on every rank. The hidden folder is removed.
     """
     partial = path.parent / f".{path.name}.partial"
     is_first = dist.get_rank(group) == 0
     with raise_on_all_ranks(group):
         if path.exists():
-            raise FileExistsError(f"{path} exists already; save to a new folder or remove it first")
+            raise FileExistsError(f"{path} exists already; save to a new folder, or remove it first")
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     try:
-        with raise_on_all_ranks(group):  # all ranks have left the folder before the first of them removes it
+        with raise_on_all_ranks(group):  # all ranks finish writing before the first rank may remove the folder
             written = write(partial)
             own = {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in written}
             for name in own:
@@ -96,29 +96,29 @@ def save_folder(
         if is_first and keep_last is not None:
             others = [other for other in whole_checkpoints(path.parent) if other != path]
             for old in others[: max(0, len(others) + 1 - keep_last)]:
-                (old / MANIFEST).unlink()  # first, so that half a checkpoint is never taken for a whole one
+                (old / MANIFEST).unlink()  # first, so an interrupted removal does not leave a seemingly complete one
                 shutil.rmtree(old)
 
 
 def write_tensors(
     folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup, planner: SavePlanner | None = None
 ) -> None:
-    """Writes tensors with torch.distributed.checkpoint. Collective over `group` (gloo).
+    """Write tensors with torch.distributed.checkpoint. Collective over `group` (gloo).
 
     Raises:
         OSError: a rank could not write; raised on every rank.
     """
     try:
         state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
-    except CheckpointException as error:  # not an Exception for Python, so it would pass every handler above
+    except CheckpointException as error:  # derives from BaseException, so callers would not catch it
         raise _not_written(folder, reasons(error)) from error
 
 
 def write_object(file: Path, value: Any) -> None:
-    """`torch.save`.
+    """Write an object with `torch.save`.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the write failed.
     """
     try:
         torch.save(value, file)
@@ -127,25 +127,25 @@ def write_object(file: Path, value: Any) -> None:
 
 
 def _not_written(folder: Path, why: str) -> OSError:
-    free_mib = shutil.disk_usage(folder).free >> 20  # torch reports a full disk as an odd file position
-    return OSError(f"could not save to {folder} ({free_mib} MiB are free there): {why}")
+    free_mib = shutil.disk_usage(folder).free >> 20  # torch reports a full disk as an unexpected file position
+    return OSError(f"could not save to {folder} ({free_mib} MiB free); check its free space and permissions: {why}")
 
 
 def reasons(error: CheckpointException) -> str:
-    """What went wrong on which rank, without the tracebacks."""
+    """Format the error of each rank, without tracebacks."""
     return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
 def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool) -> Progress:
-    """Reads what a checkpoint says of itself and that its files are as they were written. Collective.
+    """Read the progress of a checkpoint and verify the checksums of its files. Collective.
 
     Args:
-        with_optimizer: whether an optimizer is to go on from it.
+        with_optimizer: whether the checkpoint must contain optimizer state.
 
     Raises:
-        FileNotFoundError: it is not whole: `path` or a file of it is missing.
-        ValueError: a file was cut off or changed, or the format is of another version. Both name the newest whole
-            checkpoint beside it, if there is one. Or it lacks the optimizer that is wanted.
+        FileNotFoundError: `path` or one of its files is missing.
+        ValueError: a file is truncated or changed, the format version is unknown, or the optimizer state is missing.
+            If a file is missing or damaged, the message names the newest complete checkpoint in the same folder.
     """
     progress = None
     with raise_on_all_ranks(group):
@@ -159,56 +159,61 @@ def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool)
         progress = Progress(**manifest["progress"])
     assert progress is not None
     if with_optimizer and not progress.has_optimizer:
-        raise ValueError(f"{path} was saved by an engine without an optimizer, so training cannot continue from it")
+        raise ValueError(
+            f"{path} has no optimizer state, as it was saved by an engine without an optimizer; load a checkpoint of a "
+            "training engine, or create this engine without an optimizer"
+        )
     return progress
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder whose files are all there and as long as they were, in the order of saving."""
+    """Return the checkpoints in a folder whose files all exist with their original size, in the order of saving."""
     found = []
     for manifest_file in folder.glob(f"[!.]*/{MANIFEST}"):
         path = manifest_file.parent
         try:
             manifest = _read_whole(path)
-        except (FileNotFoundError, ValueError):  # not whole, which is what is asked here
+        except (FileNotFoundError, ValueError):  # incomplete
             continue
-        # Steps do not tell: they start anew with each phase, and go back where training does.
+        # Steps do not give the order: they restart with each phase, and go back when training resumes.
         found.append((manifest.get("saved_ns", manifest_file.stat().st_mtime_ns), path))
     return [path for _, path in sorted(found)]
 
 
 def _read_whole(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint that has all of its files, each as long as it was."""
+    """Return the manifest of a checkpoint after checking that all of its files exist with their original size."""
     file = path / MANIFEST
     if not file.is_file():
-        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {MANIFEST}")
+        raise FileNotFoundError(f"{path} is not a complete checkpoint: it lacks {MANIFEST}")
     try:
         manifest = json.loads(file.read_text())
         version = manifest["format_version"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has checkpoint format {version!r}; this version reads {FORMAT_VERSION}")
+        raise ValueError(f"{path} has checkpoint format {version!r}; this version supports {FORMAT_VERSION}")
     for name, (size, _) in manifest["files"].items():
         if not (path / name).is_file():
-            raise FileNotFoundError(f"{path} is not a whole checkpoint: it lacks {name}")
+            raise FileNotFoundError(f"{path} is not a complete checkpoint: it lacks {name}")
         actual = (path / name).stat().st_size
         if actual != size:
-            raise ValueError(f"{path / name} is damaged: it has {actual} bytes, {size} were written")
+            raise ValueError(f"{path / name} is damaged: expected {size} bytes, found {actual}")
     return manifest
 
 
 def _advice(path: Path) -> str:
     others = [other for other in whole_checkpoints(path.parent) if other != path]
-    return f"the newest whole checkpoint is {others[-1]}" if others else "there is no whole one beside it"
+    if not others:
+        return f"{path.parent} has no other complete checkpoint"
+    return f"the newest complete checkpoint is {others[-1]}"
 
 
 def _to_disk(path: Path) -> None:
-    """Has a file, or what a folder lists, survive a loss of power from now on."""
+    """Flush a file, or the entries of a folder, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
-    except OSError as error:  # some network filesystems have no fsync of folders, whose names they write at once
+    except OSError as error:  # some network filesystems do not support fsync of folders, and need none
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:

@@ -1,18 +1,18 @@
-"""Saving beside training: one thread that writes one checkpoint at a time."""
+"""Save checkpoints in a background thread, one at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Saver:
-    """Runs a save now or in the background; an error of the latter is raised by the next call, or by `finish`."""
+    """Run a save now or in the background; `finish` or the next call raises the error of a background save."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
     def run(self, save: Callable[[], None], *, asynchronous: bool) -> None:
-        """Finishes the former save, then runs `save`, in the background if `asynchronous`."""
+        """Wait for the previous save, then run `save`, in the background if `asynchronous`."""
         self.finish()
         if not asynchronous:
             save()
@@ -22,13 +22,13 @@ class Saver:
         self._pending = self._executor.submit(save)
 
     def finish(self) -> None:
-        """Waits for the save in the background; raises what it raised."""
+        """Wait for the save in the background and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Finishes and ends the thread."""
+        """Wait for the save in the background and stop the thread."""
         try:
             self.finish()
         finally:

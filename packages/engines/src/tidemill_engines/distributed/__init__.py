@@ -1,1 +1,1 @@
-"""Process groups, and agreement between ranks."""
+"""torch's default process group, the device of a rank, and agreement between ranks."""

@@ -1,6 +1,6 @@
-"""torch's default process group, which engines share: the first makes it where there is none, the last destroys it."""
+"""torch's default process group. Engines share it: the first one creates it if absent, the last one destroys it."""
 
-# torch documents stores and rendezvous, but does not list them.
+# torch documents stores and rendezvous, but does not export them.
 # pyright: reportPrivateImportUsage=false
 import itertools
 import os
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 @dataclass(slots=True)
 class _Made:
-    """The default group that engines of this process have made, and how many of them use it."""
+    """The default group that engines of this process have created, and the number of engines that use it."""
 
     group: dist.ProcessGroup | None = None
     num_engines: int = 0
@@ -30,13 +30,13 @@ _made = _Made()
 
 
 def join_default_group(device: torch.device, timeout: timedelta) -> bool:
-    """Makes torch's default process group from the environment, or of this process alone, unless there is one.
+    """Create torch's default process group, if absent, from the environment or for this process alone.
 
     Returns:
-        Whether it is one that engines have made, which `leave_default_group` has to be called for.
+        Whether engines have created the group; then call `leave_default_group` later.
 
     Raises:
-        ValueError: the environment names a rank but not all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        ValueError: the environment has some, but not all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
     if dist.is_initialized() and not _made.is_current():
         return False
@@ -48,7 +48,7 @@ def join_default_group(device: torch.device, timeout: timedelta) -> bool:
 
 
 def leave_default_group() -> None:
-    """Destroys the default group, and all others with it, if no other engine uses it."""
+    """Destroy the default group, and with it all other groups, if no other engine uses it."""
     _made.num_engines -= 1
     if not _made.num_engines and _made.is_current():
         dist.destroy_process_group()
@@ -62,8 +62,8 @@ def _init_default_group(backend: str, timeout: timedelta) -> None:
     missing = [name for name in _ENV if name not in os.environ]
     if missing:
         raise ValueError(
-            f"expected {', '.join(_ENV)} in the environment; {', '.join(missing)} not set. Start with torchrun, set "
-            "them all, or unset RANK and WORLD_SIZE to run as one process"
+            f"expected {', '.join(_ENV)} in the environment, {', '.join(missing)} not set; start with torchrun, set "
+            "all of them, or unset RANK and WORLD_SIZE to run as one process"
         )
     rank, world_size, address, port = (os.environ[name] for name in _ENV)
     store = dist.PrefixStore(f"tidemill {next(_numbers)}", _store(rank, world_size, address, port, timeout))
@@ -72,10 +72,9 @@ def _init_default_group(backend: str, timeout: timedelta) -> None:
 
 @cache
 def _store(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> dist.Store:
-    """Where the ranks of these addresses meet, once a process.
+    """Create the store for these addresses, once per process.
 
-    A second default group must not find what the first one has left there, as it would through `init_process_group`:
-    it connects to addresses of before then.
+    `init_process_group` would reuse the entries of an earlier default group in the store, and connect to its addresses.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return store

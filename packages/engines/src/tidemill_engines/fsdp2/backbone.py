@@ -1,4 +1,4 @@
-"""A sharded causal language model in two parts: the backbone that makes hidden states, and the head on top of it."""
+"""Run a sharded causal language model in two parts: the backbone that computes hidden states, and the head."""
 
 from types import MethodType
 from typing import Any
@@ -15,11 +15,11 @@ _METHOD = "tidemill_backbone"
 
 
 def expose_backbone(model: PreTrainedModel) -> None:
-    """Prepares a sharded model for `run_backbone` and `head_of`.
+    """Prepare a sharded model for `run_backbone` and `head_of`.
 
-    The head lies in the root's group of weights, with the embedding that it may be tied to. That group is gathered once
-    per forward and stays gathered until its gradient is reduced, or until `reshard()` if there is no backward: the
-    backward pass needs the head first anyway. Layers are freed as they were configured.
+    The root's FSDP group contains the head, and the embedding that it may be tied to. The group is all-gathered once
+    per forward and stays gathered until its gradient is reduced, or until `reshard()` without a backward, because the
+    backward pass needs the head first. Layers are resharded as configured.
     """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(False, recurse=False)
@@ -28,10 +28,9 @@ def expose_backbone(model: PreTrainedModel) -> None:
 
 
 def share_tokens(language_model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Has the decoder of a vision-language model take this rank's run of the tokens, after images were put into them.
+    """Pass only this rank's part of the tokens, with their images, to the decoder of a vision-language model.
 
-    Each rank of the group computes the embeddings of all tokens and images; the gradient is that of its own run, as
-    everywhere in sequence parallelism.
+    Each rank of the group computes the embeddings of all tokens and images; its gradient is that of its own part.
     """
     share, num_shares = dist.get_rank(group), dist.get_world_size(group)
 
@@ -39,7 +38,7 @@ def share_tokens(language_model: torch.nn.Module, group: dist.ProcessGroup) -> N
         kwargs = dict(kwargs)
         kwargs["inputs_embeds"] = kwargs["inputs_embeds"].chunk(num_shares, 1)[share]
         is_visual = kwargs.get("visual_pos_masks")
-        if is_visual is not None:  # features of images that are added to the first layers
+        if is_visual is not None:  # image features that are added to the outputs of the first layers
             runs = is_visual.chunk(num_shares, 1)
             start, size = (sum(int(run.sum()) for run in part) for part in (runs[:share], runs[share : share + 1]))
             kwargs["visual_pos_masks"] = runs[share]
@@ -52,7 +51,7 @@ def share_tokens(language_model: torch.nn.Module, group: dist.ProcessGroup) -> N
 
 
 def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:
-    """Runs a model without its head; `inputs` are those of its backbone, whose output it returns."""
+    """Run a model without its head; return the output of its backbone."""
     return getattr(model, _METHOD)(**inputs)
 
 
@@ -63,7 +62,7 @@ def _forward_without_head(model: PreTrainedModel, **inputs: Any) -> Any:
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The model's head, with gathered weights; to be called after `run_backbone`.
+    """Return the model's head with gathered weights; call it after `run_backbone`.
 
     Raises:
         TypeError: the model's output embeddings are not a linear layer.
@@ -71,8 +70,8 @@ def head_of(model: PreTrainedModel) -> Head:
     layer = model.get_output_embeddings()
     if not isinstance(layer, torch.nn.Linear):
         raise TypeError(
-            f"expected the output embeddings of {type(model).__name__} to be a torch.nn.Linear, got "
-            f"{type(layer).__name__}; only causal language models with a linear head are supported"
+            f"the output embeddings of {type(model).__name__} must be a torch.nn.Linear, got {type(layer).__name__}; "
+            "use a causal language model with a linear head"
         )
     assert not isinstance(layer.weight, DTensor), "the head is sharded; run_backbone() gathers it"
     scale, softcap = logit_rule(model)
@@ -80,9 +79,9 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:
-    """What the model multiplies its logits with, and what it bounds them by (None: nothing).
+    """Return the scale of the logits and their softcap, or None.
 
-    These are the fields with which transformers' configs say it: `logit_scale` (Cohere), `logits_scaling` (Granite) and
+    The fields of transformers' configs are `logit_scale` (Cohere), `logits_scaling` (Granite) and
     `final_logit_softcapping` (Gemma).
     """
     fields = model.config.get_text_config().to_dict()

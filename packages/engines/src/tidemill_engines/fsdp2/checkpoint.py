@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint through torch.distributed.checkpoint: sharded, and loadable in any layout."""
+"""Save and load tensors with torch.distributed.checkpoint: sharded, and loadable in any layout."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tidemill_engines.offload import like, local_part
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """torch's random states of this process: uint8 tensors on the CPU."""
+    """Return torch's random states of this process: uint8 tensors on the CPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -28,7 +28,7 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of this rank's parts, so that saving them need not stop the training that goes on."""
+    """Copy this rank's shards to the CPU, so training can continue while they are saved."""
     return {name: like(tensor, local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()}
 
 
@@ -40,7 +40,7 @@ def save(
     *,
     keep_last: int | None,
 ) -> None:
-    """Writes the tensors (DTensors sharded) to the new folder `path`, all or nothing. Collective over `group` (gloo).
+    """Write the tensors (DTensors sharded) to the new folder `path`, atomically. Collective over `group` (gloo).
 
     Raises:
         OSError: a rank could not write; raised on every rank.
@@ -57,13 +57,13 @@ def save(
 def load(
     path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup, *, if_saved: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Reads into `tensors` in place; nothing is changed if names or shapes do not match. Collective.
+    """Load into `tensors` in place; nothing changes if names or shapes do not match. Collective.
 
     Args:
-        if_saved: more tensors to read into, where the checkpoint has them.
+        if_saved: additional tensors to load if the checkpoint contains them.
 
     Returns:
-        Those of `if_saved` that it has.
+        The tensors of `if_saved` that the checkpoint contains.
 
     Raises:
         ValueError: the checkpoint is of another model; raised on every rank.
@@ -74,5 +74,8 @@ def load(
     try:
         state_dict_loader.load(tensors | more, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
-        raise ValueError(f"could not load the checkpoint {path}: {reasons(error)}") from error
+        raise ValueError(
+            f"could not load the checkpoint {path}; its model and optimizer must be those of this engine: "
+            f"{reasons(error)}"
+        ) from error
     return more

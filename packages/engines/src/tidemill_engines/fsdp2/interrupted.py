@@ -1,9 +1,9 @@
-"""Sharded models that an exception has left in the middle of a forward or a backward.
+"""Reset a sharded model after an exception in a forward or backward pass.
 
-torch's `fully_shard` keeps in private fields how far a step has come, and resets them only at the end of one that went
-well. Left as they are, the next backward finds its last work queued already and reduces no gradient at all, without an
-error; and a group of weights whose forward was broken off is not resharded, so that whoever asks the model for its
-parameters (the optimizer, `zero_grad`) is given the gathered ones.
+torch's `fully_shard` tracks the progress of a step in private fields and resets them only at the end of a successful
+step. Without a reset, the next backward pass assumes that its final callback is queued already and reduces no gradient,
+without an error; and a group of weights with an interrupted forward is not resharded, so the optimizer and `zero_grad`
+get the gathered parameters.
 """
 
 import torch
@@ -12,19 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from tidemill_engines.fsdp2.model import fsdp_modules
 
 
-def settle(model: torch.nn.Module) -> None:
-    """Ends the forward or backward that was broken off, as torch ends one that went well. Without collectives.
+def reset_after_failure(model: torch.nn.Module) -> None:
+    """Finish an interrupted forward or backward pass as torch finishes a successful one. No collectives.
 
-    torch's own last work of a backward does that, whatever the fields that it resets are called (2.11 has one
-    `reduce_scatter_state`, later versions a list). Gradients that were not reduced over the ranks are forgotten first,
-    so that it has none to reduce, which ranks that have come differently far could not do together. Gradients that were
-    reduced already are left to `optimizer_zero_grad`.
+    It calls torch's final callback of a backward pass, whatever fields that resets (2.11 has one
+    `reduce_scatter_state`, later versions a list). Gradients that are not reduced yet are dropped first: ranks that
+    failed at different layers could not reduce them together. Reduced gradients are left to `optimizer_zero_grad`.
     """
     modules = fsdp_modules(model)
     for module in modules:
         _drop_unreduced_grads(module)
     state = modules[0]._get_fsdp_state()
-    if state._is_root is None:  # broken off before the first forward, so there are no shared fields yet
+    if state._is_root is None:  # failed before the first forward, which creates the shared fields
         return
     modules[0].set_requires_gradient_sync(True)
     modules[0].set_is_last_backward(True)
@@ -40,5 +39,5 @@ def _drop_unreduced_grads(module: FSDPModule) -> None:
     group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):  # from the first time that it is gathered
+        if hasattr(param, "_unsharded_param"):  # exists after the first all-gather
             param._unsharded_param.grad = None

@@ -17,12 +17,12 @@ from tidemill_engines.batch.outputs import BatchOutput, StepOutput, collect, wit
 from tidemill_engines.batch.packing import pack_rows
 from tidemill_engines.fsdp2.backbone import expose_backbone, head_of, run_backbone, share_tokens
 from tidemill_engines.fsdp2.engine import FSDP2Engine
-from tidemill_engines.fsdp2.interrupted import settle
+from tidemill_engines.fsdp2.interrupted import reset_after_failure
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.head.log_probs import head_log_probs
 from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
 from tidemill_engines.loss.metrics import as_metrics
-from tidemill_engines.loss.router import behind, router_logits_of_outputs, router_losses, with_router_loss
+from tidemill_engines.loss.router import connect_to_output, router_logits_of_outputs, router_losses, with_router_loss
 from tidemill_engines.model_io import ModelInputs, ModelOutput, Outputs
 
 
@@ -77,7 +77,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         try:
             steps = self._run(plan, loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         except BaseException:
-            settle(self.model)
+            reset_after_failure(self.model)
             raise
         finally:
             for module in fsdp_modules(self.model):
@@ -93,7 +93,7 @@ class FSDP2LanguageModel(FSDP2Engine):
     def _run(
         self, plan: BatchPlan, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool
     ) -> list[StepOutput]:
-        """Each micro-batch in order; what the model said is kept only where it is asked for."""
+        """Run the micro-batches in order; keep the model outputs only if `forward_only`."""
         loss, steps = with_normalizer(loss_fn, plan), []
         for number, micro_batch in enumerate(plan.micro_batches, start=1):
             self._set_gradient_sync(is_last=number == len(plan.micro_batches))
@@ -122,7 +122,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             return StepOutput(loss=None, metrics={}, model_output=output)
         loss, metrics = loss_fn(output, micro_batch.to(self.device, non_blocking=True))
         if not forward_only:
-            if not loss.requires_grad:  # a constant; the backward still has to take part in the collectives
+            if not loss.requires_grad:  # a constant loss; the backward must still enter the collectives
                 loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
             loss.backward()
             output = output.detached()
@@ -139,13 +139,12 @@ class FSDP2LanguageModel(FSDP2Engine):
         return pack_rows(micro_batch, self.device, share=share, num_shares=num_shares, vision=vision)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Runs all but the head, which is left to `prepare_model_outputs`.
+        """Run the model without its head, which `prepare_model_outputs` runs.
 
         Returns:
-            The hidden states [M, H] at `inputs.predictors`, and of a mixture of experts whose router is asked for the
-            logits [N, E] of each layer's router.
+            The hidden states [M, H] at `inputs.predictors`, and the router logits [N, E] of each layer, if required.
         """
-        wanted = {"output_router_logits": True} if self._asks_router else {}
+        wanted = {"output_router_logits": True} if self._needs_router_logits else {}
         output = run_backbone(
             self.model,
             input_ids=inputs.input_ids if self._vision is None else inputs.all_input_ids,
@@ -157,7 +156,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             **wanted,
         )
         hidden_states = output.last_hidden_state
-        router_logits = behind(output.router_logits, hidden_states) if wanted else ()
+        router_logits = connect_to_output(output.router_logits, hidden_states) if wanted else ()
         return hidden_states.squeeze(0).index_select(0, inputs.predictors), router_logits
 
     def prepare_model_outputs(
@@ -173,19 +172,18 @@ class FSDP2LanguageModel(FSDP2Engine):
         return ModelOutput(log_probs=log_probs, entropy=entropy)
 
     @property
-    def _asks_router(self) -> bool:
+    def _needs_router_logits(self) -> bool:
         return self._balances_experts or self.model_config.output_router_logits
 
     def _check_experts(self) -> None:
         fields = self.model.config.get_text_config().to_dict()
-        if self._asks_router and "num_experts_per_tok" not in fields:
+        if self._needs_router_logits and "num_experts_per_tok" not in fields:
             option = "router_aux_loss_coef" if self._balances_experts else "output_router_logits"
-            raise ValueError(
-                f"ModelConfig.{option} is for mixtures of experts; a {self.model.config.model_type} is none"
-            )
+            model_type = self.model.config.model_type
+            raise ValueError(f"ModelConfig.{option} requires a MoE model; {model_type} is dense. Leave the default")
 
     def _vision_rule(self) -> VisionRule | None:
-        """How images become tokens; None for a model that takes text only."""
+        """Return how images become tokens; None for a text-only model."""
         if self.model.config.model_type not in MODEL_TYPES:
             return None
         backbone: Any = self.model.base_model
@@ -194,10 +192,10 @@ class FSDP2LanguageModel(FSDP2Engine):
         return VisionRule.of(self.model.config, backbone.get_rope_index)
 
     def _set_gradient_sync(self, *, is_last: bool) -> None:
-        """Adds up the gradients of all micro-batches before they are reduced once, where that takes no more memory.
+        """Accumulate the gradients of all micro-batches and reduce them once, if that requires no more memory.
 
-        Where weights stay gathered, gradients do, too. Else it is where each rank has whole weights anyway, or, between
-        replicas, its part of them; provided that sums and gradients have the same dtype.
+        This holds if weights stay gathered (then gradients do, too), or, if the reduction has the gradient's dtype, for
+        ranks that hold whole weights, and for the reduction between replicas.
         """
         config, groups = self.engine_config, self.groups
         keeps_weights = not config.reshard_after_forward

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft on a sharded model: only they are trained, and they leave alone or merged."""
+"""Low-rank adapters of peft on a sharded model: only they are trained; they are exported separately or merged."""
 
 import math
 import zlib
@@ -24,7 +24,7 @@ _BASE, _FACTORS = ".base_layer.", (".lora_A.", ".lora_B.")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The factors of the update of one linear layer, B [out, rank] times A [rank, in] times `scaling`."""
+    """Factors of the update of one linear layer: B [out, rank] times A [rank, in] times `scaling`."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -32,10 +32,10 @@ class Adapter:
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence[str] = ()) -> None:
-    """Adds adapters to a model on the meta device and freezes the rest of it.
+    """Add adapters to a model on the meta device and freeze all other parameters.
 
     Args:
-        trainable: names of other parameters that are trained too, such as a new head, which gets no adapter.
+        trainable: names of other trainable parameters, such as a new head, which gets no adapter.
 
     Raises:
         ImportError: peft is not installed.
@@ -46,7 +46,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
         from peft.tuners.lora import Linear, LoraLayer
     except ImportError as error:
         raise ImportError(
-            "ModelConfig.lora needs peft; install it with `pip install 'tidemill-engines[lora]'`"
+            "ModelConfig.lora requires peft; install it with `pip install 'tidemill-engines[lora]'`"
         ) from error
     heads = sorted({name.rpartition(".")[0] for name in trainable})
     inject_adapter_in_model(peft_config(config, heads), model, _ADAPTER, low_cpu_mem_usage=True)
@@ -56,18 +56,18 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
         raise ValueError(f"LoraConfig.target_modules must be linear layers; {', '.join(others[:3])} are not")
     dtype = model.dtype
     for name, param in model.named_parameters():
-        param.data = param.data.to(dtype)  # sharded groups have one dtype
+        param.data = param.data.to(dtype)  # an FSDP group has one dtype
         param.requires_grad_(is_adapter(name) or name in trainable)
 
 
 def peft_config(config: LoraConfig, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> "PeftLoraConfig":
-    """The configuration as peft knows it; `included` takes the place of "all-linear", if given."""
+    """Return peft's configuration; `included` replaces the target modules, if given."""
     from peft import LoraConfig as PeftLoraConfig
 
     targets = list(included) if included else list(config.target_modules)
     return PeftLoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - annotated int, any number is meant
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - annotated int, but floats are supported
         lora_dropout=config.dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         exclude_modules=list(excluded) if excluded else None,
@@ -76,7 +76,7 @@ def peft_config(config: LoraConfig, excluded: Sequence[str] = (), included: Sequ
 
 
 def adapted_layout(model: PreTrainedModel, layout: Layout) -> Layout:
-    """The layout of the weights by the names that they have since the adapters are there."""
+    """Return the layout by the names that the weights have after adapters were added."""
     names = model.state_dict().keys()
     return {name: layout[_original(name)] for name in names if _original(name) in layout}
 
@@ -87,7 +87,7 @@ def _original(name: str) -> str:
 
 @torch.no_grad()
 def initialize_adapters(model: PreTrainedModel) -> None:
-    """Draws every A as peft does, uniformly with variance 1 / (3 in), the same in any layout; every B stays zero."""
+    """Initialize every A as peft does, uniform with variance 1 / (3 in), the same in any layout; every B stays zero."""
     for name, param in model.named_parameters():
         if _FACTORS[0] in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -98,7 +98,7 @@ def initialize_adapters(model: PreTrainedModel) -> None:
 
 
 def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
-    """The adapters by the names of the weights that they belong to."""
+    """Return the adapters by the names of their weights."""
     params: dict[str, Any] = dict(model.named_parameters())
     found = {}
     for name, a in params.items():
@@ -111,17 +111,17 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
 
 
 def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by their names in the model, but for those of the adapters."""
+    """Yield the weights without those of adapters, by their names in the model."""
     return ((name, weight) for name, weight in named_weights(model) if not is_adapter(name))
 
 
 def merged_weights(
     model: PreTrainedModel, readable: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by their names in the model, with adapters merged into those that they belong to.
+    """Yield the weights with merged adapters, by their names in the model.
 
     Args:
-        readable: gives a parameter as it can be computed with.
+        readable: returns a parameter on the device of the engine.
     """
     of_weights = adapters(model)
     for name, weight in base_weights(model):
@@ -134,9 +134,9 @@ def merged_weights(
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """The weight plus its adapter's update, laid out as `weight`. Collective: A, which is small, is gathered.
+    """Return the weight plus its adapter's update, with the placement of `weight`. Collective: all-gathers A.
 
-    W and B are cut along the same dimension in the same way, so this rank's rows of the update are B's rows times A.
+    W and B are sharded along the same dimension in the same way, so this rank's rows of the update are B's times A.
     """
     a = adapter.a.full_tensor() if isinstance(adapter.a, DTensor) else adapter.a
     local, b = local_part(weight), local_part(adapter.b)
@@ -144,9 +144,9 @@ def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
 
 
 def adapted_modules(model: PreTrainedModel) -> list[str]:
-    """The layers that have an adapter, as peft finds them: by the last parts of their names.
+    """Return the layers with an adapter by the names that peft matches: their last name component.
 
-    Where a layer without one has that in common, such as "0" in a sequence, it is the whole name.
+    If a layer without adapter has the same one, such as "0" in a sequence, it is the full name.
     """
     adapted = {name.removesuffix(f"{_BASE}weight") for name in adapters(model)}
     others = {_last_part(name) for name, _ in model.named_modules() if name not in adapted}
@@ -158,12 +158,12 @@ def _last_part(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return any(factor in name for factor in _FACTORS)
 
 
 def peft_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """The names of the adapters' parameters, in the model and in an adapter that peft has saved."""
+    """Yield the names of the adapters' parameters in the model and in an adapter saved by peft."""
     for name, _ in model.named_parameters():
         if is_adapter(name):
             yield name, "base_model.model." + name.replace(f".{_ADAPTER}.", ".")

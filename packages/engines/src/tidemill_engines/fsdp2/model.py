@@ -1,4 +1,4 @@
-"""Making a causal language model, which may see images, and sharding it."""
+"""Create a causal language model or vision-language model, and shard it."""
 
 import importlib
 import logging
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 def build_model(config: ModelConfig) -> PreTrainedModel:
-    """Makes the model without memory (on the meta device) in `config.dtype`, with the attention that the config names.
+    """Create the model on the meta device in `config.dtype`, with the configured attention.
 
     Raises:
         FileNotFoundError: `config.path` is not a folder with a `config.json`.
-        ValueError: the checkpoint is quantized, or of no causal language model.
+        ValueError: the checkpoint is quantized, or its model type is not supported.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise FileNotFoundError(
@@ -46,14 +46,14 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
     if implementation == "varlen":
         register_attention()
         implementation = NAME
-        if sees_images:  # images attend in both directions, each by itself
+        if sees_images:  # attention within images is bidirectional
             implementation = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
     if hf_config.to_dict().get("quantization_config") is not None:
-        raise ValueError(f"{config.path} is quantized, which is not trained here; use the checkpoint in bfloat16")
+        raise ValueError(f"{config.path} is quantized, which training does not support; use a bfloat16 checkpoint")
     if not (sees_images or type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.trust_remote_code):
         raise ValueError(
-            f"{config.path} holds a {hf_config.model_type}, which transformers has no causal language model of; of "
-            f"models that see images, {', '.join(MODEL_TYPES)} can be trained"
+            f"{config.path} contains a {hf_config.model_type} model; use a causal language model of transformers, or a "
+            f"vision-language model of type {', '.join(MODEL_TYPES)}"
         )
     auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.device("meta"):
@@ -73,17 +73,18 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def recompute_layers(model: PreTrainedModel, recompute: Recompute) -> None:
-    """Has each layer keep its inputs, and recompute in the backward pass what else that needs.
+    """Let each layer keep only its inputs, and recompute its activations in the backward pass.
 
-    It happens within a layer's `forward`, so that a compiled layer knows of it, and leaves out what nobody needs.
+    It wraps the layer's `forward`, so a compiled layer includes it and omits unused results.
 
     Raises:
-        ValueError: transformers does not say what the layers of the model are.
+        ValueError: transformers does not list the layer classes of the model.
     """
     layers = decoder_layers(model)
     if not layers:
         raise ValueError(
-            f"ModelConfig.gradient_checkpointing: {type(model).__name__} does not name its layers (_no_split_modules)"
+            f"ModelConfig.gradient_checkpointing requires layer classes, but {type(model).__name__} lists none in "
+            "_no_split_modules; set it to False"
         )
     settings: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
@@ -99,7 +100,7 @@ def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: An
 
 
 def _heavy_operations() -> list[Any]:
-    """What takes long to compute: matrix products and attention."""
+    """Return the expensive operations: matrix products and attention."""
     importlib.import_module("torch.nn.attention.varlen")  # registers the operation below
     aten = torch.ops.aten
     of_cudnn = []
@@ -121,24 +122,25 @@ def _heavy_operations() -> list[Any]:
 
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Excludes the parameters whose names fit a pattern from training.
+    """Exclude the parameters whose names match a pattern from training.
 
     Raises:
-        ValueError: a pattern fits no parameter.
+        ValueError: a pattern matches no parameter.
     """
     names = dict(model.named_parameters())
     for pattern in patterns:
         chosen = [param for name, param in names.items() if fnmatchcase(name, pattern)]
         if not chosen:
             raise ValueError(
-                f"ModelConfig.frozen: {pattern!r} fits no parameter; they are named like {', '.join(list(names)[:3])}"
+                f"ModelConfig.frozen: {pattern!r} matches no parameter; names are, for example, "
+                f"{', '.join(list(names)[:3])}"
             )
         for param in chosen:
             param.requires_grad_(False)
 
 
 def decoder_layers(model: PreTrainedModel, classes: Sequence[str] = ()) -> list[torch.nn.Module]:
-    """The modules of `classes`, or else those that transformers says must not be split, in order.
+    """Return the modules of `classes`, or else those of transformers' `_no_split_modules`, in order.
 
     Raises:
         ValueError: the model has no module of one of `classes`.
@@ -155,9 +157,9 @@ def decoder_layers(model: PreTrainedModel, classes: Sequence[str] = ()) -> list[
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDP2Config) -> None:
-    """Shards the model in place, layer by layer.
+    """Shard the model in place, layer by layer.
 
-    Gradients are summed over the ranks, not averaged: a loss is normalised by a count over the global batch already.
+    Gradients are summed over the ranks, not averaged, as a loss is normalized by a count over the global batch.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
@@ -166,8 +168,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDP2Config) -
     layers = decoder_layers(model, config.wrap_classes)
     if not layers:
         _log.warning(
-            "%s has no layers of _no_split_modules; it is sharded as one unit, which gathers all weights at once. "
-            "Name the classes of its layers in FSDP2Config.wrap_classes",
+            "%s has no layers of _no_split_modules; it is sharded as one unit, which all-gathers all weights at once. "
+            "Set FSDP2Config.wrap_classes to the classes of its layers",
             type(model).__name__,
         )
     for module in [*layers, model]:
@@ -179,9 +181,9 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDP2Config) -
             offload_policy=offload,
         )
     for module in fsdp_modules(model):
-        if mesh.size() > 1:  # one rank divides by 1 in any case, but by none without another copy
+        if mesh.size() > 1:  # with one rank the default factor is 1 and avoids a copy
             module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # the alternative is a reduction that only NCCL has
+        module.set_force_sum_reduction_for_comms(True)  # the default reduction requires NCCL
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:

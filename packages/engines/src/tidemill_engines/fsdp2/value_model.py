@@ -1,4 +1,4 @@
-"""The FSDP2 engine for value models: the backbone of a causal language model under a head with one output."""
+"""The FSDP2 engine for value models: the backbone of a causal language model with a head of one output."""
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -9,10 +9,10 @@ from tidemill_engines.model_io import ModelInputs, ValueOutput
 
 
 class FSDP2ValueModel(FSDP2LanguageModel):
-    """Any causal language model with its head replaced by one linear output, the value of the state before each token.
+    """A causal language model whose head is replaced by one linear output, the value of the state before each token.
 
-    The head has the names that transformers gives it in models for token classification, `score.weight` and
-    `score.bias`, as which the model is exported. Where the checkpoint has none, it starts at zero, as do all values.
+    The head's weights are `score.weight` and `score.bias`, the names of transformers' token classification models, and
+    the model is exported as such a model. If the checkpoint has no such head, it starts at zero.
     """
 
     has_entropy = False
@@ -37,7 +37,7 @@ class FSDP2ValueModel(FSDP2LanguageModel):
 
 
 def _remove_head(model: PreTrainedModel) -> list[str]:
-    """Removes the output embeddings; returns the names of their parameters."""
+    """Remove the output embeddings and return the names of their parameters."""
     head = model.get_output_embeddings()
     assert head is not None, f"{type(model).__name__} has no output embeddings"
     [path] = [path for path, module in model.named_modules() if module is head]

@@ -1,4 +1,4 @@
-"""The weights of a sharded model: read by slices, so that no rank holds them all, and handed out by name."""
+"""The weights of a sharded model: loaded by slices, so no rank holds the full model, and exported by name."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from tidemill_engines.hf_weights.shard import WeightShard
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters and persistent buffers in state-dict order; of tied ones, only the first."""
+    """Yield parameters and persistent buffers in state-dict order; of tied ones, only the first."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -23,7 +23,7 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def tied_aliases(model: torch.nn.Module) -> dict[str, str]:
-    """The names of tied tensors that `named_weights` leaves out, to the name that it gives."""
+    """Map the names of tied tensors that `named_weights` omits to the name that it yields."""
     first: dict[int, str] = {}
     aliases = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -34,11 +34,11 @@ def tied_aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, param_device: torch.device) -> None:
-    """Gives the tensors of a (sharded) model on the meta device memory without contents; tied tensors stay tied.
+    """Allocate the tensors of a (sharded) model on the meta device, uninitialized; tied tensors stay tied.
 
     Args:
-        device: of the buffers.
-        param_device: of the parameters; the CPU where they are offloaded.
+        device: device of the buffers.
+        param_device: device of the parameters; the CPU if they are offloaded.
     """
     aliases = tied_aliases(model)
     model.to_empty(device=param_device)
@@ -53,9 +53,9 @@ def materialize(model: PreTrainedModel, device: torch.device, param_device: torc
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles) -> None:
-    """Reads this rank's part of every tensor of `layout`, cast to the model's dtype, and recomputes other buffers.
+    """Load this rank's part of every tensor of `layout`, cast to the model's dtype, and recompute other buffers.
 
-    Weights that `layout` lacks are zero.
+    Weights that `layout` lacks become zero.
 
     Raises:
         ValueError: a file is damaged, or the model class does not recompute a buffer that checkpoints leave out.
@@ -77,7 +77,7 @@ def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles
 
 
 def local_box(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, and where it starts in the whole."""
+    """Return this rank's part of a tensor, and its start in the whole tensor."""
     if not isinstance(weight, DTensor):
         return weight.detach(), (0,) * weight.dim()
     shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
@@ -87,10 +87,10 @@ def local_box(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def checkpoint_tensors(name: str, weight: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor of the model as the checkpoint's tensors that it is made of, without communication.
+    """Yield a tensor of the model as the tensors of the checkpoint that it contains, without communication.
 
-    Of a sharded tensor, each part is a DTensor that is to be summed over the ranks: where a rank has nothing of it,
-    its share is a zero that takes no memory.
+    For a sharded tensor these are partial DTensors, to be summed over the ranks; the part of a rank that holds nothing
+    of one is an expanded zero, without memory.
     """
     pieces = layout.get(name)
     if pieces is None:
@@ -111,7 +111,7 @@ def checkpoint_tensors(name: str, weight: torch.Tensor, layout: Layout) -> Itera
 def checkpoint_shards(
     name: str, weight: torch.Tensor, layout: Layout
 ) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-    """As `checkpoint_tensors`, but of parts only what this rank has of them, as views; nothing is copied."""
+    """Yield the same as `checkpoint_tensors`, but only this rank's parts of fused tensors, as views without copies."""
     pieces = layout.get(name)
     if pieces is None or (len(pieces) == 1 and not pieces[0].stacked):
         yield from checkpoint_tensors(name, weight, layout)
@@ -136,7 +136,7 @@ def checkpoint_shards(
 
 
 def _replica(weight: torch.Tensor) -> tuple[int, int]:
-    """Which of how many equal copies of its part of a tensor this rank has."""
+    """Return index and number of the identical copies of this rank's part of a tensor."""
     index, count = 0, 1
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
@@ -162,15 +162,15 @@ def _own_share(local: torch.Tensor, start: tuple[int, ...], piece: Piece) -> tor
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers that no checkpoint holds, such as rotary frequencies, as `from_pretrained` does.
+    """Compute the buffers that checkpoints do not contain, such as rotary frequencies, as `from_pretrained` does.
 
     Raises:
-        ValueError: a buffer was left as it was, so the model class cannot be made without its weights.
+        ValueError: the model class does not compute a buffer.
     """
     stored = set(model.state_dict())
     computed = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
     for tensor in [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in stored)]:
-        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers leaves it alone
+        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] - transformers then skips it
     for buffer in computed.values():
         buffer.fill_(_unset(buffer.dtype))
     previous = torch.get_default_dtype()
@@ -183,8 +183,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
         unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
         if buffer.dtype != torch.bool and unset.any():
             raise ValueError(
-                f"{type(model).__name__}._init_weights does not compute the buffer {name}, which no checkpoint holds, "
-                "so its value would be lost; add it there"
+                f"{type(model).__name__}._init_weights must compute the buffer {name}, as checkpoints do not contain "
+                "it, and does not; add it there"
             )
 
 

@@ -1,1 +1,1 @@
-"""Log-probabilities, entropy and values from hidden states."""
+"""The head of the model: log-probabilities, entropy and values from hidden states."""

@@ -1,10 +1,10 @@
-"""The two passes over the logits of a slice as Triton kernels: each reads the logits once.
+"""The two passes over the logits of a slice as Triton kernels; each reads the logits once.
 
-Their arithmetic is that of `vocab_softmax`, which says what the numbers mean.
+They compute the same as `head.softmax`, which documents the numbers.
 """
 
-# Triton's kernels look like Python functions but are not: compile-time arguments are upper case, and what pyright knows
-# of their types is wrong.
+# Triton's kernels look like Python functions but are not: compile-time arguments are upper case, and pyright infers
+# wrong types.
 # ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false
@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _softened(x, bias, column, inside, inner, outer, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """z and dz / dx of a block of logits."""
+    """Return z and dz / dx of a block of logits."""
     if HAS_BIAS:
         x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if SOFTCAP:
@@ -34,7 +34,7 @@ def _softened(x, bias, column, inside, inner, outer, HAS_BIAS: tl.constexpr, SOF
     return z, slope
 
 
-# What changes from call to call is not worth a kernel of its own.
+# Arguments that change from call to call must not cause a recompilation.
 @triton.jit(do_not_specialize=["first", "num_tokens"])
 def _add_kernel(
     parts,  # float32 [4, M]
@@ -50,7 +50,7 @@ def _add_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the logits of a token, one block after the other, to what is known of it."""
+    """Add the logits of a token to its statistics, block by block."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     parts += row
@@ -99,7 +99,7 @@ def _gradient_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of a block of the logits of a token."""
+    """Compute the gradients of a block of the logits of a token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
@@ -117,7 +117,7 @@ def _gradient_kernel(
 
 
 def add_slice(parts: torch.Tensor, piece: LogitSlice, labels: torch.Tensor, rule: LogitRule) -> None:
-    """`SoftmaxParts.add`; parts: its values."""
+    """Implement `SoftmaxParts.add`; `parts` are its values."""
     num_tokens, num_columns = piece.logits.shape
     if not num_tokens:
         return
@@ -148,7 +148,7 @@ def slice_gradients(
     rule: LogitRule,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`vocab_softmax.logit_gradients`."""
+    """Implement `softmax.logit_gradients`."""
     num_tokens, num_columns = piece.logits.shape
     out = piece.logits if dtype == piece.logits.dtype else torch.empty_like(piece.logits, dtype=dtype)
     if not num_tokens:
@@ -177,5 +177,5 @@ def slice_gradients(
 
 
 def _num_warps(block: int) -> int:
-    """16 logits for each thread."""
+    """Return the number of warps for 16 logits per thread."""
     return min(max(block // 512, 1), 8)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens from hidden states, without ever holding the logits of all tokens."""
+"""Log-probabilities and entropy of tokens from hidden states, without materializing all logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,18 @@ from tidemill_engines.head.logits import LogitRule, LogitSlice
 from tidemill_engines.head.softmax import SoftmaxParts, logit_gradients
 
 CHUNK_BYTES = 512 << 20
-"""What the logits of one chunk may take; a tensor of this size and a few smaller ones are alive at a time."""
+"""Maximum bytes of the logits of one chunk; one tensor of this size and a few smaller ones are alive at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Head:
-    """What turns hidden states into logits: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
+    """The function from hidden states to logits: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
 
     Attributes:
-        weight: [V, H], plain (not sharded).
+        weight: [V, H], a plain tensor (not sharded).
         bias: [V] or None.
-        scale: that the logits are multiplied with.
-        softcap: that the logits are bounded by; None means not at all.
+        scale: factor of the logits.
+        softcap: bound of the logits; None is no bound.
     """
 
     weight: torch.Tensor
@@ -41,21 +41,20 @@ def head_log_probs(
     chunk_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The log-probability of each label under softmax(logits / temperature), and optionally its entropy in nats.
+    """Compute the log-probability of each label under softmax(logits / temperature), and optionally entropy in nats.
 
-    The vocabulary is gone through in chunks, in the backward pass once more, so that beside inputs, outputs and their
-    gradients only the logits of all tokens for one chunk are held. So each chunk of the weight's gradient is one matrix
-    product over all tokens, and only the gradient of the hidden states is a sum over chunks, kept in float32.
-    Differentiable (once) in hidden states, weight and bias.
+    The vocabulary is processed in chunks, and recomputed in the backward pass, so only the logits of all tokens for one
+    chunk are in memory. Each chunk of the weight's gradient is one matrix product over all tokens; the gradient of the
+    hidden states is a sum over chunks in float32. Differentiable once in hidden states, weight and bias.
 
     Args:
-        hidden_states: [M, H] of the head's dtype. Factors of matrix products are in it, their sums and all else in
-            float32 at least: logits of a bfloat16 head are not rounded to bfloat16.
+        hidden_states: [M, H] in the dtype of the head. Matrix products take this dtype and accumulate in float32 or
+            wider, as does everything else: logits of a bfloat16 head are not rounded to bfloat16.
         labels: [M] int64.
-        chunk_bytes: what the logits of a chunk may take in the dtype of the result; it has at least one column.
-        group: ranks that have a vocabulary together, each some rows of its head and all hidden states. Labels are then
-            counted from the rank's first row, results are the same on all ranks, and gradients of hidden states are the
-            rank's share. Collective in the forward pass.
+        chunk_bytes: maximum bytes of the logits of a chunk in the dtype of the result; a chunk has at least one column.
+        group: ranks that share the vocabulary: each has some rows of the head and all hidden states. Labels then count
+            from the rank's first row, results are the same on all ranks, and gradients of the hidden states are this
+            rank's part of the sum. Collective in the forward pass.
 
     Returns:
         log_probs [M] and entropy [M] or None, in float32 (float64 for float64 hidden states).
@@ -84,7 +83,7 @@ class _HeadLogProbs(torch.autograd.Function):
         if group is not None:
             parts.combine(group)
         statistics = parts.statistics()
-        # The weight is saved as it came: FSDP may free its storage meanwhile and fills it again before the backward.
+        # Save the original weight: FSDP frees its storage after the forward and refills it before the backward.
         ctx.save_for_backward(hidden_states, weight, bias, labels, statistics)
         ctx.settings = rule, chunk_bytes
         ctx.set_materialize_grads(False)
@@ -99,7 +98,7 @@ class _HeadLogProbs(torch.autograd.Function):
         rule, chunk_bytes = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dtype = statistics.dtype
-        # Expanded gradients, such as those of a sum, are written out for the kernels.
+        # The kernels require contiguous gradients; those of a sum are expanded.
         grad_log_probs = torch.zeros_like(statistics[0]) if grad_log_probs is None else grad_log_probs.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         grad_hidden = torch.zeros_like(hidden_states, dtype=dtype) if wants_hidden else None
@@ -122,7 +121,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 def _vocabulary_chunks(num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_bytes: int) -> list[slice]:
-    """Runs of the vocabulary; matrix products are fastest where their sizes are multiples of 128."""
+    """Return slices of the vocabulary, in multiples of 128, for which matrix products are fastest."""
     size = max(1, chunk_bytes // (max(num_tokens, 1) * dtype.itemsize))
     if size > 128:
         size -= size % 128
@@ -137,7 +136,7 @@ def _logits(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b in `dtype`, which may be wider than theirs; the product is not rounded to theirs."""
+    """Return a @ b in `dtype`, which may be wider than their dtype, without rounding to it."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -146,7 +145,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where `total` may be of a wider dtype."""
+    """Add a @ b to `total`, which may have a wider dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

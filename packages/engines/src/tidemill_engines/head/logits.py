@@ -1,4 +1,4 @@
-"""A slice of the logits, and the rule from logits to the argument of softmax."""
+"""A slice of the logits, and the function from logits to the argument of softmax."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitRule:
-    """How a logit x with its bias b becomes z, which softmax is over: softcap * tanh(scale * (x + b) / softcap) / T."""
+    """The argument z of softmax from a logit x with bias b: softcap * tanh(scale * (x + b) / softcap) / temperature."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -16,7 +16,7 @@ class LogitRule:
 
     @property
     def inner(self) -> float:
-        """z = outer * f(inner * (x + b)), where f is tanh with a softcap, and nothing without."""
+        """Inner factor: z = outer * f(inner * (x + b)), where f is tanh with a softcap and the identity without."""
         return 1.0 if self.softcap is None else self.scale / self.softcap
 
     @property
@@ -25,12 +25,12 @@ class LogitRule:
 
 
 class LogitSlice(NamedTuple):
-    """The logits of M tokens for a run of the vocabulary.
+    """Logits of M tokens for a contiguous slice of the vocabulary.
 
     Attributes:
-        logits: [M, C] float32 or float64, contiguous; overwritten by whoever is given them.
+        logits: [M, C] float32 or float64, contiguous; functions of this package overwrite them.
         bias: [C] or None.
-        first: which token of the vocabulary the first column is.
+        first: token id of the first column.
     """
 
     logits: torch.Tensor

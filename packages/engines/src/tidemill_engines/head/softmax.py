@@ -1,6 +1,6 @@
-"""Softmax over a vocabulary that comes in slices: what is kept of each token, and the gradient of a slice's logits.
+"""Online softmax over slices of the vocabulary: statistics per token, and the gradient of a slice's logits.
 
-On CUDA the passes over float32 logits are Triton kernels (`head_kernels`), elsewhere and in float64 they are torch's.
+On CUDA the passes over float32 logits are Triton kernels (`head.kernels`); on the CPU and in float64 they use torch.
 """
 
 import torch
@@ -10,19 +10,19 @@ from tidemill_engines.head.logits import LogitRule, LogitSlice
 
 
 class SoftmaxParts:
-    """What is kept of the slices seen so far; more slices, or those of other ranks, can be added in any order.
+    """Running statistics of the slices so far. Slices, also those of other ranks, can be added in any order.
 
     Attributes:
         values: [4, M] float32 or float64. Rows: the largest z; the sum of exp(z - largest); the sum of
-            exp(z - largest) (z - largest), which makes the entropy; the z of the label, 0 if no slice had it.
+            exp(z - largest) (z - largest), for the entropy; the z of the label, 0 if no slice contains it.
     """
 
     def __init__(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(4, num_tokens, dtype=dtype, device=device)
-        self.values[0] = torch.finfo(dtype).min  # not -inf, of which differences are not numbers
+        self.values[0] = torch.finfo(dtype).min  # not -inf: -inf - (-inf) is NaN
 
     def add(self, piece: LogitSlice, labels: torch.Tensor, rule: LogitRule) -> None:
-        """Adds a slice; labels: [M] int64, of the whole vocabulary."""
+        """Add a slice; labels: [M] int64, token ids of the whole vocabulary."""
         if _has_kernels(piece.logits):
             from tidemill_engines.head.kernels import add_slice
 
@@ -41,7 +41,7 @@ class SoftmaxParts:
         before.copy_(largest)
 
     def combine(self, group: dist.ProcessGroup) -> None:
-        """Adds the slices of all ranks of a group, each of which has its own. Collective."""
+        """Combine the statistics of all ranks of a group, each of which has its own slices. Collective."""
         before, total, moment, _ = self.values
         largest = before.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -52,12 +52,12 @@ class SoftmaxParts:
         before.copy_(largest)
 
     def log_probs(self) -> torch.Tensor:
-        """log p(label) [M]."""
-        # Not label - logsumexp: it loses the digits that matter where the model is nearly certain and logits are large.
+        """Return log p(label), [M]."""
+        # label - logsumexp would lose precision if logits are large and the model is nearly certain.
         return self.values[3] - self.values[0] - self.values[1].log()
 
     def statistics(self) -> torch.Tensor:
-        """[3, M]: the largest z, the logarithm of the sum, and the entropy in nats."""
+        """Return [3, M]: the largest z, the logarithm of the sum, and the entropy in nats."""
         largest, total, moment, _ = self.values
         return torch.stack([largest, total.log(), total.log() - moment / total])
 
@@ -71,13 +71,14 @@ def logit_gradients(
     rule: LogitRule,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient [M, C] in the logits x of a slice, in `dtype`; in their memory, if that is of the same dtype.
+    """Return the gradient [M, C] of the logits x of a slice, in `dtype`; in their memory if the dtype is the same.
 
-    With z of the softmax, d log p(y) / dz_j = [j = y] - p_j, and of the entropy S, dS / dz_j = -p_j (log p_j + S).
+    For the argument z of softmax, d log p(y) / dz_j = [j = y] - p_j; for the entropy S, dS / dz_j = -p_j (log p_j + S).
 
     Args:
-        statistics: of all slices, as `SoftmaxParts.statistics` has them.
-        grad_log_probs: [M]; and grad_entropy: [M], None without.
+        statistics: `SoftmaxParts.statistics` of all slices.
+        grad_log_probs: [M], gradient of the log-probabilities.
+        grad_entropy: [M], gradient of the entropy, or None.
     """
     if _has_kernels(piece.logits):
         from tidemill_engines.head.kernels import slice_gradients
@@ -102,7 +103,7 @@ def _has_kernels(logits: torch.Tensor) -> bool:
 
 
 def _softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """z [M, C], in the memory of the logits, and dz / dx, [M, C] or the same for all."""
+    """Return z [M, C], in the memory of the logits, and dz / dx as [M, C] or a number."""
     x = piece.logits
     if piece.bias is not None:
         x.add_(piece.bias)
@@ -114,7 +115,7 @@ def _softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.T
 
 
 def _own_labels(piece: LogitSlice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels [M] are in the slice, and their columns [M, 1]; any column for the others."""
+    """Return which labels [M] are in the slice, and their columns [M, 1]; an arbitrary column for the others."""
     num_columns = piece.logits.shape[1]
     column = labels - piece.first
     own = (column >= 0) & (column < num_columns)

@@ -1,4 +1,4 @@
-"""Writing weights in Hugging Face format, one shard at a time."""
+"""Write weights in Hugging Face format, one shard at a time."""
 
 import json
 import re
@@ -30,10 +30,10 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def shard_bytes(max_shard_size: int | str) -> int:
-    """A size as transformers takes it: bytes, or a number with KB, MB, GB or TB, which are powers of 1000.
+    """Parse a size as transformers does: bytes, or a number with KB, MB, GB or TB, which are powers of 1000.
 
     Raises:
-        ValueError: it is neither, or not above 0.
+        ValueError: the value is not a size above 0.
     """
     if isinstance(max_shard_size, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", max_shard_size.strip().upper())
@@ -41,12 +41,12 @@ def shard_bytes(max_shard_size: int | str) -> int:
     else:
         size = max_shard_size
     if size < 1:
-        raise ValueError(f"max_shard_size must be bytes above 0 or a text such as '5GB'; got {max_shard_size!r}")
+        raise ValueError(f"max_shard_size must be bytes >= 1 or a text such as '5GB'; got {max_shard_size!r}")
     return size
 
 
 def plan_shards(sizes_bytes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:
-    """Divides named tensors, in order, into files of at most `max_bytes` (a larger tensor has a file of its own)."""
+    """Divide named tensors, in order, into files of at most `max_bytes`; a larger tensor gets a file of its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes_bytes:
@@ -65,10 +65,10 @@ def shard_file_names(num_shards: int, stem: str = "model") -> list[str]:
 
 
 def start_export(path: Path, config: PretrainedConfig, dtype: str, origin: Path, group: dist.ProcessGroup) -> None:
-    """Makes the folder `path` and writes what belongs to weights that are saved as `dtype`. Collective.
+    """Create the folder `path` and write all files except the weights, which have `dtype`. Collective.
 
     Args:
-        origin: where the tokenizer files lie.
+        origin: folder with the tokenizer files.
 
     Raises:
         OSError: a write failed; raised on every rank.
@@ -89,16 +89,16 @@ def write_weights(
     max_shard_bytes: int = 5 * 10**9,
     file_stem: str = "model",
 ) -> None:
-    """Gathers the weights on the first rank and writes them there as safetensors. Collective over `group`.
+    """All-gather the weights and write them as safetensors on the first rank. Collective over `group`.
 
-    Weights that were written there before are removed first. The first rank holds full tensors of at most one shard;
-    every rank holds the one that is being gathered, or what `weights` gathers at once.
+    Weight files of an earlier export are removed first. The first rank holds full tensors of at most one file; every
+    rank holds the tensor that is being gathered, or what `weights` gathers at once.
 
     Args:
-        weights: the named weights (DTensors or tensors), the same on all ranks.
-        sizes_bytes: theirs, by which they are divided into files before the first is gathered.
-        max_shard_bytes: of a file; a tensor that is larger has one of its own.
-        file_stem: what the files are called, before the number of the shard.
+        weights: named weights (DTensors or tensors), the same on all ranks.
+        sizes_bytes: names and sizes of the weights; they are divided into files before the first one is gathered.
+        max_shard_bytes: maximum size of a file; a larger tensor gets a file of its own.
+        file_stem: file name before the number of the file.
 
     Raises:
         OSError: a write failed; raised on every rank.
@@ -107,7 +107,7 @@ def write_weights(
     files = shard_file_names(len(shards), file_stem)
     is_writer = dist.get_rank(group) == 0
     with raise_on_all_ranks(group):
-        if is_writer:  # transformers would take a file of another number of shards for the weights
+        if is_writer:  # transformers would read the files of an earlier export with another number of files
             for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
                 for file in path.glob(pattern):
                     file.unlink()
@@ -134,12 +134,12 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except OSError:
         raise
-    except Exception as error:  # safetensors raises its own class for a full disk
-        raise OSError(f"could not write {file}: {error}") from error
+    except Exception as error:  # safetensors raises its own class if the disk is full
+        raise OSError(f"could not write {file}; check its permissions and free space: {error}") from error
 
 
 def _write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
-    """Writes the configuration of a model whose weights are saved as `dtype`; it says so for each part of the model."""
+    """Write the configuration of the model, with `dtype` in every section."""
     parts = [getattr(config, name) for name in config.sub_configs]
     for part in (config, *parts):
         if part is not None:
@@ -148,7 +148,7 @@ def _write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
 
 
 def _copy_side_files(source: Path, target: Path) -> None:
-    """Copies tokenizer, chat template, generation config and model code, as far as `source` has them."""
+    """Copy tokenizer, chat template, generation config and model code, if `source` has them."""
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lies within the model's tensors: transformers fuses some, such as experts."""
+"""Map the tensors of a checkpoint to the tensors of a model, which may fuse several, such as those of experts."""
 
 import math
 import re
@@ -28,13 +28,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint as a box within a tensor of the model.
+    """A tensor of the checkpoint as a box in a tensor of the model.
 
     Attributes:
-        name: in the checkpoint.
-        start: of the box, for each dimension of the model's tensor.
-        shape: of the box.
-        stacked: the model's tensor has a first dimension that the checkpoint's lacks; the box is 1 long there.
+        name: name in the checkpoint.
+        start: index of the first element of the box, for each dimension of the model's tensor.
+        shape: shape of the box.
+        stacked: whether the model's tensor has a first dimension that the checkpoint's lacks; the box has length 1
+            there.
     """
 
     name: str
@@ -43,10 +44,10 @@ class Piece:
     stacked: bool = False
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What this piece has in common with another box of the model's tensor, such as a rank's shard.
+        """Return the overlap with another box of the model's tensor, such as a rank's shard.
 
         Returns:
-            The region of the checkpoint's tensor and the region of the other box; None if nothing is in common.
+            The region of the checkpoint's tensor and the region of the other box; None if they do not overlap.
         """
         low = [max(a, b) for a, b in zip(self.start, start, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True)]
@@ -58,7 +59,7 @@ class Piece:
 
 
 Layout = dict[str, tuple[Piece, ...]]
-"""The pieces of each tensor of the model, by its name there; together they fill it."""
+"""The pieces of each tensor of the model, by its name in the model; they fill it completely."""
 
 
 def plan_layout(
@@ -70,18 +71,17 @@ def plan_layout(
     absent: Iterable[str] = (),
     unused: Iterable[str] = (),
 ) -> Layout:
-    """Finds the checkpoint's tensors for those of the model, through the conversions that transformers has for it.
+    """Find the checkpoint's tensors for each tensor of the model, by transformers' weight conversions.
 
     Args:
-        wanted: the model's tensors by name, tied ones once.
+        wanted: tensors of the model by name, tied ones once.
         aliases: other names of tied tensors, to the name in `wanted`.
-        found: the shapes of the checkpoint's tensors.
-        absent: names in `wanted` that may be missing in the checkpoint, such as a new head.
-        unused: names of the checkpoint that the model may lack, such as a head that was replaced.
+        found: shapes of the checkpoint's tensors.
+        absent: names in `wanted` that the checkpoint may lack, such as a new head.
+        unused: names of the checkpoint that the model may lack, such as a replaced head.
 
     Raises:
-        ValueError: a tensor is missing, left over or of another shape, or is converted in a way that this package
-            does not know.
+        ValueError: a tensor is missing, unexpected or of another shape, or its conversion is not supported.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [item for item in conversions if isinstance(item, WeightConverter)]
@@ -91,7 +91,7 @@ def plan_layout(
     for name in sorted(found, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         sources[target][pattern].append(name)
-    for alias, name in aliases.items():  # a tied tensor may be stored under either name, or under both
+    for alias, name in aliases.items():  # a checkpoint may contain a tied tensor under either name, or both
         stored = sources.pop(alias, None)
         if stored is not None and name not in sources:
             sources[name] = stored
@@ -111,10 +111,10 @@ def plan_layout(
     ]
     if missing or left_over:
         raise ValueError(
-            f"the checkpoint does not fit {type(model).__name__}: "
+            f"the checkpoint does not match {type(model).__name__}: "
             + "; ".join(
                 f"{what} {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-                for what, names in (("it lacks", missing), ("the model has no place for", left_over))
+                for what, names in (("it lacks", missing), ("the model does not have", left_over))
                 if names
             )
         )
@@ -124,11 +124,11 @@ def plan_layout(
 def stored_bytes(
     weights: Iterable[tuple[str, torch.Tensor]], layout: Layout, dtype: Dtype | None
 ) -> list[tuple[str, int]]:
-    """The bytes of the checkpoint's tensors that a model's are made of, in their order.
+    """Return names and bytes of the checkpoint's tensors of a model, in order.
 
     Args:
-        weights: the model's tensors by name; nothing of them is read.
-        dtype: that floating-point weights are stored as; None is their own.
+        weights: tensors of the model by name; their values are not read.
+        dtype: dtype of floating-point weights in the checkpoint; None keeps theirs.
     """
     sizes = []
     for name, weight in weights:
@@ -141,7 +141,7 @@ def stored_bytes(
 
 
 def checkpoint_shapes(model: "PreTrainedModel") -> dict[str, Shape]:
-    """The shapes that a checkpoint of a model, which is on the meta device, has by the names of its tensors there."""
+    """Return the shapes of the tensors of a checkpoint of a model on the meta device, by name in the checkpoint."""
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -157,7 +157,9 @@ def _pieces(
     if pattern is None:
         if len(sources) > 1 or len(sources[None]) != 1:
             everything = sorted(name for names in sources.values() for name in names)
-            raise ValueError(f"{name} is in the checkpoint more than once: as {', '.join(everything)}")
+            raise ValueError(
+                f"the checkpoint contains {name} more than once, as {', '.join(everything)}; remove all but one"
+            )
         pieces = [Piece(name=sources[None][0], start=(0,) * len(shape), shape=found[sources[None][0]])]
     else:
         converter = next(item for item in converters if pattern in item.source_patterns)
@@ -169,15 +171,15 @@ def _pieces(
 def _fused(
     name: str, sources: Mapping[str | None, list[str]], converter: WeightConverter, found: Mapping[str, Shape]
 ) -> list[Piece]:
-    """The pieces of a tensor that is stacked from a list of modules (dimension 0), joined from several, or both."""
+    """Return the pieces of a tensor that is stacked from modules (dimension 0), concatenated from several, or both."""
     operations = list(converter.operations)
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     rest = operations[1:] if stacked else operations
     joins = [operation for operation in rest if isinstance(operation, Concatenate)]
     if len(rest) > 1 or len(joins) != len(rest):
         raise ValueError(
-            f"transformers makes {name} with {operations}, which is not read by slices here; only stacking along "
-            "dimension 0 and concatenation are"
+            f"transformers converts {name} with {operations}, which cannot be read by slices; only stacking along "
+            "dimension 0 and concatenation are supported. Save the checkpoint in the layout of transformers' model"
         )
     dim = joins[0].dim if joins else 0
     pieces, offset = [], 0

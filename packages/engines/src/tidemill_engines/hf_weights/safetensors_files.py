@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint, read by slices, so that a rank touches only what it keeps."""
+"""Read the tensors of a Hugging Face checkpoint by slices, so a rank reads only the part that it keeps."""
 
 import json
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         return dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is damaged or not the index of a checkpoint: {error!r}") from error
+        raise ValueError(f"{index} is damaged or not a checkpoint index; download it again: {error!r}") from error
 
 
 class SafetensorsFiles:
-    """The safetensors files of a folder as one mapping of names to tensors; a context that closes them.
+    """The safetensors files of a folder as one mapping of names to tensors, and a context manager that closes them.
 
-    Opening reads the headers only. The files are mapped into memory, so a slice costs the pages that it lies on.
+    Opening reads only the headers. The files are memory-mapped, so reading a slice reads only its pages.
 
     Args:
-        folder: with `model.safetensors`, or with the index of a sharded checkpoint and its files.
+        folder: folder with `model.safetensors`, or with the index and files of a sharded checkpoint.
 
     Raises:
-        FileNotFoundError: neither is there, or a file of the index is not.
-        ValueError: a file or the index is cut off or otherwise damaged, or does not hold what the index says.
+        FileNotFoundError: the folder has neither, or lacks a file of the index.
+        ValueError: a file or the index is truncated or otherwise damaged, or does not match the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,23 +49,29 @@ class SafetensorsFiles:
             where = _weight_map(index)
             missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
             if missing:
-                raise FileNotFoundError(f"{index} names {', '.join(missing)}, not found beside it; download the rest")
+                raise FileNotFoundError(
+                    f"{index} lists {', '.join(missing)}, which the folder lacks; download the missing files"
+                )
         elif (self._folder / _SINGLE).is_file():
             where = {}
         else:
             raise FileNotFoundError(
-                f"expected {_SINGLE} or {_INDEX} in {self._folder}; other formats are not read, convert them with "
-                "transformers: from_pretrained(...).save_pretrained(...)"
+                f"expected {_SINGLE} or {_INDEX} in {self._folder}; convert other formats with transformers: "
+                "from_pretrained(...).save_pretrained(...)"
             )
         for file in sorted(set(where.values())) or [_SINGLE]:
             try:
                 self._files[file] = safe_open(self._folder / file, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self._folder / file} is damaged or not a safetensors file: {error}") from error
+                raise ValueError(
+                    f"{self._folder / file} is damaged or not a safetensors file; download it again: {error}"
+                ) from error
             self._where |= dict.fromkeys(self._files[file].keys(), file)
         lost = sorted(name for name, file in where.items() if self._where.get(name) != file)
         if lost:
-            raise ValueError(f"{index} says that {lost[0]} is in {where[lost[0]]}, but that file does not hold it")
+            raise ValueError(
+                f"{index} lists {lost[0]} in {where[lost[0]]}, but that file does not contain it; download both again"
+            )
         self._shapes = {name: tuple(self._slice(name).get_shape()) for name in self._where}
 
     def _slice(self, name: str) -> Any:
@@ -73,14 +79,14 @@ class SafetensorsFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor by name, as the headers say."""
+        """Shapes of the tensors by name."""
         return MappingProxyType(self._shapes)
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """The part of a tensor within `region` (a slice with bounds per dimension), a CPU tensor in the file's dtype.
+        """Read the part of a tensor in `region` (a slice with bounds per dimension) as a CPU tensor in its own dtype.
 
         Raises:
-            ValueError: the file is damaged there.
+            ValueError: the file is damaged.
         """
         try:
             return self._slice(name)[region] if region else self._files[self._where[name]].get_tensor(name)

@@ -1,4 +1,4 @@
-"""A part of a weight, for engines whose parallelism DTensors do not describe."""
+"""A part of a weight, for parallelism that DTensors do not describe."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightShard:
-    """What one rank holds of a tensor of the checkpoint, or one part of that.
+    """A part of a tensor of the checkpoint that one rank holds.
 
     Attributes:
-        tensor: the values: a view of the parameter, so they change with it, unless they had to be cast.
-        global_shape: of the whole tensor.
-        start: where the part begins in it, an index for each dim; its shape is that of `tensor`.
-        replica, num_replicas: which of the equal copies on several ranks this is.
+        tensor: values: a view of the parameter, or a copy if they had to be cast.
+        global_shape: shape of the whole tensor.
+        start: index of the first element of the part in the whole tensor, for each dim.
+        replica: index of this copy among the identical copies on several ranks.
+        num_replicas: number of identical copies.
     """
 
     tensor: torch.Tensor

@@ -1,1 +1,1 @@
-"""The contract of a loss, its metrics, and the losses of this package. A new loss is a module here."""
+"""Losses and their metrics. A new loss is a module here with a function of type `contract.LossFn`; see `sft`."""

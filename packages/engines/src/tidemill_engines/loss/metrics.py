@@ -1,4 +1,4 @@
-"""Numbers that a loss reports, and how those of micro-batches become that of the global batch."""
+"""Metrics of a loss, and their reduction over micro-batches and ranks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +17,15 @@ Reduced = tuple[Kind, float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Metric:
-    """One number about a micro-batch, with all that it takes to get the number of the global batch from it.
+    """A number of a micro-batch that can be reduced to that of the global batch.
 
-    Made by `Metric.sum`, `mean`, `max` and `min`. Where nothing was counted, a mean, largest or smallest value is 0.
+    Create it with `Metric.sum`, `mean`, `max` or `min`. A mean, maximum or minimum over no element is 0.
 
     Attributes:
-        kind: "sum" adds values up, "mean" divides the sum of values by that of weights, "max" and "min" compare.
-        value: 0-d.
-        weight: 0-d, what was counted; 0 leaves `value` out.
+        kind: reduction: "sum" adds values, "mean" divides the sum of values by the sum of weights, "max" and "min"
+            compare values.
+        value: 0-d value.
+        weight: 0-d count or sum of weights; if it is 0, `value` is ignored.
     """
 
     kind: Kind
@@ -33,26 +34,26 @@ class Metric:
 
     @staticmethod
     def sum(value: torch.Tensor) -> "Metric":
-        """A share [] that is added up, such as a term of the loss, which a normalizer has divided already."""
+        """Create a metric that is summed, such as a term of the loss that is divided by the normalizer already."""
         return Metric(kind="sum", value=value, weight=torch.ones_like(value))
 
     @staticmethod
     def mean(values: torch.Tensor, weights: torch.Tensor) -> "Metric":
-        """The mean of `values` over the global batch, weighted, for example by the mask (both of one shape).
+        """Create the mean of `values` over the global batch, weighted, for example by the mask (of the same shape).
 
-        A value whose weight is 0 is left out, whatever it is.
+        A value with weight 0 is ignored, even if it is NaN.
         """
         weighted = torch.where(weights != 0, values * weights, torch.zeros_like(values))
         return Metric(kind="mean", value=weighted.sum(), weight=weights.sum())
 
     @staticmethod
     def max(values: torch.Tensor, mask: torch.Tensor) -> "Metric":
-        """The largest of the `values` where the `mask`, of the same shape, is not 0."""
+        """Create the maximum of `values` where `mask`, of the same shape, is not 0."""
         return _extreme("max", values, mask, -math.inf)
 
     @staticmethod
     def min(values: torch.Tensor, mask: torch.Tensor) -> "Metric":
-        """The smallest of the `values` where the `mask`, of the same shape, is not 0."""
+        """Create the minimum of `values` where `mask`, of the same shape, is not 0."""
         return _extreme("min", values, mask, math.inf)
 
     def detach(self) -> "Metric":
@@ -61,28 +62,27 @@ class Metric:
 
 def _extreme(kind: Literal["max", "min"], values: torch.Tensor, mask: torch.Tensor, neutral: float) -> Metric:
     counted = torch.where(mask != 0, values, torch.full_like(values, neutral)).flatten()
-    counted = torch.cat([counted, counted.new_full((1,), neutral)])  # so that no token at all is no special case
+    counted = torch.cat([counted, counted.new_full((1,), neutral)])  # max() of an empty tensor is an error
     return Metric(kind=kind, value=counted.max() if kind == "max" else counted.min(), weight=(mask != 0).sum())
 
 
 def as_metrics(reported: Mapping[str, "torch.Tensor | Metric"]) -> dict[str, Metric]:
-    """What a loss reported, detached; a plain 0-d tensor is a share that is added up."""
+    """Return the metrics of a loss, detached; a plain 0-d tensor becomes a sum."""
     return {
         name: (value if isinstance(value, Metric) else Metric.sum(value)).detach() for name, value in reported.items()
     }
 
 
 def reduce_metrics(reports: Sequence[Mapping[str, Metric]], group: dist.ProcessGroup, part: int) -> dict[str, float]:
-    """Reduces the metrics of micro-batches, here and over the ranks, in float64 and in rank order. Collective.
+    """Reduce the metrics of micro-batches over micro-batches and ranks, in float64 and in rank order. Collective.
 
     Args:
-        reports: the metrics of each micro-batch of this rank.
-        group: of gloo, over all ranks.
-        part: which part of the global batch this rank works on; ranks of the same part report the same, once.
+        reports: metrics of each micro-batch of this rank.
+        group: gloo group of all ranks.
+        part: data-parallel rank; of several ranks with the same one, the first is counted.
 
     Raises:
-        ValueError: a metric is not 0-d, or not every micro-batch on every rank reports the same names and kinds; on
-            every rank.
+        ValueError: a metric is not 0-d, or micro-batches or ranks report different names or kinds; on every rank.
     """
     own: dict[str, Reduced] = {}
     error = None
@@ -136,9 +136,9 @@ def _combine(items: Iterable[Reduced]) -> Reduced:
     kinds, values, weights = zip(*items, strict=True)
     weight = math.fsum(weights)
     if kinds[0] in ("sum", "mean"):
-        # fsum does not depend on the order, but refuses what is not finite
+        # fsum does not depend on the order, but raises on infinities
         return kinds[0], math.fsum(values) if all(map(math.isfinite, values)) else sum(values), weight
-    if any(map(math.isnan, values)):  # it compares with nothing, so the order would decide whether it is seen
+    if any(map(math.isnan, values)):  # max() and min() would ignore NaN depending on the order
         return kinds[0], math.nan, weight
     return kinds[0], max(values) if kinds[0] == "max" else min(values), weight
 

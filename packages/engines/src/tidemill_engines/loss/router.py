@@ -1,6 +1,6 @@
-"""How evenly a mixture of experts is used, and the loss that keeps it even, for each row by itself.
+"""The load-balancing loss of MoE models, for each row separately.
 
-Where ranks share the tokens of rows, each has the router logits of its own tokens, and sums over rows are sums over
+If ranks share the tokens of rows, each rank has the router logits of its own tokens, and sums over rows are sums over
 these ranks.
 """
 
@@ -15,7 +15,7 @@ from tidemill_engines.loss.contract import LossFn, Normalizer, checked_loss
 from tidemill_engines.model_io import ModelInputs, Outputs
 
 ROUTED_EXPERTS = "routed_experts"
-"""The column of the experts that tokens were sent to and shall be sent to again."""
+"""Column with the experts of each token, for router replay."""
 
 
 def row_balance_losses(
@@ -24,20 +24,20 @@ def row_balance_losses(
     top_k: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The load-balancing loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) of each row.
+    """Compute the load-balancing loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) of each row.
 
-    It is E * sum_e(f_e * p_e): f_e is how many of the row's tokens are sent to expert e, p_e the probability that they
-    are, both as means over tokens and layers. It is top_k where experts are used evenly. Taken over rows, not over
-    micro-batches, it does not depend on how a batch is split.
+    It is E * sum_e(f_e * p_e), where f_e is the fraction of the row's tokens sent to expert e and p_e their mean router
+    probability, both as means over tokens and layers. It is top_k if experts are used evenly. Computed over rows
+    instead of micro-batches, it does not depend on how a batch is split.
 
     Args:
-        router_logits: per layer [n, E], of this rank's run of the N tokens.
-        cu_seqlens: [B + 1], where the rows begin and end in N.
-        top_k: experts that a token is sent to.
-        group: ranks that share the rows; None: the run is all of them.
+        router_logits: per layer [n, E], logits of this rank's part of the N tokens.
+        cu_seqlens: [B + 1], bounds of the rows in N.
+        top_k: number of experts per token.
+        group: ranks that share the rows; None if this rank has all N tokens.
 
     Returns:
-        [B], float32 at least, the same on each rank of the group.
+        [B], float32 or wider, the same on each rank of the group.
     """
     lengths = cu_seqlens.diff().long()
     row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
@@ -60,7 +60,7 @@ def row_balance_losses(
 def router_losses(
     router_logits: Sequence[torch.Tensor], inputs: ModelInputs, top_k: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """`row_balance_losses` as a column of the response tokens [M]: each has an equal part of its row's loss."""
+    """Distribute `row_balance_losses` equally over the response tokens [M] of each row."""
     ends = inputs.layout.cu_seqlens[1:].long()
     first = 0 if group is None else dist.get_rank(group) * inputs.input_ids.shape[1]
     row_of_output = torch.searchsorted(ends, inputs.predictors + first, right=True)
@@ -72,23 +72,23 @@ def router_losses(
 
 
 def router_logits_of_outputs(router_logits: Sequence[torch.Tensor], inputs: ModelInputs) -> torch.Tensor:
-    """[M, L, E]: the logits [n, E] of L layers at the tokens that response tokens are predicted from."""
+    """Select the logits [n, E] of L layers at the tokens that predict response tokens, as [M, L, E]."""
     return torch.stack([logits[inputs.predictors] for logits in router_logits], 1)
 
 
-def behind(router_logits: Sequence[torch.Tensor], hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same logits, with a gradient of zero for the hidden states behind the layers that they come from.
+def connect_to_output(router_logits: Sequence[torch.Tensor], hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the same logits, connected to the final hidden states by a zero gradient.
 
-    A sharded layer gathers its weights for the backward pass when the gradient of its output arrives. Where a loss
-    depends on its router only, none would.
+    A sharded layer all-gathers its weights for the backward pass when the gradient of its output arrives. A loss that
+    depends only on the router would not cause one.
     """
     *others, last = router_logits
-    tied = _Behind.apply(last, hidden_states)
+    tied = _ConnectToOutput.apply(last, hidden_states)
     assert isinstance(tied, torch.Tensor)
     return *others, tied
 
 
-class _Behind(torch.autograd.Function):
+class _ConnectToOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(hidden_states)
@@ -107,7 +107,7 @@ def _sum_over(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Each rank's outputs are a part of the loss of their own, so gradients are summed, too."""
+    """Sum over ranks. Each rank contributes its own part of the loss, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -124,9 +124,9 @@ class _Sum(torch.autograd.Function):
 
 
 def with_router_loss(loss_fn: LossFn, coefficient: float) -> LossFn:
-    """A loss that also has `coefficient` times the mean balance loss of the rows that are trained on.
+    """Return a loss that adds `coefficient` times the mean balance loss of the trained rows.
 
-    It reports that mean as the metric "router_loss".
+    It reports this mean as the metric "router_loss".
     """
 
     def loss(output: Outputs, micro_batch: DataProto, normalizer: Normalizer) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -27,7 +27,7 @@ from tidemill_engines.model_io import ModelOutput, Outputs
 
 
 class MegatronLanguageModel(MegatronEngine):
-    """A causal language model, trained and evaluated on packed rows under any of Megatron's parallelisms."""
+    """A causal language model, trained and evaluated on packed rows with all of Megatron's parallelisms."""
 
     def forward_backward_batch(
         self,
@@ -52,7 +52,7 @@ class MegatronLanguageModel(MegatronEngine):
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
-            # The interleaved schedule takes as many micro-batches at a time as there are stages.
+            # The interleaved schedule requires a multiple of the number of stages.
             multiple_of=1
             if parallel.virtual_pipeline_model_parallel_size is None
             else parallel.pipeline_model_parallel_size,
@@ -101,7 +101,7 @@ class MegatronLanguageModel(MegatronEngine):
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
-        """One micro-batch through all stages. On other stages than the last there is no loss and no output."""
+        """Run one micro-batch through all stages. Only the last stage has a loss and outputs."""
         steps = self._run(
             [micro_batch],
             loss_fn,
@@ -116,17 +116,14 @@ class MegatronLanguageModel(MegatronEngine):
     ) -> MegatronInputs:
         inputs = pack_rows(micro_batch, self.device, self.division)
         rotary = self.architecture.rotary
-        if rotary is not None:  # else Megatron's own attention has it
+        if rotary is not None:  # else Megatron's attention computes it
             inputs.packed.rotary = rotary.cos_sin(inputs.position_ids, getattr(torch, self.engine_config.param_dtype))
         return inputs
 
     def prepare_model_outputs(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, inputs: MegatronInputs, *, calculate_entropy: bool
     ) -> Outputs:
-        """
-        Args:
-            hidden_states: [n, H] of all tokens of this context-parallel rank.
-        """
+        """Compute log-probabilities and entropy from the hidden states [n, H] of this context-parallel rank."""
         weight, first = self.head()
         log_probs, entropy = head_log_probs(
             hidden_states.index_select(0, inputs.predictors),
@@ -142,16 +139,16 @@ class MegatronLanguageModel(MegatronEngine):
         )
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """From those of the last stage, which sequence parallelism divides among ranks, to those of all tokens.
+        """All-gather the last stage's hidden states, which sequence parallelism divides among ranks.
 
-        Backwards, the shares of the gradient that the parts of the head have are added up.
+        The backward pass sums the gradients of the parts of the head.
         """
         if self.engine_config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states)
         return copy_to_tensor_model_parallel_region(hidden_states)
 
     def of_all_tokens(self, own: torch.Tensor, inputs: MegatronInputs) -> torch.Tensor:
-        """The outputs [M] of all response tokens from those [m] of this context-parallel rank."""
+        """All-gather the outputs [M] of all response tokens from those [m] of this context-parallel rank."""
         if self.division.cp_size == 1:
             return own
         return gather_parts(own, inputs.outputs, inputs.num_outputs, self.groups.cp)
@@ -166,7 +163,7 @@ class MegatronLanguageModel(MegatronEngine):
         keeps_outputs: bool,
         moe: MoEBatch | None = None,
     ) -> list[StepOutput]:
-        """Runs the schedule. An error of the loss on any rank is one on all, behind it: stages wait for each other."""
+        """Run the schedule, then raise an error of the loss on all ranks; raised earlier, stages would wait for it."""
         errors: list[Exception] = []
 
         def finish(
@@ -182,10 +179,10 @@ class MegatronLanguageModel(MegatronEngine):
             try:
                 loss, reported = loss_fn(output, micro_batch.to(self.device))
                 metrics = as_metrics(reported)
-            except Exception as error:  # noqa: BLE001 - raised below, when nobody waits for this rank any more
+            except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
                 errors.append(error)
                 loss, metrics = hidden_states.new_zeros(()), {}
-            # The backward takes part in the collectives whatever the loss depends on.
+            # The backward must enter all collectives, whatever the loss depends on.
             loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
             kept = output.detached() if keeps_outputs else Outputs()
             return loss, StepOutput(loss=loss.detach(), metrics=metrics, model_output=kept)

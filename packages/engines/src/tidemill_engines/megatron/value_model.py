@@ -1,4 +1,4 @@
-"""The Megatron engine for value models: a causal language model whose head has one output, on the last stage."""
+"""The Megatron engine for value models: a causal language model with a head of one output, on the last stage."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from tidemill_engines.model_io import Outputs, ValueOutput
 
 
 class MegatronValueModel(MegatronLanguageModel):
-    """Any of the engine's language models with the head replaced by the value of the state before each token.
+    """A language model of the engine whose head is replaced by one linear output, the value before each token.
 
-    The head has the names that transformers gives it in models for token classification, `score.weight` and
-    `score.bias`, as which the model is exported. Where the checkpoint has none, it starts at zero, as do all values.
-    Every tensor-parallel rank has all of it.
+    The head's weights are `score.weight` and `score.bias`, the names of transformers' token classification models, and
+    the model is exported as such a model. If the checkpoint has no such head, it starts at zero. Every tensor-parallel
+    rank has the full head.
     """
 
     has_entropy = False
@@ -34,12 +34,12 @@ class MegatronValueModel(MegatronLanguageModel):
     def adapt(self, model: HiddenStatesModel) -> None:
         if model.post_process:
             del model.output_layer
-            model.post_process = False  # of the last stage, Megatron's checkpoints want the layer that is gone
+            model.post_process = False  # else Megatron's checkpoints require the removed layer
             dtype = getattr(torch, self.engine_config.param_dtype)
             model.score = ValueHead(self.architecture.hidden_size, 1, dtype=dtype)
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As of language models, but that each rank's gradient is that of the whole head already."""
+        """Gather as in language models; each rank's gradient is that of the full head already."""
         if self.engine_config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
