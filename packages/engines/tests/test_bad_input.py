@@ -56,7 +56,7 @@ BAD = {
             b, "response_mask", ragged.like(torch.full_like(ragged.values(b["advantages"]), torch.nan), b["responses"])
         ),
         ValueError,
-        "row 0 of response_mask holds nan; it must be 0 where",
+        "row 0 of response_mask contains nan; it must be 0 for",
     ),
     "mask of vectors": (
         lambda b: with_column(
@@ -83,7 +83,7 @@ BAD = {
     "experts": (
         lambda b: with_column(b, "routed_experts", b["input_ids"]),
         ValueError,
-        r"has routed_experts, but routers choose without MegatronConfig.router_replay \(FSDP2 has none\); set it to",
+        r"routed_experts, which requires MegatronConfig.router_replay=True \(FSDP2 does not support it\); set it",
     ),
     "row above the cap": (lambda b: make_batch(3, longest=60), ValueError, "above max_token_len_per_gpu=20"),
 }
@@ -122,7 +122,9 @@ def run_other_columns(path, batch):
     engine = build_engine(path)
     good = shard(engine, batch)
     bad = without(good, "advantages") if engine.get_data_parallel_rank() == 1 else good
-    with pytest.raises(ValueError, match="the batch of rank 1 lacks the column advantages, which that of rank 0 has"):
+    with pytest.raises(
+        ValueError, match="the batch of rank 1 lacks the column advantages, which the batch of rank 0 has"
+    ):
         engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
     loss = engine.train_batch(good, policy_like_loss, calculate_entropy=True)["loss"]
     engine.close()
@@ -159,9 +161,9 @@ def test_a_micro_batch_of_fixed_rows_above_the_cap(tmp_path):
 WRONG = {
     "no metrics": (
         lambda total: total,
-        "TypeError: a loss returns (loss, metrics): a 0-d tensor and a dict; got a Tensor",
+        "TypeError: a loss must return (loss, metrics), a 0-d tensor and a dict; got a Tensor",
     ),
-    "its name taken": (lambda total: (total, {"loss": total}), "ValueError: the loss reports a metric 'loss', as the"),
+    "its name taken": (lambda total: (total, {"loss": total}), "ValueError: the loss reports a metric 'loss', a name"),
     "a vector": (lambda total: (total[None], {}), "ValueError: the loss must be 0-d, got shape (1,)"),
     "a number": (lambda total: (0.5, {}), "TypeError: the loss must be a tensor, got a float"),
     "a number as metric": (lambda total: (total, {"x": 1.0}), "TypeError: metric x must be a tensor, got a float"),
@@ -229,7 +231,7 @@ def run_late_peer(path, batch):
         time.sleep(6.0)
         return None
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 0 lost another rank, which has ended, or did not come within"):
+    with pytest.raises(RuntimeError, match="rank 0 lost another rank, which exited or did not respond within"):
         engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
     return time.monotonic() - started
 
@@ -249,7 +251,7 @@ def test_ranks_with_different_models_are_refused(tmp_path, backend):
 
 
 def run_different_models(folder, backend):
-    with pytest.raises(ValueError, match=r"rank 1 has another .* than rank 0; give all ranks the same"):
+    with pytest.raises(ValueError, match=r"rank 1 has another .* than rank 0; use the same on all ranks"):
         build_engine(folder / str(torch.distributed.get_rank()), backend=backend)
     build_engine(folder / "0", backend=backend).close()
     return True
@@ -279,7 +281,7 @@ def test_use_in_the_wrong_state(tmp_path, monkeypatch):
             train(batch, policy_like_loss)
     with pytest.raises(RuntimeError, match="no optimizer"):
         engine.optimizer_step()
-    with pytest.raises(ValueError, match="needs a loss_fn"):
+    with pytest.raises(ValueError, match="requires a loss_fn"):
         engine.forward_backward_batch(batch, None)
     engine.close()
     with pytest.raises(RuntimeError, match="call initialize"):

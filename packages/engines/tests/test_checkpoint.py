@@ -77,13 +77,16 @@ def damage(folder: Path) -> None:
 
 
 REFUSED = {
-    "partial": (FileNotFoundError, r"partial is not a whole checkpoint: it has no engine.json; .*whole.* is .*good"),
-    "lacks": (FileNotFoundError, r"lacks is not a whole checkpoint: it lacks __1_.*; the newest whole .*good"),
-    "cut": (ValueError, r"cut/__0_.* is damaged: it has 100 bytes, \d+ were written; the newest whole .*good"),
-    "flipped": (ValueError, r"flipped/__0_.* is damaged: its contents have changed; the newest whole .*good"),
-    "newer": (ValueError, "format 99; this version reads 2"),
-    "garbled": (ValueError, r"garbled/engine.json is damaged: .*; the newest whole .*good"),
-    "nowhere": (FileNotFoundError, "nowhere is not a whole checkpoint"),
+    "partial": (
+        FileNotFoundError,
+        r"partial is not a complete checkpoint: it lacks engine.json; .*complete.* is .*good",
+    ),
+    "lacks": (FileNotFoundError, r"lacks is not a complete checkpoint: it lacks __1_.*; the newest complete .*good"),
+    "cut": (ValueError, r"cut/__0_.* is damaged: expected \d+ bytes, found 100; the newest complete .*good"),
+    "flipped": (ValueError, r"flipped/__0_.* is damaged: its contents have changed; the newest complete .*good"),
+    "newer": (ValueError, "format 99; this version supports 2"),
+    "garbled": (ValueError, r"garbled/engine.json is damaged: .*; the newest complete .*good"),
+    "nowhere": (FileNotFoundError, "nowhere is not a complete checkpoint"),
 }
 
 

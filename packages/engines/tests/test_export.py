@@ -26,7 +26,7 @@ def run_export(path, folder, settings):
         engine.save_hf(folder / f"sharded {size}", max_shard_size=size)
         engine.save_hf(folder / "again", max_shard_size=size)
     engine.save_hf(folder / "again")
-    with pytest.raises(ValueError, match="max_shard_size must be bytes above 0 or a text such as '5GB'; got '5 bytes'"):
+    with pytest.raises(ValueError, match="max_shard_size must be bytes >= 1 or a text such as '5GB'; got '5 bytes'"):
         engine.save_hf(folder / "never", max_shard_size="5 bytes")
     engine.close()
     other = build_engine(folder / "full", backend="fsdp2" if "backend" in settings else "megatron")

@@ -251,7 +251,7 @@ def run_reset(path, batches):
     weights = weights_of(engine)
     engine.close()
     frozen = build_engine(path, optimizer=False)
-    with pytest.raises(ValueError, match="made without an optimizer; create it with an OptimizerConfig to train"):
+    with pytest.raises(ValueError, match="created without an optimizer; create it with an OptimizerConfig to train"):
         frozen.reset_optimizer(OptimizerConfig())
     frozen.close()
     return history, weights

@@ -153,7 +153,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
         (changed(path, tmp_path / "lacks", lambda t: t.pop(q)), f"it lacks {q}"),
         (
             changed(path, tmp_path / "more", lambda t: t.update({"value_head.weight": torch.ones(1)})),
-            "the model has no place for value_head.weight",
+            "the model does not have value_head.weight",
         ),
         (
             changed(path, tmp_path / "shape", lambda t: t.update({q: torch.ones(3, 64)})),
@@ -183,9 +183,9 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
     cases += [
         (no_file, "expected model.safetensors or model.safetensors.index.json"),
         (cut, "cut/model.safetensors is damaged"),
-        (index, "names model-00002.safetensors, not found beside it"),
-        (no_map, "model.safetensors.index.json is damaged or not the index of a checkpoint: KeyError"),
-        (encoder, "encoder holds a t5, which transformers has no causal language model of"),
+        (index, "lists model-00002.safetensors, which the folder lacks"),
+        (no_map, "model.safetensors.index.json is damaged or not a checkpoint index; download it again: KeyError"),
+        (encoder, "encoder contains a t5 model; use a causal language model"),
         (quantized, "is quantized"),
     ]
     for caught in run_ranks(run_refused, 2, [path for path, _ in cases]):
@@ -276,7 +276,7 @@ def test_files_of_a_checkpoint(tmp_path):
         assert files.read("a", (slice(1, 3), slice(0, 2))).tolist() == [[4.0, 5.0], [8.0, 9.0]]
         assert files.read("b", ()).item() == 7
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": "model.safetensors"}}))
-    with pytest.raises(ValueError, match=r"says that z is in model.safetensors, but that file does not hold it"):
+    with pytest.raises(ValueError, match=r"lists z in model.safetensors, but that file does not contain it"):
         SafetensorsFiles(tmp_path)
 
 

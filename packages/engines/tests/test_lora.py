@@ -166,7 +166,7 @@ def run_value_model(path, folder, batch):
     rows = shard(engine, batch)
     losses = [engine.train_batch(rows, value_loss)["loss"] for _ in range(4)]
     changed = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, before[name])}
-    with pytest.raises(ValueError, match=r"an adapter does not hold score.weight, score.bias"):
+    with pytest.raises(ValueError, match=r"an adapter does not contain score.weight, score.bias"):
         engine.save_adapter(folder / "adapter")
     engine.close()
     return losses, changed

@@ -328,11 +328,11 @@ def run_refused(path, text_path):
         (with_entries(batch, 0, pixel_values=None), "row 0 must have both pixel_values and image_grid_thw"),
         (with_entries(batch, 0, pixel_values=pixels[1:]), r"of row 0: pixel_values must be .*\(24, 24\) .*\(23, 24\)"),
         (with_entries(batch, 0, image_grid_thw=torch.tensor([[1, 3, 8]])), "must be multiples of 2"),
-        (with_entries(batch, 0, image_grid_thw=torch.tensor([1, 4, 6])), r"must be \[n, 3\] whole numbers from 1"),
+        (with_entries(batch, 0, image_grid_thw=torch.tensor([1, 4, 6])), r"must be integers >= 1 of shape \[n, 3\]"),
         (with_entries(batch, 0, pixel_values=pixels.numpy()), "pixel_values must be a tensor, got a ndarray"),
         (with_entries(batch, 0, input_ids=pixels), "row 0 has 'input_ids'; known are pixel_values,"),
-        (with_column(batch, "position_ids", ragged.like(ragged_ones, batch["input_ids"])), "must be whole numbers"),
-        (with_column(batch, "position_ids", torch.ones(6, 9).long()), r"must be whole numbers \[B, j, 3\]"),
+        (with_column(batch, "position_ids", ragged.like(ragged_ones, batch["input_ids"])), "must be integers"),
+        (with_column(batch, "position_ids", torch.ones(6, 9).long()), r"must be integers \[B, j, 3\]"),
     ]
     engine = build_engine(path)
     for bad, message in refused:
@@ -344,7 +344,7 @@ def run_refused(path, text_path):
     assert len(engine.infer_batch(batch)) == len(batch)  # still works
     engine.close()
     text_engine = build_engine(text_path)
-    with pytest.raises(ValueError, match="row 0 has multi_modal_inputs, but the model takes text only"):
+    with pytest.raises(ValueError, match="row 0 has multi_modal_inputs, but the model supports text only"):
         text_engine.infer_batch(batch)
     text_engine.close()
     return True

@@ -340,5 +340,5 @@ def test_compiled_layers_compute_the_same(tmp_path):
 
 
 def test_offloads_that_exclude_each_other_are_refused():
-    with pytest.raises(ValueError, match="offload_policy keeps everything on the CPU already"):
+    with pytest.raises(ValueError, match="offload_policy keeps parameters, gradients and optimizer state on the CPU"):
         FSDP2Config(offload_policy=True, param_offload=True)

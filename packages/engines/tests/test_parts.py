@@ -118,5 +118,5 @@ def test_count_trained_and_sft_loss():
         loss, metrics = sft_loss(output, batch, Normalizer(num_tokens=4.0, num_sequences=2.0))
         assert loss.item() == 2.5
         assert metrics == {}
-        with pytest.raises(TypeError, match="takes the ModelOutput of a language model; got a ValueOutput"):
+        with pytest.raises(TypeError, match="requires the ModelOutput of a language model; got a ValueOutput"):
             sft_loss(ValueOutput(values=output.log_probs), batch, Normalizer(num_tokens=4.0, num_sequences=2.0))

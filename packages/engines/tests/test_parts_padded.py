@@ -42,7 +42,7 @@ def test_the_engine_computes_the_same_numbers_from_it(tmp_path, monkeypatch):
     other = build_engine(path, max_token_len_per_gpu=40)
     assert other.train_batch(batch, policy_like_loss, calculate_entropy=True) == trained
     without_mask = padded.select([name for name in padded.batch.keys() if name != "attention_mask"])  # noqa: SIM118
-    with pytest.raises(TypeError, match=r"input_ids must be ragged.*give all the batch padded"):
+    with pytest.raises(TypeError, match=r"input_ids must be ragged.*pass all columns padded"):
         other.infer_batch(without_mask)
     for name, column in (("responses", padded["input_ids"]), ("attention_mask", padded["responses"])):
         wrong = padded.clone()

@@ -117,7 +117,7 @@ def test_the_registry_says_what_to_install(monkeypatch):
         import a_package_that_is_not_there  # noqa: F401
 
     EngineRegistry.register("toy", "here", extra="toy-engines[here]")(factory)
-    with pytest.raises(ImportError, match=r"needs a_package_that_is_not_there; .*pip install 'toy-engines\[here\]'"):
+    with pytest.raises(ImportError, match=r"requires a_package_that_is_not_there; .*pip install 'toy-engines\[here\]'"):
         new_engine(model_type="toy", backend="here")
     EngineRegistry.register("toy", "there")(factory)
     with pytest.raises(ModuleNotFoundError):
@@ -145,7 +145,7 @@ def test_base_engine_is_abstract():
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"betas must be two numbers below 1; got \(0.9, 1.0\)"),
         (lambda: OptimizerConfig(betas=(0.9, 0.99, 0.999)), "betas must be two numbers below 1"),
         (lambda: OptimizerConfig(lr_scheduler="step"), "lr_scheduler must be one of constant, linear, cosine, wsd"),
-        (lambda: OptimizerConfig(lr_scheduler="cosine"), "'cosine' needs total_steps"),
+        (lambda: OptimizerConfig(lr_scheduler="cosine"), "'cosine' requires total_steps"),
         (lambda: OptimizerConfig(lr_scheduler="linear", total_steps=5, lr_warmup_steps=5), "above lr_warmup_steps"),
         (lambda: OptimizerConfig(nonfinite="ignore"), "nonfinite must be one of skip, raise"),
         (lambda: ParamGroup(pattern="x", lr_ratio=-1.0), "lr_ratio must be at least 0"),
@@ -189,9 +189,9 @@ def test_an_engine_is_made_of_configurations():
     settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
     settings["engine"] = FSDP2Config(device="cpu")
     for wrong, message in (
-        ({"model": "x"}, "model must be of ModelConfig; got 'x'"),
+        ({"model": "x"}, "model must be a ModelConfig; got 'x'"),
         ({"engine": {}}, r"engine must be an EngineConfig of the backend, such as FSDP2Config\(\); got {}"),
-        ({"optimizer": {"lr": 1}}, "optimizer must be of OptimizerConfig; got {'lr': 1}"),
+        ({"optimizer": {"lr": 1}}, "optimizer must be a OptimizerConfig; got {'lr': 1}"),
     ):
         with pytest.raises(TypeError, match=message):
             EngineRegistry.new(**settings | wrong)

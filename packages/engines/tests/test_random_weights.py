@@ -84,5 +84,5 @@ def test_training_from_scratch_learns_and_a_value_head_starts_at_zero(tmp_path):
 
 
 def test_adapters_need_a_trained_model():
-    with pytest.raises(ValueError, match=r"leave ModelConfig\.init_seed out"):
+    with pytest.raises(ValueError, match=r"leave ModelConfig\.init_seed at None"):
         ModelConfig(path="x", init_seed=0, lora=LoraConfig())

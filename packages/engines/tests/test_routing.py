@@ -173,9 +173,9 @@ def test_balanced_value_models(tmp_path):
 
 
 def run_refused(path):
-    with pytest.raises(ValueError, match="is for mixtures of experts; a qwen3 is none"):
+    with pytest.raises(ValueError, match="requires a MoE model; qwen3 is dense"):
         build_engine(path, model={"router_aux_loss_coef": 1.0})
-    with pytest.raises(ValueError, match="output_router_logits is for mixtures of experts; a qwen3 is none"):
+    with pytest.raises(ValueError, match="output_router_logits requires a MoE model; qwen3 is dense"):
         build_engine(path, model={"output_router_logits": True})
     return True
 

@@ -222,5 +222,5 @@ def test_layers_that_would_see_across_rows_are_refused():
     from transformers import Qwen3Config
 
     check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
-    with pytest.raises(ValueError, match="layers of type linear_attention, which would see across packed rows"):
+    with pytest.raises(ValueError, match="layers of type linear_attention, which would mix the tokens of packed rows"):
         check_attention(Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2))

@@ -31,9 +31,9 @@ def test_config_that_does_not_match_the_model_is_rejected(assets, progress, over
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine\.ulysses_.*=3 must divide"),
+        (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine: .*ulysses_.* must divide the 4"),
         (["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"], r"config key engine: pp x vpp = 3 does"),
-        (["engine.backend=megatron", "model.frozen=['x']"], r"config key engine: .*has no ModelConfig\.frozen"),
+        (["engine.backend=megatron", "model.frozen=['x']"], r"engine: .*does not support ModelConfig\.frozen"),
     ],
 )
 def test_engine_settings_that_do_not_match_the_model_are_rejected(assets, progress, overrides, message):

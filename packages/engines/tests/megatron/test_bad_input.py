@@ -23,14 +23,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("three heads", {TP: 2}, "tensor_model_parallel_size = 2 does not divide the 3 attention heads"),
     ("three layers", {PP: 2}, "pp x vpp = 2 does not divide the 3 layers"),
     ("dense", {PP: 2, VPP: 2}, "pp x vpp = 4 does not divide the 2 layers"),
-    ("dense", {EP: 2}, "expert_model_parallel_size is 2, but a qwen3 model has no experts"),
+    ("dense", {EP: 2}, "expert_model_parallel_size must be 1: qwen3 has no experts; got 2"),
     ("three experts", {EP: 2}, "expert_model_parallel_size = 2 does not divide the 3 experts"),
     (
         "odd experts",
         {TP: 2, **SP, "moe_token_dispatcher_type": "allgather"},
         "does not divide the 33 moe_inter",
     ),
-    ("three experts", {TP: 2}, "needs sequence_parallel=True"),
+    ("three experts", {TP: 2}, "requires sequence_parallel=True"),
     ("dense", {"transformer_impl": "transformer_engine"}, "it has no kernels for a CPU"),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,12 +45,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        ({"lora": LoraConfig(rank=2)}, {}, "has no ModelConfig.lora; leave"),
-        ({"dtype": "bfloat16", "frozen": ("*",)}, {}, "has no ModelConfig.dtype, ModelConfig.frozen; leave"),
-        ({"compile_layers": True}, {}, "has no ModelConfig.compile_layers; leave"),
-        ({"output_router_logits": True}, {}, "has no ModelConfig.output_router_logits; leave"),
-        ({"trust_remote_code": True}, {}, "has no ModelConfig.trust_remote_code; leave"),
-        ({}, {"param_groups": (ParamGroup(pattern="*.bias"),)}, "has no OptimizerConfig.param_groups; leave"),
+        ({"lora": LoraConfig(rank=2)}, {}, "does not support ModelConfig.lora; leave"),
+        ({"dtype": "bfloat16", "frozen": ("*",)}, {}, "does not support ModelConfig.dtype, ModelConfig.frozen; leave"),
+        ({"compile_layers": True}, {}, "does not support ModelConfig.compile_layers; leave"),
+        ({"output_router_logits": True}, {}, "does not support ModelConfig.output_router_logits; leave"),
+        ({"trust_remote_code": True}, {}, "does not support ModelConfig.trust_remote_code; leave"),
+        ({}, {"param_groups": (ParamGroup(pattern="*.bias"),)}, "does not support OptimizerConfig.param_groups; leave"),
     ],
 )
 def test_unsupported_settings_are_refused(model, optimizer, message):
@@ -112,6 +112,6 @@ def test_layouts_and_rows_that_do_not_fit_are_refused_on_every_rank(tmp_path):
     for messages, too_long, num_rows, num_threads in run_ranks(errors_of, 2, paths, timeout_s=250):
         for message, (_, _, expected) in zip(messages, CASES, strict=True):
             assert expected in message
-        assert "row 4 has 17 tokens, the model's max_position_embeddings are 16" in too_long
+        assert "row 4 has 17 tokens, above the model's max_position_embeddings=16" in too_long
         assert num_rows == 4
         assert num_threads <= 0

@@ -103,9 +103,9 @@ def test_given_experts_without_router_replay_are_refused(folders):
     engine = build(folders["normalized"], {"router_replay": False})
     given, free = batches()
     log_probs = engine.infer_batch(free)["log_probs"]
-    with pytest.raises(ValueError, match="has routed_experts, but routers choose without MegatronConfig"):
+    with pytest.raises(ValueError, match="routed_experts, which requires MegatronConfig"):
         engine.infer_batch(given)
-    with pytest.raises(ValueError, match="set it to True, or drop the column"):
+    with pytest.raises(ValueError, match="set it, or drop the column"):
         engine.train_batch(given, sft_loss)
     assert torch.equal(ragged.values(engine.infer_batch(free)["log_probs"]), ragged.values(log_probs))
     engine.close()
@@ -118,10 +118,10 @@ def test_invalid_routing_is_refused_on_all_ranks(folders):
     wrong = {"layers": experts[:, 1:], "experts": experts + EXPERTS, "lengths": experts, "twice": experts}
     for messages in run_ranks(errors_of, 2, folders["normalized"], configs, wrong):
         starts = [
-            "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
+            "Megatron requires sequence_parallel=True to train a MoE model with tensor_model_parallel_size = 2",
             "expert_tensor_parallel_size = 2 with moe_token_dispatcher_type='alltoall' gathers unequal ",
-            "MegatronConfig.moe_token_dispatcher_type='allgather' needs stages that know each other's ",
-            "a mixture of experts with tensor_model_parallel_size above 1 needs sequence_parallel=True:",
+            "MegatronConfig.moe_token_dispatcher_type='allgather' does not support pipeline parallelism",
+            "Megatron requires sequence_parallel=True to train a MoE model with tensor_model_parallel_size = 2",
             "routed_experts must be ragged [B, j, 4, 2] (layers, experts per token); got (3, 2) per token",
             "routed_experts must be between 0 and 3, or -1 where the router chooses; got values from 4 to 4",
             "routed_experts must have one entry per token of input_ids; got rows of other lengths",
