@@ -122,9 +122,7 @@ def run_other_columns(path, batch):
     engine = build_engine(path)
     good = shard(engine, batch)
     bad = without(good, "advantages") if engine.get_data_parallel_rank() == 1 else good
-    with pytest.raises(
-        ValueError, match="the batch of rank 1 lacks the column advantages, which the batch of rank 0 has"
-    ):
+    with pytest.raises(ValueError, match="rank 1 lacks the column advantages, which the batch of rank 0 has"):
         engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
     loss = engine.train_batch(good, policy_like_loss, calculate_entropy=True)["loss"]
     engine.close()

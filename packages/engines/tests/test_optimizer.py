@@ -67,9 +67,7 @@ def test_groups_join_equal_settings_and_name_patterns_that_fit_nothing():
     assert [len(group["params"]) for group in group_params(params, OptimizerConfig())] == [3]
     exempt = group_params(params, OptimizerConfig(decay_norms_and_biases=False))
     assert [(len(group["params"]), group["weight_decay"]) for group in exempt] == [(2, 0.01), (1, 0.0)]
-    with pytest.raises(
-        ValueError, match=r"param_groups: lm_head.* matches no trainable parameter.*for example, a.weight"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head.* matches no trainable parameter.*for example, a.weight"):
         group_params(params, OptimizerConfig(param_groups=(ParamGroup(pattern="lm_head*"),)))
     with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         build_adamw([("x", torch.nn.Parameter(torch.ones(2), requires_grad=False))], OptimizerConfig())
@@ -147,9 +145,7 @@ def run_frozen(path, batch):
     changed = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, before[name])}
     state = len(engine.optimizer.state)
     engine.close()
-    with pytest.raises(
-        ValueError, match=r"ModelConfig.frozen: 'lm_\*x' matches no parameter; names are, for example, model."
-    ):
+    with pytest.raises(ValueError, match=r"frozen: 'lm_\*x' matches no parameter; names are, for example, model."):
         build_engine(path, model={"frozen": ("lm_*x",)})
     return set(before), changed, state
 
