@@ -20,8 +20,8 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert "'grad_nonfinite': 0.0, 'lr': 0.0001" in capsys.readouterr().out
     assert (tmp_path / "trained" / "model.safetensors").is_file()
 
-    [loss] = re.findall(r"```python\n(  from tidemill_engines import Metric.*?)```", readme, re.DOTALL)
-    exec("if True:\n" + loss, scope)
+    [loss] = re.findall(r"```python\n(from tidemill_engines import Metric.*?)```", readme, re.DOTALL)
+    exec(loss, scope)
     batch = scope["batch"]
     batch.batch["advantages"] = batch["response_mask"]
     scope["engine"].initialize()
