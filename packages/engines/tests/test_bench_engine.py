@@ -20,7 +20,7 @@ def bench_on_path():
     sys.path.remove(str(BENCH))
 
 
-def test_the_models_have_the_sizes_that_they_are_named_for():
+def test_model_sizes_match_their_names():
     import torch
     import transformers
     from engine.shapes import MODELS
@@ -41,7 +41,7 @@ def test_the_models_have_the_sizes_that_they_are_named_for():
     }
 
 
-def test_rows_are_of_the_lengths_that_are_said():
+def test_row_lengths_match_the_case():
     from engine.data import make_batch, row_lengths
     from tidemill_dataproto import ragged
 
@@ -54,7 +54,7 @@ def test_rows_are_of_the_lengths_that_are_said():
     assert ragged.lengths(batch["responses"]).tolist() == [length - length // 8 for length in lengths]
 
 
-def test_experts_are_drawn_evenly():
+def test_balanced_routing_uses_experts_evenly():
     import torch
     from engine.data import make_batch
     from tidemill_dataproto import ragged
@@ -67,7 +67,7 @@ def test_experts_are_drawn_evenly():
     assert ((counts - 1000).abs() < 150).all()
 
 
-def test_what_a_case_is_called_says_what_it_measures():
+def test_case_names_describe_settings():
     from engine.case import parse
 
     def parsed(text: str, num_gpus: int = 4) -> Any:
@@ -93,7 +93,7 @@ def test_what_a_case_is_called_says_what_it_measures():
             parsed(text)
 
 
-def test_ratios_are_those_of_the_best_cases(capsys):
+def test_ratios_compare_best_cases(capsys):
     from engine.case import parse
     from engine.report import Report
 
@@ -124,7 +124,7 @@ def test_ratios_are_those_of_the_best_cases(capsys):
     ]
 
 
-def test_a_profile_says_what_kernels_are_for():
+def test_profile_groups_kernels():
     from engine.profile import covered, kind_of, summary
 
     kinds = {
@@ -151,7 +151,7 @@ def test_a_profile_says_what_kernels_are_for():
     ]
 
 
-def test_the_benchmark_runs_without_a_gpu(tmp_path):
+def test_benchmark_runs_on_cpu(tmp_path):
     command = [sys.executable, str(BENCH / "engine.py"), "--models", "tiny", "--device", "cpu", "--steps", "1"]
     run = subprocess.run(
         [*command, "--cases", "logprobs,base,ckpt,plain,plain+sorted"],

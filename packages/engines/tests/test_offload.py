@@ -14,7 +14,7 @@ from tidemill_testing import run_ranks, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-def test_parked_tensors_keep_their_identity_and_give_up_their_memory():
+def test_offload_frees_memory_and_keeps_tensor_objects():
     whole = torch.arange(10.0)
     tensors = [whole[2:6], whole[6:], torch.ones(3, dtype=torch.int64), torch.zeros(0)]
     expected = [tensor.clone() for tensor in tensors]
@@ -62,11 +62,11 @@ def run_without_memory():
     return sizes, same, [tensor.untyped_storage().size() for tensor in (params, state)]
 
 
-def test_what_could_not_all_be_brought_back_is_away_and_whole():
+def test_failed_onload_leaves_all_tensors_offloaded():
     assert run_ranks(run_without_memory, 1) == [([0, 0], True, [0, 0])]
 
 
-def test_tensors_stay_until_the_last_of_their_users_goes():
+def test_overlapping_onloaded_contexts_offload_at_last_exit():
     tensor = torch.arange(4.0)
     offloader = Offloader({"params": OffloadableTensors(lambda: [tensor])})
 
@@ -171,7 +171,7 @@ def run_outputs(path, batch):
     return kept
 
 
-def test_a_training_step_keeps_no_outputs(tmp_path):
+def test_training_step_keeps_no_outputs(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
     assert run_ranks(run_outputs, 1, path, make_batch(4, seed=1)) == [[[], [], [], []]]
 
@@ -190,7 +190,7 @@ def run_offloads(path, batches, folder):
     return [run_offload(path, batches, offload, folder / str(n)) for n, offload in enumerate(OFFLOADS)]
 
 
-def test_offload_returns_memory_and_changes_no_number(tmp_path):
+def test_offload_frees_memory_and_is_bitwise_neutral(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batches = [make_batch(9, seed=1), make_batch(7, seed=2)]
     for results in run_ranks(run_offloads, 2, path, batches, tmp_path):
@@ -275,7 +275,7 @@ def count_products(run):
     return count.number
 
 
-def test_recomputing_and_wrapping_change_no_number(tmp_path):
+def test_recomputation_and_wrap_classes_are_bitwise_neutral(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for results in run_ranks(run_savings, 2, path, make_batch(9, seed=3)):
         (products, weights), (full, _), (selective, _), *_ = results
@@ -301,7 +301,7 @@ def run_precisions(path, batch):
     return out
 
 
-def test_mixed_precision_keeps_master_weights_and_stays_near(tmp_path):
+def test_mixed_precision_keeps_master_weights(tmp_path):
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     for (exact, masters, _), *halves in run_ranks(run_precisions, 2, path, make_batch(9, seed=3)):
         assert masters == {torch.float32}
@@ -330,7 +330,7 @@ def run_compiled(path, batch):
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(tmp_path):
+def test_compiled_layers_equal_eager(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for plain, *compiled in run_ranks(run_compiled, 2, path, make_batch(9, seed=3), timeout_s=900):
         for metrics, weights in compiled:
@@ -339,6 +339,6 @@ def test_compiled_layers_compute_the_same(tmp_path):
                 torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_offloads_that_exclude_each_other_are_refused():
+def test_offload_policy_excludes_other_offloads():
     with pytest.raises(ValueError, match="offload_policy keeps parameters, gradients and optimizer state on the CPU"):
         FSDP2Config(offload_policy=True, param_offload=True)

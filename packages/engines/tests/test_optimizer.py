@@ -24,7 +24,7 @@ def test_learning_rate():
     assert [learning_rate(wsd, step) for step in range(11)] == pytest.approx(expected)
 
 
-def test_wsd_needs_a_decay_that_fits():
+def test_wsd_requires_valid_decay_steps():
     for steps in (None, 0, 9):
         with pytest.raises(ValueError, match=r"lr_decay_steps between 1 and .* \(8\)"):
             OptimizerConfig(lr_scheduler="wsd", lr_warmup_steps=2, total_steps=10, lr_decay_steps=steps)
@@ -62,7 +62,7 @@ def test_adamw_with_groups_equals_torch_with_the_same_groups():
         torch.testing.assert_close(weight, copy, rtol=1e-6, atol=1e-7)
 
 
-def test_groups_join_equal_settings_and_name_patterns_that_fit_nothing():
+def test_param_groups_merge_and_unmatched_pattern_is_rejected():
     params = named(("a.weight", (2, 2)), ("b.weight", (2, 2)), ("experts.bias", (4, 2)))
     assert [len(group["params"]) for group in group_params(params, OptimizerConfig())] == [3]
     exempt = group_params(params, OptimizerConfig(decay_norms_and_biases=False))
@@ -120,7 +120,7 @@ def run_nonfinite(path, batch, nonfinite, folder, backend):
 
 
 @pytest.mark.parametrize(("backend", "name"), [("fsdp2", "model.embed_tokens.weight"), ("megatron", "decoder.layers.")])
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(tmp_path, backend, name):
+def test_nonfinite_gradient_is_skipped_or_raised(tmp_path, backend, name):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(6, seed=3)
     skip = run_ranks(run_nonfinite, 2, path, batch, "skip", tmp_path, backend)
@@ -150,7 +150,7 @@ def run_frozen(path, batch):
     return set(before), changed, state
 
 
-def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path):
+def test_frozen_parameters_have_no_optimizer_state(tmp_path):
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     for names, changed, state in run_ranks(run_frozen, 2, path, make_batch(6, seed=4)):
         frozen = {name for name in names if ".mlp." in name or "embed_tokens" in name}

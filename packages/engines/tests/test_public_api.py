@@ -59,7 +59,7 @@ tidemill_engines.EngineRegistry.new(
 """
 
 
-def test_importing_loads_no_backend_and_a_missing_one_names_the_extra():
+def test_import_loads_no_backend_and_missing_backend_names_extra():
     run = subprocess.run([sys.executable, "-c", FRESH_PROCESS], capture_output=True, text=True, timeout=200)
     assert run.stdout == "[]\nFalse\n"
     assert run.returncode == 1
@@ -71,7 +71,7 @@ def new_engine(**names):
     return EngineRegistry.new(model=ModelConfig(path="x"), engine=FSDP2Config(device="cpu"), **names)
 
 
-def test_the_registry_names_what_it_knows_and_refuses_duplicates():
+def test_registry_lists_engines_and_rejects_duplicates():
     assert ("language_model", "fsdp2", "cuda") in EngineRegistry.names()
     with pytest.raises(
         ValueError,
@@ -84,7 +84,7 @@ def test_the_registry_names_what_it_knows_and_refuses_duplicates():
     assert EngineRegistry.names() == before
 
 
-def test_the_registry_returns_what_it_decorates_and_calls_it_late(monkeypatch):
+def test_registry_returns_factory_and_calls_it_lazily(monkeypatch):
     from tidemill_engines import registry
 
     monkeypatch.setattr(registry, "_entries", {})
@@ -108,7 +108,7 @@ def test_the_registry_returns_what_it_decorates_and_calls_it_late(monkeypatch):
         )
 
 
-def test_the_registry_says_what_to_install(monkeypatch):
+def test_registry_names_missing_extra(monkeypatch):
     from tidemill_engines import registry
 
     monkeypatch.setattr(registry, "_entries", {})
@@ -159,12 +159,12 @@ def test_base_engine_is_abstract():
         (lambda: OptimizerConfig(min_lr_ratio=2.0), "min_lr_ratio must be between 0.0 and 1.0"),
     ],
 )
-def test_bad_configs_are_refused(make, message):
+def test_out_of_range_settings_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_text_for_a_number_is_refused():
+def test_string_for_number_is_rejected():
     with pytest.raises(TypeError, match=r"OptimizerConfig.lr must be a number; got '1e-6'"):
         OptimizerConfig(lr="1e-6")  # as YAML reads it
 
@@ -180,12 +180,12 @@ def test_a_text_for_a_number_is_refused():
         (lambda: FSDP2Config(wrap_classes="Layer"), "wrap_classes must be a tuple of names; got 'Layer'"),
     ],
 )
-def test_settings_of_another_type_are_told_at_once(make, message):
+def test_settings_of_wrong_type_are_rejected(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 
 
-def test_an_engine_is_made_of_configurations():
+def test_registry_requires_config_objects():
     settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
     settings["engine"] = FSDP2Config(device="cpu")
     for wrong, message in (
@@ -202,7 +202,7 @@ def test_configs_are_frozen():
         FSDP2Config().device = "cpu"
 
 
-def test_the_configuration_of_another_backend_is_refused():
+def test_config_of_another_backend_is_rejected():
     with pytest.raises(TypeError, match="FSDP2LanguageModel requires a FSDP2Config as engine, got a MegatronConfig"):
         EngineRegistry.new(
             model_type="language_model",

@@ -7,7 +7,7 @@ from engine_cases import VOCAB
 from tidemill_testing import tiny_model
 
 
-def test_the_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+def test_readme_examples_run(tmp_path, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

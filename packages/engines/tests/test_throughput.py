@@ -41,7 +41,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", *MIXTURES])
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_torch_counts(tmp_path, family, tied):
+def test_flops_equal_torch_flop_counter(tmp_path, family, tied):
     if family in MIXTURES:
         import transformers
 
@@ -60,7 +60,7 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, tied):
         assert flops.linear + all_pairs == pytest.approx(counted_flops(model, length), rel=2e-3)
 
 
-def test_frozen_weights_take_two_thirds_and_windows_limit_attention(tmp_path):
+def test_flops_of_frozen_weights_and_sliding_windows(tmp_path):
     model = plain_model(tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False))
     whole = training_flops(model, [10, 20], num_outputs=5)
     assert training_flops(model, [10], 5).attention + training_flops(model, [20], 5).attention == whole.attention
@@ -72,7 +72,7 @@ def test_frozen_weights_take_two_thirds_and_windows_limit_attention(tmp_path):
     assert training_flops(model, [10], 0).attention == 12 * 4 * 16 * sum(seen)
 
 
-def test_a_meter_measures_the_time_within():
+def test_meter_measures_time():
     meter = Meter()
     with meter.step():
         time.sleep(0.05)
@@ -81,7 +81,7 @@ def test_a_meter_measures_the_time_within():
     assert known_peak_tflops(torch.device("cpu"), "bfloat16") is None
 
 
-def test_a_meter_counts_what_is_done_within_a_step_that_ends():
+def test_meter_ignores_failed_step():
     meter = Meter()
     batch = make_batch(4, seed=1)
     meter.count([batch])
@@ -111,7 +111,7 @@ def run_measured(path, batch, layouts):
     return out
 
 
-def test_performance_of_the_last_step_is_that_of_the_global_batch(tmp_path):
+def test_performance_covers_global_batch(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(9, seed=1)
     lengths = ragged.lengths(batch["input_ids"]).tolist()
@@ -142,7 +142,7 @@ def run_adapters(path):
     return flops, ranks
 
 
-def test_adapters_count_beside_their_frozen_base(tmp_path):
+def test_flops_of_adapters(tmp_path):
     pytest.importorskip("peft")
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     model = plain_model(path).requires_grad_(False)

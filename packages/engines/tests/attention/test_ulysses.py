@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-def test_the_runs_of_all_ranks_are_the_packed_rows(num_rows, num_shares):
+def test_parts_of_all_ranks_are_the_packed_rows(num_rows, num_shares):
     batch = make_batch(num_rows, seed=num_rows)
     whole = pack_rows(batch, CPU)
     runs = [pack_rows(batch, CPU, share=share, num_shares=num_shares) for share in range(num_shares)]
@@ -88,7 +88,7 @@ def run_heads(cases):
 
 
 @pytest.mark.parametrize(("size", "cases"), [(3, [(6, 2), (6, 1), (3, 3)]), (4, [(4, 2), (8, 1), (8, 8), (12, 6)])])
-def test_attention_of_divided_heads_equals_attention_of_all(size, cases):
+def test_attention_with_divided_heads_equals_full_attention(size, cases):
     for of_rank in run_ranks(run_heads, size, cases):
         for case, (alone, shared) in zip(cases, of_rank, strict=True):
             for name, expected, actual in zip(("out", "dq", "dk", "dv"), alone, shared, strict=True):
@@ -107,7 +107,7 @@ def run_gather(counts):
     return output.log_probs.detach(), output.entropy.detach(), grad
 
 
-def test_outputs_are_gathered_whole_and_gradients_are_counted_once():
+def test_gather_output_counts_gradients_once():
     counts = [2, 0, 3]
     whole = torch.arange(5.0, dtype=torch.float64)
     grads = []
@@ -149,7 +149,7 @@ def run_engines(path, batch):
     return place, [*out["log_probs"].unbind()], [*out["entropy"].unbind()], caught
 
 
-def test_ranks_that_share_rows_have_the_same_outputs_and_must_have_the_same_rows(tmp_path):
+def test_ranks_sharing_rows_have_equal_outputs_and_require_equal_rows(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(12, seed=3, temperature=0.7)
     with torch.no_grad():
@@ -181,14 +181,14 @@ def check_layouts(path, layouts):
         check_training([of_rank[number] for of_rank in results], expected, layout)
 
 
-def test_recomputed_layers_exchange_again(tmp_path):
+def test_recomputed_layers_repeat_all_to_all(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     models = [{"gradient_checkpointing": True, "recompute": how} for how in ("full", "selective")]
     check_layouts(path, [{"model": model, "max_token_len_per_gpu": 20} for model in models])
 
 
 @pytest.mark.slow
-def test_compiled_layers_have_the_same_gradients(tmp_path):
+def test_compiled_layers_have_equal_gradients(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     check_layouts(path, [{"model": {"compile_layers": True}}])
 
@@ -207,7 +207,7 @@ def run_bad_sizes(path):
     return caught
 
 
-def test_sizes_that_do_not_fit(tmp_path):
+def test_invalid_sequence_parallel_sizes_are_rejected(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for caught in run_ranks(run_bad_sizes, 3, path):
         assert caught == [
@@ -218,7 +218,7 @@ def test_sizes_that_do_not_fit(tmp_path):
         ]
 
 
-def test_layers_that_would_see_across_rows_are_refused():
+def test_unsupported_layer_types_are_rejected():
     from transformers import Qwen3Config
 
     check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))

@@ -104,7 +104,7 @@ def run_bad_batches(path, batch, changes):
     return caught, after
 
 
-def test_a_bad_batch_on_one_rank_raises_on_every_rank(tmp_path):
+def test_invalid_batch_on_one_rank_raises_on_every_rank(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     changes = {name: change for name, (change, _, _) in BAD.items()}
     (on_other, after), (on_own, after_own) = run_ranks(run_bad_batches, 2, path, make_batch(8, seed=1), changes)
@@ -129,7 +129,7 @@ def run_other_columns(path, batch):
     return loss
 
 
-def test_ranks_with_different_columns_are_refused(tmp_path):
+def test_different_columns_on_ranks_are_rejected(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     losses = run_ranks(run_other_columns, 2, path, make_batch(8, seed=1))
     assert losses[0] == losses[1]
@@ -146,7 +146,7 @@ def run_fixed_micro_batches(path, batch):
     return str(caught.value), loss
 
 
-def test_a_micro_batch_of_fixed_rows_above_the_cap(tmp_path):
+def test_fixed_micro_batch_above_token_limit_is_rejected(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     (on_other, loss), (on_own, same) = run_ranks(run_fixed_micro_batches, 2, path, make_batch(8, seed=1, longest=5))
     message = r"micro-batch \d of micro_batch_size_per_gpu=2 rows has \d+ tokens, above max_token_len_per_gpu=30; lower"
@@ -210,7 +210,7 @@ def run_bad_losses(path, batch):
     return out, good, expected
 
 
-def test_non_finite_gradients_and_bad_losses_leave_the_engine_whole(tmp_path):
+def test_engine_is_usable_after_nonfinite_gradient_or_invalid_loss(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for out, good, expected in run_ranks(run_bad_losses, 2, path, make_batch(8, seed=2)):
         assert out["inf"]["grad_nonfinite"] == 1
@@ -234,14 +234,14 @@ def run_late_peer(path, batch):
     return time.monotonic() - started
 
 
-def test_a_peer_that_does_not_come_is_an_error_after_the_timeout(tmp_path):
+def test_missing_rank_is_an_error_after_timeout(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     waited, _ = run_ranks(run_late_peer, 2, path, make_batch(4))
     assert 1.5 < waited < 5.0
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_ranks_with_different_models_are_refused(tmp_path, backend):
+def test_different_models_on_ranks_are_rejected(tmp_path, backend):
     """As where a folder of the same name is not the same on all machines."""
     for rank, layers in enumerate((2, 3)):
         tiny_model(tmp_path / str(rank), "qwen3", vocab_size=VOCAB, num_hidden_layers=layers)
@@ -263,11 +263,11 @@ def run_missing_model(path):
     return True
 
 
-def test_a_missing_model_and_a_size_that_fits_no_mesh(tmp_path):
+def test_missing_model_and_invalid_fsdp_size_are_rejected(tmp_path):
     assert run_ranks(run_missing_model, 2, tmp_path / "nothing") == [True, True]
 
 
-def test_use_in_the_wrong_state(tmp_path, monkeypatch):
+def test_methods_before_initialize_and_without_optimizer_raise(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(2)
@@ -286,7 +286,7 @@ def test_use_in_the_wrong_state(tmp_path, monkeypatch):
         engine.infer_batch(batch)
 
 
-def test_an_incomplete_environment_is_named(tmp_path, monkeypatch):
+def test_incomplete_environment_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -294,7 +294,7 @@ def test_an_incomplete_environment_is_named(tmp_path, monkeypatch):
         build_engine(tmp_path)
 
 
-def test_cuda_without_a_device(monkeypatch):
+def test_resolve_device(monkeypatch):
     from tidemill_engines.distributed.process_groups import resolve_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

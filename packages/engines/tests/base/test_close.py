@@ -42,7 +42,7 @@ def run_and_close(backend, cases):
 
 
 @pytest.mark.parametrize("backend", sorted(CASES))
-def test_nothing_of_an_engine_is_left(tmp_path, backend):
+def test_close_frees_modules_gradients_and_threads(tmp_path, backend):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     paths = {family: tiny_model(tmp_path / family, family, vocab_size=VOCAB) for family in ("qwen3", "qwen3_moe")}

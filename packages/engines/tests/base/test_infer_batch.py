@@ -19,7 +19,7 @@ def run_infer(path, batch, layouts):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_and_entropy_equal_transformers_in_the_order_of_the_rows(tmp_path, temperature):
+def test_log_probs_and_entropy_equal_transformers_in_row_order(tmp_path, temperature):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(15, seed=7, temperature=temperature)
     layouts = [{}, {"max_token_len_per_gpu": 24}, {"micro_batch_size_per_gpu": 2, "reshard_after_forward": False}]
@@ -44,14 +44,14 @@ def run_rank_without_rows(path, batch):
     return len(out), out["log_probs"].values()
 
 
-def test_a_rank_without_rows_takes_part(tmp_path):
+def test_rank_without_rows_participates(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     (rows, log_probs), (no_rows, nothing) = run_ranks(run_rank_without_rows, 2, path, make_batch(2, seed=8))
     assert (rows, no_rows, nothing.numel()) == (1, 0, 0)
     assert torch.isfinite(log_probs).all()
 
 
-def test_runs_as_one_process_without_a_launcher_and_keeps_the_mode(tmp_path, monkeypatch):
+def test_runs_without_launcher_and_restores_mode(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)

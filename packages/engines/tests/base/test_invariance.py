@@ -133,7 +133,7 @@ def check_layouts(backend, models, layouts):
 
 
 @pytest.mark.parametrize("backend", sorted(SUITES))
-def test_step_does_not_depend_on_the_layout(models, backend):
+def test_step_does_not_depend_on_layout(models, backend):
     layouts = SUITES[backend].pairwise_layouts()
     assert len(layouts) < 30
     check_layouts(backend, models, layouts)
@@ -149,7 +149,7 @@ GRID = [
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("backend", "wanted"), GRID, ids=lambda value: str(value))
-def test_step_does_not_depend_on_any_layout(models, backend, wanted):
+def test_step_does_not_depend_on_layout_all_suites(models, backend, wanted):
     layouts = SUITES[backend].all_layouts()
     check_layouts(backend, models, [layout for layout in layouts if wanted.items() <= layout.items()])
 
@@ -228,7 +228,7 @@ def run_other_attention(path, batches):
     return engine_training(path, batches, model={"attn_implementation": "sdpa"}, max_token_len_per_gpu=30)
 
 
-def test_attention_of_transformers(models):
+def test_sdpa_attention_of_transformers(models):
     paths, expected, _ = models["fsdp2"]
     results = run_ranks(run_other_attention, 1, paths["qwen3 tied"], make_batches())
     check_training(results, expected["qwen3 tied", "full"], "sdpa")
@@ -257,7 +257,7 @@ def run_reset(path, batches):
     return history, weights
 
 
-def test_schedule_reaches_the_weights_and_a_reset_optimizer_starts_anew(tmp_path):
+def test_schedule_changes_weights_and_reset_optimizer_restarts(tmp_path):
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     batches = [*make_batches(), make_batch(6, seed=2), make_batch(5, seed=6)]
     rates = [0.004, 0.008, 0.008, 0.004]
@@ -278,7 +278,7 @@ def run_masked(path, batch):
     return out, engine_training(path, [])[1]
 
 
-def test_masked_and_empty_batches_give_no_gradient_and_no_nan(tmp_path):
+def test_masked_and_empty_batches_have_zero_gradient(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(5, seed=5)
     zeros = ("loss", "pg", "nll", "entropy", "log_prob", "entropy_max", "grad_norm", "grad_nonfinite")

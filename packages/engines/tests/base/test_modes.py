@@ -28,7 +28,7 @@ def run_contexts(path, backend):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_step_has_gradients_whatever_context_it_is_in(tmp_path, backend):
+def test_train_mode_enables_gradients_in_any_context(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     history, _ = plain_training(path, [batch_of(seed) for seed in SEEDS])
     for norms in run_ranks(run_contexts, 2, path, backend):
@@ -62,7 +62,7 @@ def run_between(path, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True}])
-def test_weights_read_before_an_update_are_not_taken_for_those_behind_it(tmp_path, settings):
+def test_weights_read_before_update_are_not_reused_after_it(tmp_path, settings):
     pytest.importorskip("megatron.core")
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     history, _ = plain_training(path, [batch_of(seed) for seed in [*SEEDS, 5]])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import VOCAB, make_batch, relative_error
-from test_value_model import plain_value_training, run_values, with_value_head
 from tidemill_testing import run_ranks, tiny_model
+from value_cases import plain_value_training, run_values, with_value_head
 
 pytestmark = [
     pytest.mark.gpu,

@@ -243,7 +243,7 @@ def run_inference(path, batch, output):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_of_the_batch_padding_and_export(tmp_path, family):
+def test_position_ids_padding_and_export(tmp_path, family):
     path = vision_model(tmp_path / "model", family)
     (path / "preprocessor_config.json").write_text("{}")
     batch = with_positions(BATCHES[0], change=2)
@@ -268,7 +268,7 @@ def test_positions_of_the_batch_padding_and_export(tmp_path, family):
     assert "tidemill" not in json.dumps(config)
 
 
-def test_operations_are_those_of_the_decoder(tmp_path):
+def test_flops_count_decoder_only(tmp_path):
     model = plain_model(vision_model(tmp_path / "model", "qwen2_vl"))
     flops = training_flops(model, [10, 20], num_outputs=5)
     del model.model.visual
@@ -285,7 +285,7 @@ def run_adapters(path, batches, targets):
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize("targets", [("q_proj", "qkv"), ("all-linear",)], ids=str)
-def test_adapters(tmp_path, targets):
+def test_adapters_on_vision_language_model(tmp_path, targets):
     path = vision_model(tmp_path / "model", "qwen2_vl")
     results = run_ranks(run_adapters, 2, path, BATCHES, targets)
     check_training(results, plain_training(path, BATCHES, adapter=path / "adapter"), "adapters")
@@ -296,7 +296,7 @@ def run_frozen(path, batches):
     return trained, engine_training(path, [])[1]
 
 
-def test_a_frozen_vision_tower(tmp_path):
+def test_frozen_vision_tower(tmp_path):
     path = vision_model(tmp_path / "model", "qwen3_vl")
     for (history, weights), before in run_ranks(run_frozen, 2, path, BATCHES[:2]):
         assert all(metrics["grad_norm"] > 0 for metrics in history)
@@ -350,7 +350,7 @@ def run_refused(path, text_path):
     return True
 
 
-def test_bad_images_are_refused_on_every_rank(tmp_path):
+def test_invalid_images_are_rejected_on_every_rank(tmp_path):
     text_path = tiny_model(tmp_path / "text", "qwen3", vocab_size=VOCAB)
     path = vision_model(tmp_path / "model", "qwen2_vl")
     assert run_ranks(run_refused, 2, path, text_path) == [True, True]

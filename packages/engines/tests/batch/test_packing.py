@@ -54,7 +54,7 @@ def test_packed_attention_equals_attention_of_each_row(lengths, window, kv_heads
         torch.testing.assert_close(actual, plain, rtol=1e-8, atol=1e-9)
 
 
-def test_attention_refuses_a_mask():
+def test_packed_attention_rejects_mask():
     x = torch.randn(1, 2, 3, 4)
     layout = PackedLayout.from_lengths(torch.tensor([3]), CPU)
     with pytest.raises(ValueError, match="without an attention mask"):
@@ -83,7 +83,7 @@ def test_pack_rows():
 
 @pytest.mark.parametrize("settings", [{"max_token_len": 20}, {"max_token_len": 20, "micro_batch_size": 3}])
 @pytest.mark.parametrize("num_rows", [0, 1, 10])
-def test_micro_batches_hold_each_row_once_and_restore(settings, num_rows):
+def test_micro_batches_contain_each_row_once_and_restore_order(settings, num_rows):
     batch = make_batch(num_rows, seed=3)
     parts, indices = prepare_micro_batches(batch, **settings)
     padded, padded_indices = prepare_micro_batches(batch, **settings, num_micro_batches=len(parts) + 2)
@@ -98,7 +98,7 @@ def test_micro_batches_hold_each_row_once_and_restore(settings, num_rows):
         assert torch.equal(ragged.lengths(restored), ragged.lengths(batch["responses"]))
 
 
-def test_micro_batches_that_are_too_few_are_refused():
+def test_too_few_micro_batches_are_rejected():
     batch = make_batch(10, seed=3)
     with pytest.raises(ValueError, match="10 rows need 4 micro-batches of 3; got 2"):
         prepare_micro_batches(batch, max_token_len=20, micro_batch_size=3, num_micro_batches=2)

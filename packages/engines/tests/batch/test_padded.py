@@ -9,7 +9,7 @@ from tidemill_testing import tiny_model
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
-def test_a_padded_batch_is_the_ragged_one(num_rows):
+def test_padded_batch_converts_to_ragged(num_rows):
     batch = make_batch(num_rows, seed=1, temperature=0.9)
     padded = pad_batch(batch)
     assert is_padded(padded)
@@ -25,7 +25,7 @@ def test_a_padded_batch_is_the_ragged_one(num_rows):
     assert torch.equal(to_padded(batch["advantages"], mask), padded["advantages"].nan_to_num(0.0))
 
 
-def test_the_engine_computes_the_same_numbers_from_it(tmp_path, monkeypatch):
+def test_padded_and_ragged_batches_give_equal_results(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)

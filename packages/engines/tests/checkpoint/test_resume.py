@@ -150,7 +150,7 @@ def run_damaged(path, others, folder, backend):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_damaged_and_foreign_checkpoints_are_refused(tmp_path, backend):
+def test_damaged_and_foreign_checkpoints_are_rejected(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     others = [
         tiny_model(tmp_path / f"other {number}", "qwen3", **({"vocab_size": VOCAB} | fields))
@@ -182,7 +182,7 @@ def run_kinds(path, folder):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_engines_of_another_kind_are_refused(tmp_path):
+def test_checkpoint_of_another_engine_is_rejected(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     assert run_ranks(run_kinds, 1, path, tmp_path / "saved") == [True]
 
@@ -201,7 +201,7 @@ def run_if_saved(folder):
     return list(found), weight.tolist(), torch.equal(state, states["cpu"]), bool(of_gpu.all())
 
 
-def test_random_states_of_a_device_that_did_not_save_are_left_as_they_are(tmp_path):
+def test_random_state_of_unsaved_device_is_unchanged(tmp_path):
     assert run_ranks(run_if_saved, 1, tmp_path / "saved") == [(["rng.0.cpu"], [0.0, 1.0, 2.0], True, True)]
 
 
@@ -240,7 +240,7 @@ def run_straight(path):
     return history, weights
 
 
-def test_four_ranks_reload_on_two_and_go_on_as_if_nothing_had_been(tmp_path):
+def test_four_rank_checkpoint_resumes_on_two_ranks(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
     saved = run_ranks(run_save_layouts, 4, path, tmp_path / "saved")
     history, weights = run_ranks(run_straight, 2, path)[0]

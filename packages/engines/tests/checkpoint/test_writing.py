@@ -49,7 +49,7 @@ def run_after_a_kill(path, folder, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path, backend):
+def test_kill_while_saving_keeps_previous_checkpoint(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=40_000)
     folder = tmp_path / "saved"
     with pytest.raises(RuntimeError, match=r"ranks died without a result|rank 1 of 2 failed"):
@@ -92,7 +92,7 @@ def run_in_background(path, folder, background, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "megatron", "pipeline_model_parallel_size": 2}], ids=str)
-def test_a_checkpoint_in_the_background_is_that_of_its_moment_and_only_the_last_are_kept(tmp_path, settings):
+def test_background_checkpoint_is_a_snapshot_and_keep_last_removes_older(tmp_path, settings):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
     at_once = run_ranks(run_in_background, 2, path, tmp_path / "at_once", False, settings)
     behind = run_ranks(run_in_background, 2, path, tmp_path / "behind", True, settings)
@@ -121,7 +121,7 @@ def run_phases(path, folder):
     return sorted(kept.name for kept in folder.iterdir())
 
 
-def test_what_is_kept_goes_by_the_time_of_saving_and_never_without_the_last(tmp_path):
+def test_keep_last_orders_by_time_of_saving(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     assert run_ranks(run_phases, 1, path, tmp_path / "saved") == [["first", "now"]]
 
@@ -149,7 +149,7 @@ def run_to_disk(path, folder, backend):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_removed(tmp_path, backend):
+def test_checkpoint_is_flushed_before_older_one_is_removed(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     folder = tmp_path / "saved"
     first, second = run_ranks(run_to_disk, 2, path, folder, backend)
@@ -186,7 +186,7 @@ def run_full_disk(path, folder, full_rank, backend):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_a_full_disk_is_an_error_on_every_rank(tmp_path, backend):
+def test_full_disk_is_an_error_on_every_rank(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for full_rank, writes_hf in ((0, True), (1, False)):
         results = run_ranks(run_full_disk, 2, path, tmp_path, full_rank, backend)

@@ -30,7 +30,7 @@ def run_engines(path, port, backend):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
-def test_the_last_engine_destroys_the_group_and_others_come_after_it(tmp_path, backend):
+def test_last_engine_destroys_default_group_and_new_engines_work(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

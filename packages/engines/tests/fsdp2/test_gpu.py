@@ -58,7 +58,7 @@ def needs_cudnn():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("lengths", [[700], [1], [1, 1, 1], [2049, 5], [64] * 33, [1000, 24, 1023]], ids=str)
-def test_cudnn_takes_rows_of_any_number_and_length(lengths, head_dim):
+def test_cudnn_attention_for_any_rows_and_lengths(lengths, head_dim):
     needs_cudnn()
     q = torch.empty(sum(lengths), 8, head_dim, device=DEVICE, dtype=torch.bfloat16)
     assert takes_cudnn(q, None)
@@ -67,7 +67,7 @@ def test_cudnn_takes_rows_of_any_number_and_length(lengths, head_dim):
     assert_equals_the_padded_path(varlen_cuda, torch.bfloat16, lengths, kv_heads=2, head_dim=head_dim)
 
 
-def test_cudnn_makes_few_plans():
+def test_cudnn_reuses_plans():
     needs_cudnn()
     from tidemill_engines.attention.cudnn import _backward_plan, _forward_plan
 
@@ -84,7 +84,7 @@ def test_cudnn_makes_few_plans():
         assert plan.cache_info().misses <= misses + 2
 
 
-def test_cudnn_in_a_compiled_layer():
+def test_cudnn_in_compiled_layer():
     needs_cudnn()
     layout = PackedLayout.from_lengths(torch.tensor([300, 212]), DEVICE)
     q, k, v = (torch.randn(512, heads, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for heads in (8, 2, 2))
@@ -137,7 +137,7 @@ def test_float32_on_cuda_equals_cpu(tmp_path, one_process):
         torch.testing.assert_close(on_cuda[1][name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16_step_learns_and_stays_near_float32(tmp_path, one_process):
+def test_bfloat16_step_is_close_to_float32(tmp_path, one_process):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(32, seed=2, longest=40)
     exact = cuda_engine(path)
@@ -158,7 +158,7 @@ def test_bfloat16_step_learns_and_stays_near_float32(tmp_path, one_process):
     engine.close()
 
 
-def test_a_batch_may_be_on_any_device(tmp_path, one_process):
+def test_batch_on_any_device(tmp_path, one_process):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     batch = make_batch(8, seed=5)
     engine = cuda_engine(path)
@@ -183,7 +183,7 @@ def test_log_probs_on_cuda_equal_transformers(tmp_path, one_process):
         torch.testing.assert_close(row, log_probs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_of_a_cpu_leaves_the_random_state_of_the_gpu_as_it_is(tmp_path, one_process):
+def test_cpu_checkpoint_keeps_gpu_random_state(tmp_path, one_process):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     engine = build_engine(path)
     of_cpu = torch.get_rng_state()

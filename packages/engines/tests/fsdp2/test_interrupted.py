@@ -100,7 +100,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", sorted(CASES))
-def test_an_interrupted_step_leaves_nothing_behind(tmp_path, world_size):
+def test_step_after_failed_step_is_unaffected(tmp_path, world_size):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False)
     batch = make_batch(4 * world_size, seed=1)
     for results in run_ranks(run_interrupted, world_size, path, batch, CASES[world_size], timeout_s=300):

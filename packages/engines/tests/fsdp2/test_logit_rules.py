@@ -56,7 +56,7 @@ def one_process(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_models_own_logits_are_meant(tmp_path, family):
+def test_log_probs_apply_logit_scale_and_softcap(tmp_path, family):
     path = save(tmp_path / "model", *FAMILIES[family])
     batch = make_batch(7, seed=1, temperature=0.8)
     model = plain_model(path)
@@ -78,7 +78,7 @@ def test_the_models_own_logits_are_meant(tmp_path, family):
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
-def test_bounded_attention_scores_are_refused(tmp_path):
+def test_attention_softcap_is_rejected(tmp_path):
     config_cls, model_cls, fields = FAMILIES["softcap"]
     path = save(tmp_path / "model", config_cls, model_cls, fields | {"attn_logit_softcapping": 50.0})
     engine = build_engine(path)

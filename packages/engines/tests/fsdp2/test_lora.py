@@ -134,7 +134,7 @@ def run_all_linear(path, folder, batch):
     return names, metrics["grad_norm"]
 
 
-def test_all_linear_layers_but_the_head(tmp_path):
+def test_all_linear_excludes_head(tmp_path):
     path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
     for names, norm in run_ranks(run_all_linear, 2, path, tmp_path, make_batch(8, seed=5)):
         assert len(names) == 2 * 2 * 7
@@ -172,7 +172,7 @@ def run_value_model(path, folder, batch):
     return losses, changed
 
 
-def test_a_new_value_head_is_trained_beside_the_adapters(tmp_path):
+def test_new_value_head_is_trained_with_adapters(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     for losses, changed in run_ranks(run_value_model, 2, path, tmp_path, make_batch(6, seed=6)):
         assert losses[-1] < losses[0]

@@ -27,7 +27,7 @@ def drawn(paths, seed):
     return out
 
 
-def test_weights_are_drawn_by_the_rule_of_transformers_in_any_layout(tmp_path):
+def test_init_seed_equals_transformers_in_any_layout(tmp_path):
     import transformers
 
     paths = [without_weights(tmp_path / family, family) for family in FAMILIES]
@@ -52,7 +52,7 @@ def test_weights_are_drawn_by_the_rule_of_transformers_in_any_layout(tmp_path):
                 assert torch.equal(actual, expected), name
 
 
-def test_drawn_weights_leave_by_the_names_of_checkpoints(tmp_path):
+def test_initialized_weights_are_exported_by_checkpoint_names(tmp_path):
     from safetensors import safe_open
 
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
@@ -64,7 +64,7 @@ def test_drawn_weights_leave_by_the_names_of_checkpoints(tmp_path):
     assert shapes == expected
 
 
-def test_training_from_scratch_learns_and_a_value_head_starts_at_zero(tmp_path):
+def test_training_from_scratch_and_value_head_at_zero(tmp_path):
     path, batch = without_weights(tmp_path / "model", "qwen3"), make_batch(8, seed=1)
     engine = build_engine(path, model={"init_seed": 0})
     losses = [engine.train_batch(batch, sft_loss)["loss"] for _ in range(5)]
@@ -83,6 +83,6 @@ def test_training_from_scratch_learns_and_a_value_head_starts_at_zero(tmp_path):
     assert not values.values().any()
 
 
-def test_adapters_need_a_trained_model():
+def test_adapters_require_trained_weights():
     with pytest.raises(ValueError, match=r"leave ModelConfig\.init_seed at None"):
         ModelConfig(path="x", init_seed=0, lora=LoraConfig())

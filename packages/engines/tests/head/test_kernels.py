@@ -1,6 +1,6 @@
 """The kernels of the head against softmax and autograd in float64: on a GPU, and in Triton's interpreter anywhere.
 
-`test_all_of_this_holds_in_the_interpreter` runs this file again in a process that interprets kernels on the CPU.
+`test_kernels_in_triton_interpreter` runs this file again in a process that interprets kernels on the CPU.
 """
 
 import os
@@ -110,7 +110,7 @@ class TestKernels:
         logits[5] = torch.linspace(-1e4, 1e4, 50)
         compare(logits, None, labels, LogitRule(), starts, grads, tolerance=1e-5)
 
-    def test_a_certain_model_keeps_its_digits(self):
+    def test_precision_for_nearly_certain_tokens(self):
         logits = torch.tensor([[1000.0, 960.0]], device=DEVICE)
         log_probs, entropy, _ = by_kernels(
             logits, None, torch.tensor([1], device=DEVICE), LogitRule(), [0, 1], torch.ones(2, 1, device=DEVICE)
@@ -152,7 +152,7 @@ class TestKernels:
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_kernels_compile_for_a_gpu_that_is_not_here(bias, softcap):
+def test_kernels_compile_without_gpu(bias, softcap):
     """The interpreter takes more than the compiler does."""
     triton = pytest.importorskip("triton")
     from tidemill_engines.head import kernels as head_kernels
@@ -180,7 +180,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(bias, softcap):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_all_of_this_holds_in_the_interpreter():
+def test_kernels_in_triton_interpreter():
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestKernels", __file__],

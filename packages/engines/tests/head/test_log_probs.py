@@ -95,7 +95,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bfloat16_rounds_neither_logits_nor_sums_over_chunks(device):
+def test_bfloat16_head_computes_logits_and_sums_in_float32(device):
     hidden, head, labels = make(torch.bfloat16, num_tokens=2048, device=device)
     inputs = [hidden, head.weight]
     exact = plain(hidden.double(), Head(weight=head.weight.double()), labels)
@@ -114,7 +114,7 @@ def test_bfloat16_rounds_neither_logits_nor_sums_over_chunks(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_tokens_and_frozen_parts(device):
+def test_no_tokens_and_frozen_weights(device):
     hidden, head, labels = make(torch.float32, device=device)
     for nothing in gradients(head_log_probs(hidden[:0], head, labels[:0], entropy=True), [hidden, head.weight]):
         assert not nothing.any()
@@ -129,7 +129,7 @@ def test_no_tokens_and_frozen_parts(device):
         assert not head_log_probs(hidden, head, labels)[0].requires_grad
 
 
-def test_a_certain_model_keeps_its_digits():
+def test_precision_for_nearly_certain_tokens():
     """log p = -exp(-40) is far below the resolution of logits of the size 1000."""
     weight = torch.tensor([[1000.0], [960.0]])
     log_probs, entropy = head_log_probs(torch.ones(1, 1), Head(weight=weight), torch.tensor([1]), entropy=True)
@@ -177,7 +177,7 @@ def allocations(compute, num_tokens, vocab_size=4096):
     return seen
 
 
-def test_memory_does_not_grow_with_tokens_times_vocabulary():
+def test_memory_is_independent_of_vocabulary_size():
     chunk_bytes = 16 * 4096 * 4
 
     def fused(hidden, head, labels):
@@ -194,7 +194,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     assert many.peak_bytes < reference.peak_bytes / 50
 
 
-def test_the_engine_makes_no_logits_of_all_tokens(tmp_path, monkeypatch):
+def test_engine_does_not_materialize_logits(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     vocab_size, chunk_tokens = 3000, 16

@@ -52,7 +52,7 @@ def _total(outputs):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_divided_vocabulary_gives_what_the_whole_one_does(size):
+def test_divided_vocabulary_equals_full_vocabulary(size):
     for worst in run_ranks(_compare, size, size):
         assert max(worst) < 1e-12
 
@@ -71,7 +71,7 @@ def _only_padding() -> list[float]:
     return torch.cat([log_probs, entropy]).detach().tolist()
 
 
-def test_a_rank_may_have_nothing_but_padding():
+def test_rank_with_padding_only():
     expected = torch.full((4,), 3.0).log() * torch.tensor([-1, -1, 1, 1])
     for values in run_ranks(_only_padding, 4):
         torch.testing.assert_close(torch.tensor(values), expected)

@@ -100,11 +100,11 @@ def test_plan_shards():
 
 
 @pytest.mark.parametrize(("size", "expected"), [(7, 7), ("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2KB", 2000)])
-def test_sizes_are_those_of_transformers(size, expected):
+def test_max_shard_size_parses_like_transformers(size, expected):
     assert shard_bytes(size) == expected
 
 
 @pytest.mark.parametrize("size", [0, -1, "", "5", "GB", "5GiB", "-5GB", "0GB"])
-def test_other_sizes_are_refused(size):
+def test_invalid_max_shard_size_is_rejected(size):
     with pytest.raises(ValueError, match="max_shard_size"):
         shard_bytes(size)

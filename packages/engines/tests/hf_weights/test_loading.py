@@ -145,7 +145,7 @@ def run_refused(paths):
     return caught
 
 
-def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
+def test_mismatched_checkpoints_are_rejected_by_tensor_name(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     experts = moe_model(tmp_path / "moe")
     q = "model.layers.1.self_attn.q_proj.weight"
@@ -194,7 +194,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path):
                 raise ValueError(actual)
 
 
-def test_a_tied_head_may_be_stored_under_either_name(tmp_path, monkeypatch):
+def test_tied_head_loads_under_either_name(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
     embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
@@ -254,7 +254,7 @@ def check_shards(engine):
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_fused_experts_are_exported_under_the_names_of_the_checkpoint(tmp_path, world_size):
+def test_fused_experts_are_exported_by_checkpoint_names(tmp_path, world_size):
     path = moe_model(tmp_path / "model")
     original = load_file(path / "model.safetensors")
     assert "model.layers.1.mlp.experts.4.down_proj.weight" in original
@@ -268,7 +268,7 @@ def test_fused_experts_are_exported_under_the_names_of_the_checkpoint(tmp_path, 
         assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
 
 
-def test_files_of_a_checkpoint(tmp_path):
+def test_safetensors_files(tmp_path):
     tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsFiles(tmp_path) as files:
@@ -280,7 +280,7 @@ def test_files_of_a_checkpoint(tmp_path):
         SafetensorsFiles(tmp_path)
 
 
-def test_overlap_of_boxes():
+def test_piece_overlap():
     piece = Piece(name="x", start=(2, 4, 0), shape=(1, 3, 5), stacked=True)
     assert piece.overlap((0, 0, 0), (2, 9, 5)) is None
     assert piece.overlap((1, 5, 0), (4, 9, 5)) == (

@@ -43,7 +43,7 @@ def run_splits(splits):
     return out
 
 
-def test_metrics_do_not_depend_on_the_split():
+def test_metrics_do_not_depend_on_split():
     expected = {
         "share": 13 / 5,
         "sum": 13.0,
@@ -86,7 +86,7 @@ def run_bad():
     return caught, reduce_metrics([report], group, rank)
 
 
-def test_what_cannot_be_reduced_is_an_error_on_every_rank_and_what_is_not_finite_is_seen():
+def test_invalid_metrics_raise_on_every_rank_and_nan_is_kept():
     for caught, metrics in run_ranks(run_bad, 2):
         for name, (_, message) in BAD.items():
             with pytest.raises(ValueError, match=message):
@@ -95,6 +95,6 @@ def test_what_cannot_be_reduced_is_an_error_on_every_rank_and_what_is_not_finite
         assert metrics["nan"] != metrics["nan"]
 
 
-def test_a_mean_has_no_gradient():
+def test_metric_mean_has_no_gradient():
     metric = as_metrics({"m": Metric.mean(torch.ones(2, requires_grad=True), torch.ones(2))})["m"]
     assert not metric.value.requires_grad

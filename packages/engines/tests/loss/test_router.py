@@ -109,7 +109,7 @@ def run_router_logits(path, batch):
     return out
 
 
-def test_router_logits_are_those_of_transformers(tmp_path):
+def test_router_logits_equal_transformers(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
     batch = make_batch(9, seed=1)
     model = plain_model(path)
@@ -145,7 +145,7 @@ def run_value_model(path, batch):
     return out
 
 
-def test_balanced_value_models(tmp_path):
+def test_router_loss_of_value_models(tmp_path):
     """The head starts at zero, so all of the gradient but its own is that of the routers."""
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
     batch = make_batch(9, seed=1)
@@ -180,5 +180,5 @@ def run_refused(path):
     return True
 
 
-def test_a_dense_model_has_no_experts_to_balance(tmp_path):
+def test_router_settings_require_moe_model(tmp_path):
     assert run_ranks(run_refused, 2, tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)) == [True, True]
