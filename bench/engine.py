@@ -1,15 +1,15 @@
-"""Training steps measured: tokens/s, MFU and peak memory of the engines, beside a plain loop in the same run.
+"""Measure training steps: tokens/s, MFU and peak memory of the engines and of a plain loop in the same run.
 
-    python bench/engine.py --models 0.6b,1.7b,4b,8b              one GPU, all that is compared
+    python bench/engine.py --models 0.6b,1.7b,4b,8b              one GPU, all comparisons
     python bench/engine.py --models 4b --cases compile --gpus 1,2,4
     python bench/engine.py --models 4b,8b --cases compile,megatron+tp4,megatron+tp2+pp2,moe:megatron+ep4 --gpus 4
     python bench/engine.py --models tiny --device cpu             no GPU
 
-A case is some of the words below joined with "+", "base" none of them; several are separated by commas. A case is of
-every model, "moe:megatron+ep4" of one. Rows are of 512 to 8,192 tokens, log-uniform, one eighth of them prompt; weights
-are random. Every GPU has the same work, however many there are. MFU counts what the model needs
-(tidemill_engines.throughput): nothing that is recomputed, no padding, and the head for response tokens only. A line is
-printed when a case was measured, ratios at the end. If OUT is set, all is also written to OUT/engine.json.
+A case is a list of the words below, joined with "+"; "base" is the empty list. Cases are separated by commas. A case
+applies to every model, "moe:megatron+ep4" to one. Rows have 512 to 8,192 tokens, log-uniform, one eighth prompt;
+weights are random. The work per GPU does not depend on the number of GPUs. MFU counts the operations that the model
+requires (tidemill_engines.throughput): no recomputation, no padding, and the head for response tokens only. A line is
+printed after each case, ratios at the end. If OUT is set, everything is also written to OUT/engine.json.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from weight_update.supervisor import run_ranks
 
 LIMIT_S = 540.0
 START_S = 15.0
-"""What processes take to start; none are started for less time than that and a case."""
+"""Start-up time of processes; no case is started if less than this and the time of a case is left."""
 
 
 def main() -> int:
-    """Returns 0 if every case was measured or ran out of memory."""
+    """Run all cases; return 0 if every case was measured or ran out of memory."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks that stop the ranks
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Compiled kernels outlive the ranks, each of which has a TMPDIR of its own.
+    # Keep compiled kernels between ranks, each of which has its own TMPDIR.
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
     )
@@ -65,14 +65,14 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, epilog=f"words of cases:\n{words}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=_names, default=["0.6b", "1.7b", "4b", "8b"], help=", ".join(MODELS))
-    parser.add_argument("--cases", type=_names, help="of every model, or MODEL:CASE; by default those of each model")
+    parser.add_argument("--cases", type=_names, help="cases for every model, or MODEL:CASE; default: cases per model")
     parser.add_argument("--gpus", type=lambda text: [int(number) for number in text.split(",")], default=[1])
-    parser.add_argument("--tokens", type=int, help="of a step, for each GPU")
-    parser.add_argument("--micro-tokens", type=int, help="of a micro-batch, for each data-parallel rank")
-    parser.add_argument("--steps", type=int, default=Effort().steps, help="that are measured")
-    parser.add_argument("--case-s", type=float, default=Effort().case_s, help="after these no further step is begun")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all cases together")
-    parser.add_argument("--profile", action="store_true", help="also where the time goes")
+    parser.add_argument("--tokens", type=int, help="tokens per step and GPU")
+    parser.add_argument("--micro-tokens", type=int, help="tokens per micro-batch and data-parallel rank")
+    parser.add_argument("--steps", type=int, default=Effort().steps, help="number of measured steps")
+    parser.add_argument("--case-s", type=float, default=Effort().case_s, help="start no further step after this time")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of all cases")
+    parser.add_argument("--profile", action="store_true", help="also profile one step")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=Effort().device)
     return parser.parse_args()
 
@@ -92,10 +92,10 @@ def _cases(args: argparse.Namespace, num_gpus: int) -> list[Case]:
 
 
 def _run(cases: list[Case], effort: Effort, report: Report, limit_s: float) -> list[Case]:
-    """Runs cases in processes of their own until one ends them, which is its result; returns those that remain."""
+    """Run cases in one set of processes until one crashes them, which is its result; return the remaining cases."""
     if limit_s < effort.case_s + START_S:
         for case in cases:
-            report.add(case, {"error": "not run, the time is over"})
+            report.add(case, {"error": "not run, time limit reached"})
         return []
     done = 0
 

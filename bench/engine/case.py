@@ -1,44 +1,44 @@
-"""What one line of the table measures, and how."""
+"""The cases of the benchmark: one line of the table each."""
 
 import re
 from dataclasses import dataclass
 
 WORDS = {
     "megatron": "the Megatron engine instead of FSDP2",
-    "plain": "a loop written by hand: transformers with torch SDPA, padded rows, logits of all tokens",
-    "sorted": "of a plain loop: rows sorted by length, so that less is padded",
-    "ckpt": "layers are recomputed in the backward pass",
-    "selective": "layers are recomputed but for matrix products and attention",
-    "compile": "layers are compiled",
-    "bf16": "master weights and optimizer state in bfloat16 (else float32)",
-    "zero2": "weights stay gathered from forward to backward (FSDP2)",
-    "overlap": "gradients are reduced and weights gathered beside the computation (Megatron)",
-    "te": "layers are made of Transformer Engine (Megatron)",
-    "local": "they are not, though it is installed (Megatron)",
-    "balanced": "tokens go to experts drawn at random, evenly, unlike those of random routers (Megatron)",
+    "plain": "plain loop: transformers with torch SDPA, padded rows, logits of all tokens",
+    "sorted": "plain loop with rows sorted by length, which reduces padding",
+    "ckpt": "recompute layers in the backward pass",
+    "selective": "recompute layers except matrix products and attention",
+    "compile": "compile layers",
+    "bf16": "master weights and optimizer state in bfloat16 (default float32)",
+    "zero2": "keep weights gathered from forward to backward (FSDP2)",
+    "overlap": "overlap gradient reduction and weight all-gather with computation (Megatron)",
+    "te": "layers of Transformer Engine (Megatron)",
+    "local": "no Transformer Engine, even if installed (Megatron)",
+    "balanced": "send tokens to random, evenly used experts instead of those of the random routers (Megatron)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
 
 SIZES = {
-    "tp": "ranks of tensor parallelism, with sequence parallelism (Megatron)",
+    "tp": "tensor-parallel ranks, with sequence parallelism (Megatron)",
     "pp": "pipeline stages (Megatron)",
-    "ep": "ranks of expert parallelism (Megatron)",
-    "last": "layers of the last pipeline stage; without, as many as others have (Megatron)",
-    "micro": "tokens of a micro-batch, for each data-parallel rank",
+    "ep": "expert-parallel ranks (Megatron)",
+    "last": "layers of the last pipeline stage; default: as many as in other stages (Megatron)",
+    "micro": "tokens per micro-batch and data-parallel rank",
 }
-"""Words with a number behind them, such as "tp2"."""
+"""Words that are followed by a number, such as "tp2"."""
 
 _NOT_OF_MEGATRON = {"plain", "sorted", "selective", "compile", "bf16", "zero2", "logprobs"}
 _OF_MEGATRON = {"overlap", "te", "local", "balanced"}
 
 PATIENCE_S = 150.0
-"""How long a case may be silent: it loads, compiles, and makes its first step."""
+"""Maximum time without output of a case, which covers loading, compilation and its first step."""
 
 ENVIRONMENT = {
-    # NVLink multicast can put GPUs that others share out of service.
+    # NVLink multicast can break GPUs that other jobs share.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # All on one machine, whatever its host name resolves to.
+    # All ranks are on one machine, whatever its host name resolves to.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     # Sizes change from micro-batch to micro-batch.
@@ -48,12 +48,12 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How much of each case is run.
+    """Amount of work per case.
 
     Attributes:
-        steps: that are measured.
-        case_s: after which no further step is begun; one is measured anyway.
-        profile: whether one more step, of two micro-batches, is recorded by torch's profiler.
+        steps: number of measured steps.
+        case_s: time in seconds after which no further step starts; at least one is measured.
+        profile: whether to record one more step, of two micro-batches, with torch's profiler.
         device: "cuda" or "cpu".
     """
 
@@ -65,16 +65,16 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A model on some GPUs, trained in one way.
+    """A model, a number of GPUs, and settings of the training.
 
     Attributes:
-        model: a name in `MODELS`.
-        words: some of `WORDS`; none: the FSDP2 engine as it comes.
-        num_gpus: processes, one for each GPU (or so many on the CPU).
+        model: name in `MODELS`.
+        words: subset of `WORDS`; empty is the FSDP2 engine with default settings.
+        num_gpus: number of processes, one per GPU.
         tp, pp, ep: sizes of Megatron's tensor, pipeline and expert parallelism.
-        last: layers of the last pipeline stage; 0: as many as others have.
-        tokens: of a step, for each GPU.
-        micro_tokens: that a micro-batch may have on a data-parallel rank; padded ones for a plain loop.
+        last: layers of the last pipeline stage; 0 is as many as in other stages.
+        tokens: tokens per step and GPU.
+        micro_tokens: maximum tokens of a micro-batch on a data-parallel rank; including padding for a plain loop.
     """
 
     model: str
@@ -108,15 +108,15 @@ class Case:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its processes need besides `ENVIRONMENT`, before they start."""
-        # Communication of tensor parallelism goes on beside kernels only if it is begun before them.
+        """Environment variables that the processes require at their start, in addition to `ENVIRONMENT`."""
+        # Tensor-parallel communication overlaps with kernels only if it starts before them.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tp > 1 else {}
 
 
 TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "moe16": 65536, "tiny": 256}
-"""Of a step, for each GPU."""
+"""Tokens per step and GPU."""
 
-_MICRO_TOKENS = {  # as they come; compiled; with recomputation; in a plain loop, where logits of all tokens have to fit
+_MICRO_TOKENS = {  # default; compiled; with recomputation; in a plain loop, which needs memory for all logits
     "0.6b": (32768, 32768, 32768, 16384),
     "1.7b": (16384, 32768, 32768, 16384),
     "4b": (8192, 12288, 32768, 8192),
@@ -138,20 +138,20 @@ DEFAULT_CASES = {
 
 
 def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | None) -> Case:
-    """The case that is written "model:words", such as "8b:ckpt+compile"; "base" says nothing.
+    """Parse a case "model:words", such as "8b:ckpt+compile"; "base" is ignored.
 
     Args:
-        tokens, micro_tokens: None takes the model's own; tensor-parallel ranks have so many each, but together in a
-            pipeline, which wants many micro-batches.
+        tokens, micro_tokens: None uses the model's default. The default of `micro_tokens` is per tensor-parallel rank,
+            except in a pipeline, which requires many micro-batches.
 
     Raises:
-        ValueError: an unknown model or word, or sizes that the number of GPUs cannot be divided by.
+        ValueError: an unknown model or word, or sizes that do not divide the number of GPUs.
     """
-    model, _, said = text.partition(":")
+    model, _, listed = text.partition(":")
     if model not in TOKENS:
-        raise ValueError(f"unknown model {model!r} in {text!r}; they are {', '.join(TOKENS)}")
+        raise ValueError(f"unknown model {model!r} in {text!r}; use one of {', '.join(TOKENS)}")
     sizes, words = dict.fromkeys(SIZES, 0), []
-    for word in said.split("+"):
+    for word in listed.split("+"):
         match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
         if match and match[1] in SIZES:
             sizes[match[1]] = int(match[2])
@@ -159,13 +159,13 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
             words.append(word)
     unknown = sorted(set(words) - set(WORDS))
     if unknown:
-        raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; they are {', '.join([*WORDS, *SIZES])}")
+        raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; use some of {', '.join([*WORDS, *SIZES])}")
     tp, pp, ep = (sizes[kind] or 1 for kind in ("tp", "pp", "ep"))
     unfit = _NOT_OF_MEGATRON & set(words) if "megatron" in words else _OF_MEGATRON & set(words)
     if unfit or (tp * pp * ep > 1 and "megatron" not in words):
-        raise ValueError(f"{text!r}: what is of one backend is not of the other")
+        raise ValueError(f"{text!r} combines words of both backends; use words of one backend")
     if num_gpus % (tp * pp) or num_gpus % (ep * pp):
-        raise ValueError(f"{text!r}: {num_gpus} GPUs cannot be divided by tp {tp}, pp {pp}, ep {ep}")
+        raise ValueError(f"{text!r}: tp {tp}, pp {pp} and ep {ep} must divide the {num_gpus} GPUs")
     base, compiled, recomputed, plain = _MICRO_TOKENS[model]
     own = recomputed if "ckpt" in words else compiled if "compile" in words else base
     own *= tp if pp == 1 else 1

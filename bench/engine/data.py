@@ -1,4 +1,4 @@
-"""Rows to train on: seeded, of lengths that spread evenly on a logarithmic scale."""
+"""Training rows: seeded, with log-uniform lengths."""
 
 import torch
 from tidemill_dataproto import DataProto, ragged
@@ -8,7 +8,7 @@ TINY_SHORTEST, TINY_LONGEST = 8, 64
 
 
 def row_lengths(total: int, *, shortest: int, longest: int, seed: int) -> list[int]:
-    """Lengths that add up to about `total`: log-uniform between `shortest` and `longest`, as of sampled responses."""
+    """Draw lengths with a sum of about `total`, log-uniform between `shortest` and `longest`."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) + shortest <= total:
@@ -20,11 +20,10 @@ def row_lengths(total: int, *, shortest: int, longest: int, seed: int) -> list[i
 def make_batch(
     lengths: list[int], vocab_size: int, *, seed: int, experts: tuple[int, int, int] | None = None
 ) -> DataProto:
-    """Rows of `lengths` random tokens, of which one eighth is the prompt; every response token is trained on.
+    """Create rows of `lengths` random tokens, one eighth of them prompt; every response token is trained.
 
     Args:
-        experts: layers, experts of each, and how many of them a token is sent to: a column says to which, in equal
-            numbers but for chance.
+        experts: number of layers, of experts per layer and of experts per token, for a column of random experts.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(lengths)
@@ -41,15 +40,15 @@ def make_batch(
 def _random_experts(
     num_tokens: int, num_layers: int, num_experts: int, top_k: int, *, generator: torch.Generator
 ) -> torch.Tensor:
-    """Different ones for each token and layer, int32 [n, L, K]: at equal distances on the circle of all experts."""
-    assert num_experts & (num_experts - 1) == 0, "odd distances lead to all experts if these are a power of two"
+    """Draw different experts for each token and layer, int32 [n, L, K]: equidistant modulo the number of experts."""
+    assert num_experts & (num_experts - 1) == 0, "odd distances reach all experts only for a power of two"
     size = (num_tokens, num_layers, 1)
     first, step = (torch.randint(num_experts, size, generator=generator, dtype=torch.int32) for _ in range(2))
     return (first + torch.arange(top_k, dtype=torch.int32) * (step | 1)) % num_experts
 
 
 def warm_up_rows(lengths: list[int], micro_tokens: int) -> list[int]:
-    """The first rows, enough for two full micro-batches: what they allocate and compile, the steps find ready."""
+    """Return the first rows, enough for two full micro-batches, to allocate memory and compile before the steps."""
     count, total = 0, 0
     while count < len(lengths) and total < 2 * micro_tokens:
         total += lengths[count]

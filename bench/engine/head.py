@@ -13,7 +13,7 @@ REPEATS = 3
 
 
 def compare_heads(num_tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Seconds and, on a GPU, the peak of extra memory of a forward and backward pass of each."""
+    """Measure time and, on a GPU, peak extra memory of a forward and backward pass of each."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
 

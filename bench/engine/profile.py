@@ -1,4 +1,4 @@
-"""Where a step spends its time, by torch's profiler."""
+"""Profile a step with torch's profiler."""
 
 import re
 import time
@@ -12,7 +12,7 @@ NUM_LINES = 25
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 
 COMMUNICATION, OTHERS = "communication", "elementwise, reductions"
-_CLASSES = (  # the first that a kernel's name fits
+_CLASSES = (  # the first pattern that matches a kernel's name applies
     (COMMUNICATION, r"nccl"),
     ("attention", r"sdpa|flash|fmha"),
     ("matrix products", r"nvjet|gemm|gemv|cutlass|splitK"),
@@ -23,11 +23,11 @@ _CLASSES = (  # the first that a kernel's name fits
 )
 
 Kernel = tuple[str, float, float]
-"""Name, and when it began and ended in microseconds."""
+"""Name, start and end in microseconds."""
 
 
 def profiled(step: Callable[[], Any], device: torch.device) -> str:
-    """Runs `step` and returns what kinds of kernels, which kernels and operations took the longest on the device."""
+    """Run `step` and return the kinds of kernels, the kernels and the operations with the longest device times."""
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if is_cuda else [ProfilerActivity.CPU]
     with profile(activities=activities) as recorded:
@@ -58,12 +58,12 @@ def profiled(step: Callable[[], Any], device: torch.device) -> str:
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name."""
+    """Return the kind of a kernel by its name."""
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, kernel)), OTHERS)
 
 
 def summary(kernels: Sequence[Kernel], wall_s: float) -> str:
-    """How long kernels of each kind ran, for how long none did, and for how long none but communication."""
+    """Return the time of each kind of kernel, the idle time, and the time of communication without other kernels."""
     times: dict[str, list[float]] = {}
     for name, start, end in kernels:
         times.setdefault(kind_of(name), []).append(end - start)
@@ -75,7 +75,7 @@ def summary(kernels: Sequence[Kernel], wall_s: float) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what spans (start, end) cover together."""
+    """Return the total length of the union of spans (start, end)."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -1,4 +1,4 @@
-"""What is printed and kept of the measurements."""
+"""Print and save the measurements."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 from engine.case import Case
 
 MFU, SPEEDUP, HEAD_RATIO, EFFICIENCY = 0.45, 1.5, 1 / 8, 0.9
-"""What is to be reached: of MFU (4b and 8b), times the plain loop's tokens/s, of its peak memory, of linear scaling."""
+"""Goals: MFU (4b and 8b), speedup over the plain loop, fraction of its peak memory, fraction of linear scaling."""
 
 _HEADER = (
     f"{'model':5} {'case':32} {'GPUs':>4} {'master':6} {'micro':>6} {'tokens/s':>9} {'per GPU':>8} {'TFLOP/s':>8} "
@@ -17,10 +17,10 @@ _HEADER = (
 
 
 class Report:
-    """The results of all cases, printed and written as they come.
+    """The results of all cases, printed and written after each case.
 
     Args:
-        path: of the JSON file; None: none is written.
+        path: path of the JSON file; None writes none.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -43,12 +43,12 @@ class Report:
         self._print(_HEADER)
 
     def add(self, case: Case, result: dict[str, Any]) -> None:
-        """Takes the result of a case; an "error" or "out_of_memory" in it is a result, too."""
+        """Add the result of a case, which may be an "error" or "out_of_memory"."""
         self.results.append((case, result))
         self._print(_line(case, result))
 
     def close(self) -> None:
-        """Prints the ratios that the benchmark is about."""
+        """Print the ratios between cases."""
         for line in [
             *self._heads(),
             *self._shares_of_peak(),
@@ -75,7 +75,7 @@ class Report:
                 ratio = result["fused_bytes"] / result["plain_bytes"]
                 lines.append(
                     f"{case.model}: fused log-probs take {ratio:.3f} of the plain peak of extra memory, at most "
-                    f"{HEAD_RATIO:.3f}: {_said(ratio <= HEAD_RATIO)}"
+                    f"{HEAD_RATIO:.3f}: {_verdict(ratio <= HEAD_RATIO)}"
                 )
         return lines
 
@@ -83,7 +83,7 @@ class Report:
         lines = []
         for num_gpus in sorted({case.num_gpus for case, _ in self.results}):
             for case, result in self._best("mfu", lambda case: "plain" not in case.words, num_gpus):
-                goal = f", at least {MFU:.0%}: {_said(result['mfu'] >= MFU)}" if case.model in ("4b", "8b") else ""
+                goal = f", at least {MFU:.0%}: {_verdict(result['mfu'] >= MFU)}" if case.model in ("4b", "8b") else ""
                 lines.append(f"{case.key}, masters {case.precision}: MFU {result['mfu']:.1%}{goal}")
         return lines
 
@@ -95,7 +95,7 @@ class Report:
             own, fast = ours.get((case.model, case.precision), (None, None))
             if own is not None and fast is not None:
                 ratio = fast["tokens_per_s"] / slow["tokens_per_s"]
-                goal = "" if "sorted" in case.words else f", at least {SPEEDUP}: {_said(ratio >= SPEEDUP)}"
+                goal = "" if "sorted" in case.words else f", at least {SPEEDUP}: {_verdict(ratio >= SPEEDUP)}"
                 lines.append(
                     f"{case.model}, masters {case.precision}: {own.name} trains {ratio:.2f} times as many tokens/s as "
                     f"{case.name}{goal}"
@@ -117,7 +117,7 @@ class Report:
         return lines
 
     def _best(self, number: str, fits: Callable[[Case], bool], num_gpus: int = 1) -> list[tuple[Case, dict[str, Any]]]:
-        """Of each model and precision on so many GPUs the case with the largest `number`."""
+        """Return the case with the largest `number` for each model and precision on `num_gpus` GPUs."""
         best: dict[tuple[str, str], tuple[Case, dict[str, Any]]] = {}
         for case, result in self.results:
             if case.num_gpus == num_gpus and fits(case) and result.get(number) is not None:
@@ -134,12 +134,12 @@ class Report:
             if case.num_gpus > 1 and "tokens_per_s" in result and one is not None:
                 share = result["tokens_per_s"] / case.num_gpus / one["tokens_per_s"]
                 is_goal = case.num_gpus == 4 and case.backend == "fsdp2"
-                goal = f", at least {EFFICIENCY:.0%}: {_said(share >= EFFICIENCY)}" if is_goal else ""
+                goal = f", at least {EFFICIENCY:.0%}: {_verdict(share >= EFFICIENCY)}" if is_goal else ""
                 lines.append(f"{case.key}: {share:.1%} of what one GPU does, on each{goal}")
         return lines
 
 
-def _said(is_reached: bool) -> str:
+def _verdict(is_reached: bool) -> str:
     return "reached" if is_reached else "missed"
 
 

@@ -1,4 +1,4 @@
-"""Cases one after another, on each rank of a group of processes."""
+"""Run cases one after another on each rank of a group of processes."""
 
 import gc
 import os
@@ -23,9 +23,9 @@ from engine.subject import Subject, count_outputs, make_subject, write_config
 
 
 def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: int, effort: Effort) -> None:
-    """Runs the cases, all of which have as many GPUs and one environment, and tells their results from rank 0.
+    """Run cases with the same number of GPUs and environment, and report their results from rank 0.
 
-    The process groups are left to the end of the processes: NCCL's may wait for one another when they are given up.
+    The process groups are not destroyed before the processes exit, as NCCL's groups may wait for one another.
     """
     os.environ |= cases[0].environment | {
         "RANK": str(rank),
@@ -39,40 +39,40 @@ def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: in
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-    say: Tell = tell if rank == 0 else lambda kind, value: None
-    say("fact", _facts(device))
+    report: Tell = tell if rank == 0 else lambda kind, value: None
+    report("fact", _facts(device))
     for number, case in enumerate(cases):
-        say("begin", number)
-        torch._dynamo.reset()  # else kernels of a case with other sizes than those before are made for any, and slower
+        report("begin", number)
+        torch._dynamo.reset()  # otherwise new sizes cause slower kernels for dynamic sizes
         tell("patience", PATIENCE_S)
         result, problem = {}, None
         try:
-            result = _head(case, device) if "logprobs" in case.words else _train(case, folder, device, effort, say)
+            result = _head(case, device) if "logprobs" in case.words else _train(case, folder, device, effort, report)
         except torch.OutOfMemoryError as error:
             problem = str(error).split(". ")[0]
-        gc.collect()  # the error is gone here, and with it what its frames held
+        gc.collect()  # frees the tensors of the error's frames
         if is_cuda:
             torch.cuda.empty_cache()
         problems: list[Any] = [None] * case.num_gpus
         dist.all_gather_object(problems, problem)
         problem = next((item for item in problems if item is not None), None)
-        say("result", {"number": number, "out_of_memory": problem} | ({} if problem else result))
+        report("result", {"number": number, "out_of_memory": problem} | ({} if problem else result))
 
 
-def _train(case: Case, folder: str, device: torch.device, effort: Effort, say: Tell) -> dict[str, Any]:
+def _train(case: Case, folder: str, device: torch.device, effort: Effort, report: Tell) -> dict[str, Any]:
     started = time.perf_counter()
     subject = make_subject(case, write_config(case.model, folder), device)
     try:
-        return {"setup_s": time.perf_counter() - started} | _measure(case, subject, device, effort, started, say)
+        return {"setup_s": time.perf_counter() - started} | _measure(case, subject, device, effort, started, report)
     finally:
         subject.close()
 
 
 def _measure(
-    case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, say: Tell
+    case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, report: Tell
 ) -> dict[str, Any]:
     shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
-    share = case.tokens * case.num_gpus // subject.num_parts  # as much for each GPU, however many share the rows
+    share = case.tokens * case.num_gpus // subject.num_parts  # constant work per GPU
     lengths = row_lengths(share, shortest=shortest, longest=longest, seed=0)
     vocab_size, experts = MODELS[case.model]["vocab_size"], None
     if "balanced" in case.words:
@@ -85,7 +85,7 @@ def _measure(
     first_s, _ = _step(subject, warm_up, device)
     _step(subject, warm_up, device)
     if effort.profile:
-        say("text", profiled(lambda: _step(subject, warm_up, device), device))
+        report("text", profiled(lambda: _step(subject, warm_up, device), device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds, loss, peak = [], 0.0, 0
@@ -93,7 +93,7 @@ def _measure(
         taken, loss = _step(subject, batch, device)
         seconds.append(_largest(taken))
         if device.type == "cuda":
-            peak = max(peak, torch.cuda.max_memory_allocated(device))  # an engine resets it at each step
+            peak = max(peak, torch.cuda.max_memory_allocated(device))  # the engine resets it at each step
         if _largest(time.perf_counter() - started) > effort.case_s:
             break
     step_s = statistics.median(seconds)
@@ -116,7 +116,7 @@ def _measure(
 
 
 def _step(subject: Subject, batch: Any, device: torch.device) -> tuple[float, float]:
-    """Seconds, from when all ranks are ready until this one's device is, and the loss."""
+    """Run a step; return its seconds, from a barrier until this rank's device is idle, and the loss."""
     _synchronize(device)
     _largest(0.0)  # a barrier
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The models that are trained, as Hugging Face's `config.json` describes them."""
+"""The benchmark's models, as fields of Hugging Face's `config.json`."""
 
 from typing import Any
 
@@ -47,4 +47,4 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe16": _MOE | {"num_hidden_layers": 16},
     "tiny": _qwen3(64, 128, 2, 4, tied=True) | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2},
 }
-"""Qwen3 in four sizes, Qwen3-30B-A3B with half of its layers and with a third, and one for tests without a GPU."""
+"""Qwen3 in four sizes, Qwen3-30B-A3B with a third and with half of its layers, and a tiny one for CPU tests."""

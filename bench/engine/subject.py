@@ -1,4 +1,4 @@
-"""What is trained: the engine of a case, or the plain loop it is compared with."""
+"""The measured trainers: the engine of a case, or a plain loop."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig, sft_loss
+from tidemill_engines import EngineRegistry, FSDP2Config, MegatronConfig, ModelConfig, OptimizerConfig, sft_loss
 
 from engine.case import Case
 from engine.shapes import MODELS
@@ -17,11 +17,13 @@ MAX_GRAD_NORM = 1.0
 
 
 class Subject(Protocol):
-    """Trains on the rows of one of `num_parts` parts of a batch.
+    """A trainer of one part of a batch.
 
     Attributes:
-        expert_load: of a mixture, how many times an equal share of the tokens the busiest expert of all layers had in
-            the last step; None of other models, and where it is not counted.
+        part: index of the part.
+        num_parts: number of parts.
+        expert_load: tokens of the busiest expert of a MoE model in the last step, relative to an equal share; None if
+            unknown.
     """
 
     part: int
@@ -29,16 +31,16 @@ class Subject(Protocol):
     expert_load: float | None
 
     def train(self, batch: DataProto) -> float:
-        """One optimizer step; returns the mean loss of a token."""
+        """Run one optimizer step; return the mean loss per token."""
         ...
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         ...
 
 
 def write_config(model: str, folder: str) -> Path:
-    """A folder with the `config.json` of a model in `MODELS`, and no weights."""
+    """Create a folder with the `config.json` of a model in `MODELS`, without weights."""
     path = Path(folder, model)
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
@@ -87,8 +89,6 @@ def _engine_config(case: Case, device: torch.device) -> Any:
             reshard_after_forward="zero2" not in case.words,
             max_token_len_per_gpu=case.micro_tokens,
         )
-    from tidemill_engines.megatron.config import MegatronConfig
-
     return MegatronConfig(
         device=device.type,  # type: ignore[arg-type]
         param_dtype=dtype,
@@ -107,10 +107,10 @@ def _engine_config(case: Case, device: torch.device) -> Any:
 
 
 class PlainLoop:
-    """What one writes without a library: transformers under autocast, rows padded to the longest of a micro-batch.
+    """A plain loop: transformers under autocast, with rows padded to the longest of a micro-batch.
 
-    Padding is on the right, where causal attention does not see it, so no mask keeps SDPA from its fastest kernel. With
-    masters in bfloat16 there is no autocast.
+    Padding is on the right, which causal attention excludes, so SDPA uses its fastest kernel, without a mask. With
+    bfloat16 master weights there is no autocast.
     """
 
     part, num_parts = 0, 1
@@ -185,5 +185,5 @@ def make_subject(case: Case, path: Path, device: torch.device) -> Subject:
 
 
 def count_outputs(batch: DataProto) -> int:
-    """Response tokens of a batch."""
+    """Count the response tokens of a batch."""
     return int(ragged.lengths(batch["responses"]).sum())

@@ -84,10 +84,10 @@ def test_case_names_describe_settings():
     for text, said in (
         ("tiny:ckpt+fast", "unknown words fast"),
         ("30b:base", "unknown model '30b'"),
-        ("4b:compile+tp2", "what is of one backend is not of the other"),
-        ("4b:megatron+compile", "what is of one backend is not of the other"),
-        ("4b:te", "what is of one backend is not of the other"),
-        ("4b:megatron+tp8", "4 GPUs cannot be divided by tp 8, pp 1, ep 1"),
+        ("4b:compile+tp2", "combines words of both backends"),
+        ("4b:megatron+compile", "combines words of both backends"),
+        ("4b:te", "combines words of both backends"),
+        ("4b:megatron+tp8", "tp 8, pp 1 and ep 1 must divide the 4 GPUs"),
     ):
         with pytest.raises(ValueError, match=said):
             parsed(text)
