@@ -135,8 +135,8 @@ def save_and_load(
     from tidemill_engines.megatron.parallel import data_parallel
 
     if bucket_size is not None:
-        config = data_parallel.DistributedDataMegatronConfig
-        data_parallel.DistributedDataMegatronConfig = partial(config, bucket_size=bucket_size)  # type: ignore[misc]
+        config = data_parallel.DistributedDataParallelConfig
+        data_parallel.DistributedDataParallelConfig = partial(config, bucket_size=bucket_size)  # type: ignore[misc]
 
     def steps(engine: Any, num_steps: int) -> list[dict[str, float]]:
         return [

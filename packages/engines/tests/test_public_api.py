@@ -21,7 +21,7 @@ def test_all_is_pinned():
     assert tidemill_engines.__all__ == [
         "BaseEngine",
         "CheckpointConfig",
-        "FSDP2Config",
+        "EngineConfig",
         "EngineRegistry",
         "FSDP2Config",
         "LoraConfig",

@@ -330,7 +330,7 @@ def run_refused(path, text_path):
         (with_entries(batch, 0, image_grid_thw=torch.tensor([[1, 3, 8]])), "must be multiples of 2"),
         (with_entries(batch, 0, image_grid_thw=torch.tensor([1, 4, 6])), r"must be integers >= 1 of shape \[n, 3\]"),
         (with_entries(batch, 0, pixel_values=pixels.numpy()), "pixel_values must be a tensor, got a ndarray"),
-        (with_entries(batch, 0, input_ids=pixels), "row 0 has 'input_ids'; known are pixel_values,"),
+        (with_entries(batch, 0, input_ids=pixels), "row 0 has 'input_ids'; remove it. Supported: pixel_values,"),
         (with_column(batch, "position_ids", ragged.like(ragged_ones, batch["input_ids"])), "must be integers"),
         (with_column(batch, "position_ids", torch.ones(6, 9).long()), r"must be integers \[B, j, 3\]"),
     ]

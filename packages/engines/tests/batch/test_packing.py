@@ -100,7 +100,7 @@ def test_micro_batches_contain_each_row_once_and_restore_order(settings, num_row
 
 def test_too_few_micro_batches_are_rejected():
     batch = make_batch(10, seed=3)
-    with pytest.raises(ValueError, match="10 rows need 4 micro-batches of 3; got 2"):
+    with pytest.raises(ValueError, match="must be at least 4 for 10 rows in micro-batches of 3; got 2"):
         prepare_micro_batches(batch, max_token_len=20, micro_batch_size=3, num_micro_batches=2)
     with pytest.raises(ValueError, match="micro-batches"):
         prepare_micro_batches(batch, max_token_len=20, num_micro_batches=2)
