@@ -65,8 +65,8 @@ BAD = {
         ValueError,
         r"response_mask must be shaped like responses, \[B, j\]; got a tensor \[B, j, 3\]",
     ),
-    "no batch": (lambda b: None, TypeError, "an engine takes a DataProto, got a NoneType"),
-    "a dict": (lambda b: {"input_ids": 1}, TypeError, "an engine takes a DataProto, got a dict"),
+    "no batch": (lambda b: None, TypeError, "batch must be a DataProto, got a NoneType"),
+    "a dict": (lambda b: {"input_ids": 1}, TypeError, "batch must be a DataProto, got a dict"),
     "other response": (
         lambda b: with_column(b, "responses", ragged.like(ragged.values(b["responses"]) + 1, b["responses"])),
         ValueError,
@@ -295,7 +295,7 @@ def test_incomplete_environment_is_an_error(tmp_path, monkeypatch):
 
 
 def test_resolve_device(monkeypatch):
-    from tidemill_engines.distributed.process_groups import resolve_device
+    from tidemill_engines.distributed.device import resolve_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="sees no CUDA device"):
