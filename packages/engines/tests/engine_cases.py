@@ -1,4 +1,4 @@
-"""Batches, engines, and an independent reference: plain transformers and plain PyTorch, one unpadded row at a time."""
+"""Batches, engines, and an independent reference in plain transformers and PyTorch, one unpadded row at a time."""
 
 import json
 import tempfile
@@ -11,11 +11,11 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 
 VOCAB = 61
-IMAGE_TOKEN, VIDEO_TOKEN = 58, 59  # of vision-language models
+IMAGE_TOKEN, VIDEO_TOKEN = 58, 59  # token ids of vision-language models
 
 
 def make_batch(num_rows: int, *, seed: int = 0, temperature: float = 1.0, longest: int = 9) -> DataProto:
-    """Random rows of 1 to `longest` prompt and 0 to `longest` response tokens, a mask and per-token advantages."""
+    """Create random rows of 1 to `longest` prompt and 0 to `longest` response tokens, with mask and advantages."""
     generator = torch.Generator().manual_seed(seed)
 
     def lengths(low: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def make_batch(num_rows: int, *, seed: int = 0, temperature: float = 1.0, longes
 
 
 def pad_batch(batch: DataProto, *, prompt_width: int = 12, response_width: int = 11) -> DataProto:
-    """The batch as rollouts often come: prompts padded on the left, responses on the right, garbage in the padding."""
+    """Pad a batch like a rollout: prompts on the left, responses on the right, random tokens in the padding."""
     prompts, _ = ragged.split_rows(
         batch["input_ids"], ragged.lengths(batch["input_ids"]) - ragged.lengths(batch["responses"])
     )
@@ -72,7 +72,7 @@ def pad_batch(batch: DataProto, *, prompt_width: int = 12, response_width: int =
 def policy_like_loss(
     output: Any, micro_batch: DataProto, normalizer: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Every kind of term and metric at once: per token, per sequence (mean within rows), entropy, a mean, a maximum."""
+    """A loss with all kinds of terms and metrics: per token, per sequence, entropy, mean, maximum."""
     from tidemill_engines import Metric
 
     mask = ragged.values(micro_batch["response_mask"]).to(output.log_probs.dtype)
@@ -92,7 +92,7 @@ def policy_like_loss(
 
 
 def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per row: log-probabilities and entropies of the response tokens, from an unpadded forward of that row alone."""
+    """Compute log-probabilities and entropies of the response tokens with an unpadded forward per row."""
     out = []
     images = batch.non_tensor_batch.get("multi_modal_inputs", [None] * len(batch))
     for ids, response, entries in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), images, strict=True):
@@ -106,7 +106,7 @@ def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, to
 
 
 def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
-    """`policy_like_loss` over the whole batch, written row by row."""
+    """Compute `policy_like_loss` over the whole batch, row by row."""
     masks = [mask.to(model.dtype) for mask in batch["response_mask"].unbind()]
     num_tokens = max(1.0, sum(mask.sum().item() for mask in masks))
     num_sequences = max(1, sum(bool(mask.any()) for mask in masks))
@@ -132,7 +132,7 @@ def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, 
 
 
 def starcoder2_model(path: Path) -> Path:
-    """As `tidemill_testing.tiny_model`, with windows and biases.
+    """Create a model as `tidemill_testing.tiny_model`, with sliding windows and biases.
 
     Nothing in it is computed in float32 if the weights are in float64.
     """
@@ -163,7 +163,7 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    attention = "eager" if dtype == torch.float32 else "sdpa"  # eager has its softmax in float32 always
+    attention = "eager" if dtype == torch.float32 else "sdpa"  # the softmax of eager is always float32
     sees_images = "vision_config" in json.loads((path / "config.json").read_text())
     cls = transformers.AutoModelForImageTextToText if sees_images else transformers.AutoModelForCausalLM
     return cls.from_pretrained(path, dtype=dtype, attn_implementation=attention)
@@ -181,7 +181,7 @@ def plain_training(
     dtype: torch.dtype = torch.float32,
     adapter: Path | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Trains on the batches; returns the metrics of each step and the weights by checkpoint name.
+    """Train on the batches; return the metrics of each step and the weights by checkpoint name.
 
     With an `adapter`, a folder of peft, that is trained, and the weights are those with it merged.
     """
@@ -210,7 +210,7 @@ def plain_training(
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights as `save_pretrained` writes them: by the names of the checkpoint, of tied ones the first."""
+    """Return the weights by checkpoint name, as `save_pretrained` writes them; of tied ones the first."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +246,7 @@ def build_engine(
 
 
 def shard(engine: Any, batch: DataProto) -> DataProto:
-    """This rank's rows of a global batch."""
+    """Return this rank's rows of a global batch."""
     return batch.chunk(engine.get_data_parallel_size(), allow_unequal=True)[engine.get_data_parallel_rank()]
 
 
@@ -261,7 +261,7 @@ def full(weight: Any) -> torch.Tensor:
 
 
 def engine_training(path: Path, batches: list[DataProto], **settings: Any):
-    """As `plain_training`, with an engine on this rank."""
+    """Run `plain_training` with an engine on this rank."""
     engine = build_engine(path, **settings)
     trained = trained_on(engine, batches)
     engine.close()
@@ -269,13 +269,13 @@ def engine_training(path: Path, batches: list[DataProto], **settings: Any):
 
 
 def trained_on(engine: Any, batches: list[DataProto]):
-    """As `plain_training`, with this rank's rows."""
+    """Run `plain_training` with this rank's rows."""
     history = [engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches]
     return history, weights_of(engine)
 
 
 def train(engine: Any, seeds: list[int]) -> list[dict[str, float]]:
-    """A step for each seed, on batches of 9 rows; returns their metrics."""
+    """Run a step for each seed on batches of 9 rows; return their metrics."""
     return [
         engine.train_batch(shard(engine, make_batch(9, seed=seed)), policy_like_loss, calculate_entropy=True)
         for seed in seeds
@@ -283,7 +283,7 @@ def train(engine: Any, seeds: list[int]) -> list[dict[str, float]]:
 
 
 def check_training(results: Any, expected: Any, case: Any, tolerance: float = 1e-5) -> None:
-    """That every rank of `engine_training` reports the metrics and has the weights of `plain_training`."""
+    """Check that every rank of `engine_training` has the metrics and weights of `plain_training`."""
     history, weights = expected
     for rank, (actual_history, actual_weights) in enumerate(results):
         for step, (actual, plain) in enumerate(zip(actual_history, history, strict=True)):

@@ -1,4 +1,4 @@
-"""The ways in which each engine can be laid out, as combinations of factors."""
+"""The layouts of each engine, as combinations of factors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Suite:
         return [layout for layout in layouts if self.is_possible(layout)]
 
     def pairwise_layouts(self) -> list[Layout]:
-        """Few layouts with all pairs of values that are possible, found greedily."""
+        """Select few layouts that contain all possible pairs of values, greedily."""
 
         def pairs(layout: Layout) -> set[Any]:
             return set(combinations(layout.items(), 2))
@@ -86,7 +86,7 @@ FSDP2 = Suite(
         "tuning": ["full", "LoRA"] if find_spec("peft") else ["full"],
         "family": ["qwen3 tied", "qwen2 tied", "qwen2", "llama tied", "llama", "qwen3_moe"],
     },
-    # HSDP needs two ranks to replicate anything
+    # HSDP requires at least two ranks
     is_possible=lambda layout: layout["sharding"] != "HSDP" or layout["dp"] * layout["sp"] > 1,
     settings=_fsdp2_settings,
     world_size=lambda layout: layout["dp"] * layout["sp"],
@@ -97,7 +97,7 @@ FSDP2 = Suite(
 
 
 def _is_possible_with_megatron(layout: Layout) -> bool:
-    """On four ranks, which are used for all layouts."""
+    """Run all layouts on four ranks."""
     has_experts = layout["family"] == "qwen3_moe"
     return (
         layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 4

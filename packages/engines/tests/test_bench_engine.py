@@ -1,4 +1,4 @@
-"""The benchmark of this package, `bench/engine.py`."""
+"""The engine benchmark, `bench/engine.py`."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_profile_groups_kernels():
     }
     assert {name: kind_of(name) for name in kinds} == kinds
     assert covered([(5, 6), (0, 2), (1, 3), (1.5, 2)]) == 4
-    # 10 us, of which 4 with a product, 3 with communication alone
+    # 10 us: 4 with a matrix product, 3 with communication only
     kernels = [("nvjet_1", 0.0, 4.0), ("ncclDevKernel_SendRecv", 2.0, 7.0)]
     lines = [line.split(maxsplit=3) for line in summary(kernels, 10e-6).splitlines()[1:]]
     assert [(share, count, kind) for _, share, count, kind in lines] == [
@@ -165,7 +165,7 @@ def test_benchmark_runs_on_cpu(tmp_path):
     cases = {case["case"]: case for case in report["cases"]}
     ours, plain = cases["tiny fsdp2 x1"], cases["tiny plain x1"]
     assert ours["tokens"] == plain["tokens"]
-    assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)  # other weights of the same kind
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)  # other random weights
     assert cases["tiny fsdp2+ckpt x1"]["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     assert cases["tiny logprobs x1"]["largest_difference"] < 1e-5
     assert re.search(r"tiny, masters fp32: fsdp2\S* trains [\d.]+ times as many tokens/s as plain", run.stdout)

@@ -1,4 +1,4 @@
-"""Memory: what is offloaded is away and comes back as it was, and no way of saving memory changes the numbers."""
+"""Offloading and other memory-saving settings do not change results."""
 
 import logging
 import resource
@@ -31,7 +31,7 @@ def test_offload_frees_memory_and_keeps_tensor_objects():
         assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
         assert offloaded.read(tensors[0]).untyped_storage()._cdata != whole.untyped_storage()._cdata
     offloaded.offload()
-    tensors[:] = [torch.full((2,), 7.0)]  # made anew while the former ones were away
+    tensors[:] = [torch.full((2,), 7.0)]  # new tensors while the old ones are offloaded
     offloaded.replace()
     assert offloaded.is_offloaded
     assert tensors[0].untyped_storage().size() == 0
@@ -40,7 +40,7 @@ def test_offload_frees_memory_and_keeps_tensor_objects():
 
 
 def run_without_memory():
-    """What is away after there was no memory to bring it back, and what it holds once there is."""
+    """Return storage sizes after a failed onload, and whether a later onload restores the values."""
     params, state = torch.arange(1 << 20), torch.arange(1 << 26)
     offloader = Offloader(
         {
@@ -91,7 +91,7 @@ def test_overlapping_onloaded_contexts_offload_at_last_exit():
 
 
 def device_bytes(engine):
-    """The memory of parameters, gradients and optimizer state on the device, each storage once."""
+    """Return the device bytes of parameters, gradients and optimizer state, each storage once."""
 
     def total(tensors):
         storages = {}
@@ -130,7 +130,7 @@ def run_offload(path, batches, offload, folder):
         seen["evaluating"] = device_bytes(engine)
         listed = list(engine.get_per_tensor_param())
         assert engine.streams_weights is (offload.get("param_offload", False) or offload.get("offload_policy", False))
-    weights = {name: weight.full_tensor() for name, weight in listed}  # still valid when everything is away again
+    weights = {name: weight.full_tensor() for name, weight in listed}  # still valid after everything is offloaded again
     engine.save_checkpoint(folder)
     engine.save_hf(folder / "hf")
     seen["after saving"] = device_bytes(engine)
@@ -157,7 +157,7 @@ def run_offload(path, batches, offload, folder):
 
 
 def run_outputs(path, batch):
-    """For each call of the loss, how many micro-batches before it still have their outputs in memory."""
+    """Return for each call of the loss how many earlier micro-batches still have outputs in memory."""
     engine = build_engine(path, micro_batch_size_per_gpu=1, model={"output_router_logits": True})
     outputs, kept = [], []
 
@@ -197,7 +197,7 @@ def test_offload_frees_memory_and_is_bitwise_neutral(tmp_path):
         plain, history, log_probs, weights = results[0]
         assert all(size > 0 for size in (*plain["with gradients"], plain["start"][2]))
         for offload, (seen, *rest) in zip(OFFLOADS[1:], results[1:], strict=True):
-            layout = {"fsdp_size", "reshard_after_forward"} & offload.keys()  # adds gradients up in another order
+            layout = {"fsdp_size", "reshard_after_forward"} & offload.keys()  # sums gradients in another order
             same = partial(torch.allclose, rtol=1e-4, atol=1e-6) if layout else torch.equal
             assert rest[0] == history or layout, offload
             for actual, expected in zip(rest[0], history, strict=True):
@@ -225,14 +225,14 @@ SAVINGS = [
 
 
 def run_unknown_layers(path, batch):
-    """The weights after a step of a model class that does not say what its layers are."""
+    """Return the weights after a step of a model class without _no_split_modules."""
     from transformers import Qwen3ForCausalLM, Qwen3PreTrainedModel
 
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("tidemill_engines.fsdp2.model").addHandler(handler)
-    Qwen3PreTrainedModel._no_split_modules = None  # this process ends with the test
+    Qwen3PreTrainedModel._no_split_modules = None  # affects only this rank process
     Qwen3ForCausalLM._no_split_modules = None
     engine = build_engine(path, max_token_len_per_gpu=40)
     engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
@@ -260,7 +260,7 @@ def run_savings(path, batch):
 
 
 def count_products(run):
-    """How many matrix products `run` makes."""
+    """Count the matrix products of `run`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -308,9 +308,9 @@ def test_mixed_precision_keeps_master_weights(tmp_path):
         for number, (history, weights, state) in enumerate(halves):
             kept = torch.bfloat16 if number == 2 else torch.float32
             assert weights == {kept}
-            assert state == {kept, torch.float32}  # the count of steps is float32
+            assert state == {kept, torch.float32}  # the step count is float32
             assert history[0]["loss"] == pytest.approx(exact[0]["loss"], rel=0.02, abs=0.05)
-            assert history[0]["loss"] != exact[0]["loss"]  # it did compute in bfloat16
+            assert history[0]["loss"] != exact[0]["loss"]  # bfloat16 was used
             if number < 2:
                 assert history[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.05)
 

@@ -1,4 +1,4 @@
-"""AdamW, its groups and schedules, and what becomes of gradients that are not finite."""
+"""AdamW, parameter groups, schedules, and non-finite gradients."""
 
 import logging
 
@@ -79,7 +79,7 @@ def spoiled(output, micro_batch, normalizer):
 
 
 def norm_beyond_float32(engine, rows):
-    """What is said of a gradient whose elements are finite, but not the sum of their squares."""
+    """Return the error for a gradient with finite elements and an infinite sum of squares."""
 
     def large(output, micro_batch, normalizer):
         loss, metrics = policy_like_loss(output, micro_batch, normalizer)

@@ -1,4 +1,4 @@
-"""Operations, counted by torch itself, and the speed that is made of them."""
+"""Operation counts against torch's FlopCounter, and the speed of a step."""
 
 import time
 
@@ -12,7 +12,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 
 def counted_flops(model, length):
-    """What torch counts in a step of one row; eager attention looks at all pairs of tokens."""
+    """Count the operations of a step of one row with torch; eager attention computes all pairs of tokens."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

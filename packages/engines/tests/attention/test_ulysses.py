@@ -1,4 +1,4 @@
-"""Several ranks that share the tokens of the same rows: what each is given, what they exchange, what comes back."""
+"""Ulysses sequence parallelism: the parts of the ranks, the all-to-all, the gathered outputs."""
 
 from dataclasses import replace
 
@@ -49,14 +49,14 @@ def test_parts_of_all_ranks_are_the_packed_rows(num_rows, num_shares):
         assert run.layout.cu_seqlens[: num_rows + 1].tolist() == whole.layout.cu_seqlens[: num_rows + 1].tolist() or (
             num_rows == 0
         )
-        assert run.layout.cu_seqlens[-1] == size * num_shares  # all tokens belong to a row, those added to their own
+        assert run.layout.cu_seqlens[-1] == size * num_shares  # all tokens belong to a row, filling tokens to their own
 
 
 LENGTHS = [5, 1, 9, 2, 7]
 
 
 def heads(num_heads, kv_heads, group, rank, size):
-    """Attention and its gradients for this rank's run, once by itself over all tokens and once with the group."""
+    """Attention and its gradients for this rank's part, computed alone over all tokens and with the group."""
     generator = torch.Generator().manual_seed(num_heads * 100 + kv_heads)
 
     def draw(num: int, dim: int) -> torch.Tensor:

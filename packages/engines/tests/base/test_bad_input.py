@@ -1,4 +1,4 @@
-"""Bad input and bad luck: a clear error on every rank, and never a hang."""
+"""Invalid input and failures: a clear error on every rank, and no hang."""
 
 import time
 
@@ -99,7 +99,7 @@ def run_bad_batches(path, batch, changes):
             engine.train_batch(bad, policy_like_loss, calculate_entropy=True)
         except (ValueError, TypeError) as error:
             caught[name] = (type(error), str(error))
-    after = engine.train_batch(good, policy_like_loss, calculate_entropy=True)  # the ranks are still in step
+    after = engine.train_batch(good, policy_like_loss, calculate_entropy=True)  # the ranks are still synchronized
     engine.close()
     return caught, after
 
@@ -242,7 +242,7 @@ def test_missing_rank_is_an_error_after_timeout(tmp_path):
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
 def test_different_models_on_ranks_are_rejected(tmp_path, backend):
-    """As where a folder of the same name is not the same on all machines."""
+    """Different folders under the same name on different machines."""
     for rank, layers in enumerate((2, 3)):
         tiny_model(tmp_path / str(rank), "qwen3", vocab_size=VOCAB, num_hidden_layers=layers)
     assert run_ranks(run_different_models, 2, tmp_path, backend) == [True, True]

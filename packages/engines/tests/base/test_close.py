@@ -1,4 +1,4 @@
-"""An engine that is closed after training leaves nothing: no modules, no gradients, no threads of process groups."""
+"""close() frees modules, gradients and the threads of process groups."""
 
 import gc
 import os
@@ -21,12 +21,12 @@ CASES = {
 
 
 def left(backend):
-    """How many modules, tensors of autograd's graphs, and threads there are."""
+    """Count modules, tensors of autograd graphs, and threads."""
     gc.collect()
     objects = gc.get_objects()
     modules = [one for one in objects if isinstance(one, torch.nn.Module)]
     in_graphs = [one for one in objects if isinstance(one, torch.Tensor) and one.requires_grad]
-    # torch keeps what it has found out about DTensors, with their meshes, and so one of FSDP2's groups
+    # torch caches DTensor sharding decisions with their meshes, and so one FSDP2 group
     return len(modules), len(in_graphs), 0 if backend == "fsdp2" else len(os.listdir("/proc/self/task"))
 
 
@@ -48,5 +48,5 @@ def test_close_frees_modules_gradients_and_threads(tmp_path, backend):
     paths = {family: tiny_model(tmp_path / family, family, vocab_size=VOCAB) for family in ("qwen3", "qwen3_moe")}
     cases = [(paths[family], settings) for family, settings in CASES[backend]]
     for of_rank in run_ranks(run_and_close, 2, backend, [*cases, *cases], timeout_s=200):
-        imported = of_rank[len(cases) - 1]  # what libraries keep once they are imported
+        imported = of_rank[len(cases) - 1]  # kept by libraries after their import
         assert of_rank[len(cases) :] == [imported] * len(cases)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of infer_batch against transformers, row by row."""
+"""infer_batch against transformers, row by row."""
 
 import pytest
 import torch

@@ -37,7 +37,7 @@ def make_batches():
 
 
 def row_order(num_rows, layout):
-    """Which row comes when."""
+    """Order of the rows in the global batch."""
     if layout["rows"] == "mixed":
         return torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
     return torch.arange(num_rows)
@@ -61,7 +61,7 @@ def run_layouts(backend, paths, batches, layouts):
 
 
 def run_inference(engine, rows):
-    """Which rows of the batch these are, whether this rank is the one to collect them from, and their columns, flat."""
+    """Return the rows of this rank, whether its outputs are collected, and their flat columns."""
     out = engine.infer_batch(rows, entropy=True)
     columns = [out[name] for name in ("log_probs", "entropy")]
     if not ragged.is_ragged(rows["responses"]):
@@ -71,7 +71,7 @@ def run_inference(engine, rows):
 
 
 def check_inference(of_ranks, rows, layout):
-    """That ranks have what a plain forward of each of these rows says, and one of each part is the one to collect."""
+    """Check the ranks' outputs against a plain forward of each row, and that one rank per part is collected."""
     parts = {part: columns for part, is_source, columns in of_ranks if is_source}
     assert sorted(part for part, is_source, _ in of_ranks if is_source) == list(range(len(parts)))
     assert {part for part, _, _ in of_ranks} == parts.keys()
@@ -102,7 +102,7 @@ def make_models(suite, folder):
         adapter = adapter_of(paths[family]) if tuning == "LoRA" else None
         expected[family, tuning] = plain_training(paths[family], make_batches(), adapter=adapter)
     with torch.no_grad():
-        for family, path in paths.items():  # adapters change nothing yet
+        for family, path in paths.items():  # new adapters do not change outputs
             rows[family] = plain_log_probs(plain_model(path), make_batches()[0])
     return paths, expected, rows
 
@@ -112,7 +112,7 @@ def adapter_of(path):
 
 
 def run_save_adapters(paths):
-    """The adapters that every engine starts with."""
+    """Return the initial adapters of every engine."""
     for path in paths:
         engine = build_engine(path, model={"lora": LORA})
         engine.save_adapter(adapter_of(path))
@@ -193,7 +193,7 @@ def test_engines_agree_over_five_steps(models):
             check_training([rank[family][number] for rank in ranks], reference, (family, backend, settings))
 
 
-EXACT = [  # in float64, on the family whose layers are in float64 then, with windows of 4 tokens
+EXACT = [  # float64, for the family with float64 layers and sliding windows of 4 tokens
     {},
     {"max_token_len_per_gpu": 30},
     {"ulysses_sequence_parallel_size": 2, "reshard_after_forward": False, "max_token_len_per_gpu": 30},
@@ -242,7 +242,7 @@ def run_schedule(path, batches):
 
 
 def run_reset(path, batches):
-    """A first phase with other settings, then a fresh optimizer and schedule from the weights at its end."""
+    """Train with other settings, then reset optimizer and schedule."""
     engine = build_engine(path, optimizer={"lr": 0.1, "lr_warmup_steps": 3})
     engine.train_batch(shard(engine, batches[0]), policy_like_loss, calculate_entropy=True)
     engine.save_hf(path.parent / "between")

@@ -1,4 +1,4 @@
-"""Steps within contexts that switch gradients off, and with others between a backward and its step."""
+"""Steps within contexts that disable gradients, and reads of weights between backward and step."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,7 @@ SEEDS = [1, 2, 3, 4]
 
 
 def run_contexts(path, backend):
-    """The norms of steps in contexts without gradients, the last outside of any; the first context is inferred in."""
+    """Return the norms of steps in contexts without gradients; the last step is outside of any."""
     engine = build_engine(path, backend=backend)
     contexts = (torch.inference_mode, torch.no_grad, engine.eval_mode)
     batches = [shard(engine, batch_of(seed)) for seed in SEEDS]
@@ -40,7 +40,7 @@ def batch_of(seed):
 
 
 def run_between(path, settings):
-    """The norms of steps; in between backward and step of each but the first, the weights are used otherwise."""
+    """Return the norms of steps; from the second on, the weights are read between backward and step."""
     engine = build_engine(path, backend="megatron", **settings)
     uses = [
         lambda: None,

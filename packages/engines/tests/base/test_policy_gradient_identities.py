@@ -13,12 +13,12 @@ from engine_cases import build_engine, shard
 from tidemill_dataproto import DataProto, ragged
 from tidemill_testing import run_ranks, tiny_model
 
-NUM_TOKENS = 7  # of the vocabulary
+NUM_TOKENS = 7  # vocabulary size
 PROMPT = [3, 1, 4]
 
 
 def one_token_rows(tokens, **columns):
-    """A row PROMPT + token for each token, with float64 columns of one element per row."""
+    """Create a row PROMPT + token for each token, with float64 columns of one element per row."""
     responses = ragged.ragged(torch.tensor(tokens), [1] * len(tokens))
     prompts = ragged.ragged(torch.tensor(PROMPT * len(tokens)), [len(PROMPT)] * len(tokens))
     tensors = {"input_ids": ragged.concat_rows(prompts, responses), "responses": responses}
@@ -28,7 +28,7 @@ def one_token_rows(tokens, **columns):
 
 
 def loss_of(terms):
-    """The sum over rows of each of the `terms(log_p, columns)`; the first is the loss, all are metrics."""
+    """Sum each of `terms(log_p, columns)` over rows; the first is the loss, all are metrics."""
 
     def loss(output, micro_batch, normalizer):
         columns = {name: micro_batch[name].values() for name in micro_batch.batch.keys()}  # noqa: SIM118
@@ -41,7 +41,7 @@ def loss_of(terms):
 def kl_terms(wanted):
     def terms(log_p, columns):
         log_q, p = columns["log_q"], log_p.exp()
-        sampled = p.detach()  # the probability with which this row is drawn
+        sampled = p.detach()  # probability of this row
         difference = log_p - log_q
         estimators = {
             "k1": sampled * difference,
@@ -65,11 +65,11 @@ REWARDS = [1.0, 0.0, 0.3, -2.0, 0.5, 0.1, 1.5]
 
 
 def policy_gradient_terms(wanted):
-    """Of groups of two: the loss -E[sum of A_i log p_i] / 2, against that of J = E[r]."""
+    """Groups of two: the loss -E[sum of A_i log p_i] / 2 against that of J = E[r]."""
 
     def terms(log_p, columns):
         estimated = -columns["drawn"] * columns[wanted] * log_p / 2
-        # a row y occurs in 2 * NUM_TOKENS groups, so that J would be counted as often
+        # a row y occurs in 2 * NUM_TOKENS groups, so J is divided by this number
         exact = -columns["reward"] * log_p.exp() / (2 * NUM_TOKENS)
         scale = {"rloo": 1.0, "dr_grpo": 0.5, "exact": 0.0}[wanted]
         return {"objective": estimated - scale * exact if wanted != "exact" else exact}
@@ -129,7 +129,7 @@ def test_identities(tmp_path, world_size):
         assert scale > 0.1
         for name in ("grad k1", "grad k2 - grad KL(p|q)", "grad k3 - grad KL(q|p)"):
             assert kl[name]["grad_norm"] < 1e-5 * scale, name
-        assert kl["grad k3 - grad KL(p|q)"]["grad_norm"] > 0.1 * scale  # the two are not the same thing
+        assert kl["grad k3 - grad KL(p|q)"]["grad_norm"] > 0.1 * scale  # the two gradients differ
         assert norms["exact"] > 0.1
         assert norms["rloo"] < 1e-5 * norms["exact"]
         assert norms["dr_grpo"] < 1e-5 * norms["exact"]

@@ -1,4 +1,4 @@
-"""Vision-language models: rows with images beside rows without, against plain transformers, one row at a time."""
+"""Vision-language models: rows with and without images against plain transformers, one row at a time."""
 
 import json
 from importlib.util import find_spec
@@ -26,11 +26,11 @@ from tidemill_engines.throughput import training_flops
 from tidemill_testing import run_ranks, tiny_model
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-START, END, PATCH = 56, 57, 24  # around an image; numbers in a patch
+START, END, PATCH = 56, 57, 24  # tokens around an image; elements of a patch
 
 
 def vision_model(path, family):
-    """A tiny random model, with features of images that enter at the first layer, too, where the family has them."""
+    """Create a tiny random model, with image features at the first layer if the family has them."""
     import transformers
 
     config_cls, model_cls, vision = {
@@ -137,7 +137,7 @@ SMALL, WIDE, TALL = (1, 2, 2), (1, 4, 6), (1, 8, 4)
 BATCHES = [
     vision_batch([[WIDE], [], [SMALL, TALL], [], [TALL], [SMALL]], seed=1, temperature=0.8),
     vision_batch([[], [], [], [WIDE, WIDE]], seed=2),  # the first rank has no image
-    vision_batch([[], [], []], seed=3),  # no rank has
+    vision_batch([[], [], []], seed=3),  # no rank has an image
 ]
 LAYOUTS = [
     {},
@@ -198,7 +198,7 @@ def run_videos(path, batches):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_videos(tmp_path, family):
-    """Each rank runs the layers of both kinds, whatever its rows have."""
+    """Each rank computes the layers of images and videos, even if its rows have none."""
     path = vision_model(tmp_path / "model", family)
     batches = [
         vision_batch([[SMALL], [SMALL, WIDE], [CLIP], [SHORT_CLIP, SHORT_CLIP]], seed=4, frames_apart="3" in family),
@@ -211,7 +211,7 @@ def test_videos(tmp_path, family):
 
 
 def with_positions(batch, change=0):
-    """The batch with the column `position_ids`: in each row time, height and width are drawn apart by `change`."""
+    """Add the column `position_ids`; `change` spreads time, height and width of each row."""
     lengths = ragged.lengths(batch["input_ids"])
     counts = torch.cat([torch.arange(n) for n in lengths.tolist()])
     positions = torch.stack([counts, counts + change * (counts % 3), counts + change * (counts % 2)], 1)
@@ -221,7 +221,7 @@ def with_positions(batch, change=0):
 
 
 def plain_columns(model, batch):
-    """Log-probabilities and entropies with the positions of the column."""
+    """Compute log-probabilities and entropies with the positions of the column."""
 
     class AtPositions:
         rows = iter(batch["position_ids"].unbind())
@@ -305,7 +305,7 @@ def test_frozen_vision_tower(tmp_path):
 
 
 def with_entries(batch, row, **entries):
-    """The batch with other entries of `multi_modal_inputs` in a row."""
+    """Replace entries of `multi_modal_inputs` in a row."""
     out = batch.clone()
     column = out.non_tensor_batch["multi_modal_inputs"]
     column[row] = (column[row] or {}) | entries
@@ -360,7 +360,7 @@ def test_invalid_images_are_rejected_on_every_rank(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_on_cuda(tmp_path, monkeypatch, family):
-    """In float32 as on the CPU; in bfloat16, with kernels for rows of any lengths, near it."""
+    """Compare float32 with the CPU, and bfloat16 with varlen kernels with float32."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     path = vision_model(tmp_path / "model", family)

@@ -1,4 +1,4 @@
-"""The parts that need no process group: attention, packing, micro-batches, log-probabilities."""
+"""Packing and micro-batches, and packed attention and sft_loss, without a process group."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def per_row_attention(q, k, v, lengths, window, scaling):
-    """Softmax attention written out, row by row and head by head; q [N, H, D], k and v [N, H_kv, D]."""
+    """Compute softmax attention row by row and head by head; q [N, H, D], k and v [N, H_kv, D]."""
     out, start = [], 0
     group = q.shape[1] // k.shape[1]
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Padded batches give the numbers of the ragged ones that they stand for, in their own layout."""
+"""Padded batches give the results of the equal ragged batches, in padded layout."""
 
 import pytest
 import torch

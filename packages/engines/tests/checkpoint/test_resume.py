@@ -1,4 +1,4 @@
-"""Checkpoints resume bit for bit, in other layouts too, and what is damaged or foreign is refused."""
+"""Checkpoints resume bitwise and in other layouts; damaged or foreign ones are rejected."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_resume_is_bitwise_with_dropout_and_reloads_on_another_world_size(tmp_pa
 
 
 def damage(folder: Path) -> None:
-    """Copies of the checkpoint `folder/good`, each damaged in another way."""
+    """Create damaged copies of the checkpoint `folder/good`."""
 
     def copy(name: str) -> Path:
         return Path(shutil.copytree(folder / "good", folder / name))
@@ -91,7 +91,7 @@ REFUSED = {
 
 
 NOT_DISTRIBUTED = {"use_distributed_optimizer": False}
-UNLIKE = {  # engines that want something else than `good` has: of which model, how laid out, and what they are told
+UNLIKE = {  # engines that do not match `good`: model, layout, and the error
     "fsdp2": [({"hidden_size": 32}, {}, "rank 0: ValueError")],
     "megatron": [
         ({"hidden_size": 32}, {}, r"of another model, whose .* has the shape \(61, 64\) instead of \(61, 32\)"),
@@ -102,7 +102,7 @@ UNLIKE = {  # engines that want something else than `good` has: of which model, 
 
 
 def run_foreign(paths, folder, backend):
-    """Engines of other models each go on as if nothing had been, after they were given what `run_damaged` saved."""
+    """Engines of other models reject the checkpoints of `run_damaged` and continue unchanged."""
     for number, (path, (_, settings, message)) in enumerate(zip(paths, UNLIKE[backend], strict=True)):
         engine = build_engine(path, backend=backend, **settings)
         train(engine, [0])
@@ -159,7 +159,7 @@ def test_damaged_and_foreign_checkpoints_are_rejected(tmp_path, backend):
     assert run_ranks(run_damaged, 2, path, others, tmp_path / "saved", backend) == [True, True]
 
 
-KINDS = [  # engines one after another, and what each is told of the checkpoint of the one before it
+KINDS = [  # engines in sequence, and the error of each for the checkpoint of the previous one
     ("fsdp2", {}, ""),
     ("megatron", NOT_DISTRIBUTED, r"it is a checkpoint of another model or backend, without \w+"),
     ("megatron", {}, r"its optimizer has no state\.param\..* saved with another .*use_distributed_optimizer"),
@@ -219,7 +219,7 @@ def run_save_layouts(path, folder):
 
 
 def run_load_layouts(path, folder):
-    """Loads every layout's checkpoint into another layout, trains on, and returns what came of it."""
+    """Load every layout's checkpoint into another layout, continue training, and return the results."""
     out = []
     for number in range(len(LAYOUTS)):
         engine = build_engine(path, optimizer=SCHEDULE, **({} if number % 2 else {"fsdp_size": 1}))
@@ -251,5 +251,5 @@ def test_four_rank_checkpoint_resumes_on_two_ranks(tmp_path):
                 assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
             for name, weight in weights.items():
                 torch.testing.assert_close(after[name], weight, rtol=1e-3, atol=1e-5)
-        last = of_rank[-1][0]  # bit for bit what four ranks held
+        last = of_rank[-1][0]  # bitwise the state of four ranks
         assert all(torch.equal(last[name], weight) for name, weight in saved[0].items())

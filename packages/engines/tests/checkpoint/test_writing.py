@@ -1,4 +1,4 @@
-"""Checkpoints while they are written: killed, beside the next step, on the disk, and when that is full."""
+"""Writing checkpoints: killed processes, background saving, flushing, full disks."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tidemill_testing import run_ranks, tiny_model
 
 
 def run_killed(path, folder, backend):
-    """Rank 0 is killed while it writes its second checkpoint."""
+    """Kill rank 0 while it writes its second checkpoint."""
     engine = build_engine(path, backend=backend)
     train(engine, [0])
     engine.save_checkpoint(folder / "one")
@@ -75,7 +75,7 @@ def run_in_background(path, folder, background, settings):
     for seed in range(4):
         train(engine, [seed])
         engine.save_checkpoint(folder / f"step_{seed}")
-        # What is saved is the state of now, whatever the next step does while it is being written.
+        # The checkpoint contains the current state, even if the next step runs while it is written.
     train(engine, [9])
     engine.finish_checkpoint()
     torch.distributed.barrier()
@@ -110,11 +110,11 @@ def run_phases(path, folder):
     engine.save_checkpoint(folder / "third again")
     engine.reset_optimizer(engine.optimizer_config)
     train(engine, [3])
-    engine.save_checkpoint(folder / "first")  # of the next phase
+    engine.save_checkpoint(folder / "first")  # of a second phase
     assert [kept.name for kept in whole_checkpoints(folder)] == ["third again", "first"]
     with pytest.raises(FileNotFoundError, match=r"the newest complete checkpoint is .*/first"):
         engine.load_checkpoint(folder / "nowhere")
-    manifest = folder / "first" / "engine.json"  # as of a clock that was ahead
+    manifest = folder / "first" / "engine.json"  # with a clock that was ahead
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"saved_ns": 2**62}))
     engine.save_checkpoint(folder / "now")
     engine.close()
@@ -127,7 +127,7 @@ def test_keep_last_orders_by_time_of_saving(tmp_path):
 
 
 def run_to_disk(path, folder, backend):
-    """What is synced, renamed and removed while a second checkpoint takes the place of the first, in order."""
+    """Return the order of fsync, rename and removal while a second checkpoint replaces the first."""
     engine = build_engine(path, backend=backend, checkpoint={"keep_last": 1})
     engine.save_checkpoint(folder / "one")
     happened, sync = [], os.fsync

@@ -1,4 +1,4 @@
-"""Engines of one process share the default group that the first of them makes, in any order of closing."""
+"""Engines of one process share the default group that the first one creates, in any order of closing."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ from tidemill_testing import run_ranks, tiny_model
 
 
 def run_engines(path, port, backend):
-    """The first loss after a policy is closed of what it was compared with; and of engines that come after them."""
-    dist.destroy_process_group()  # that of the tests
+    """Return the first loss of a reference after its policy was closed, and that of later engines."""
+    dist.destroy_process_group()  # the default group of run_ranks
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     out = []
     for _ in range(3):

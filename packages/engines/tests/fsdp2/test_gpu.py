@@ -1,4 +1,4 @@
-"""What runs only on CUDA: the variable-length attention kernel and a bfloat16 training step."""
+"""CUDA only: the varlen attention kernels and bfloat16 training steps."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def assert_equals_the_padded_path(attention, dtype, lengths, *, kv_heads, head_dim=64, window=None):
-    """To rounding, `attention` gives what float32 gives; at most twice the error of padding in the same dtype."""
+    """Check that the error of `attention` is at most twice that of the padded path in the same dtype."""
     torch.manual_seed(0)
     total = sum(lengths)
     layout = PackedLayout.from_lengths(torch.tensor(lengths), DEVICE)
@@ -33,7 +33,7 @@ def assert_equals_the_padded_path(attention, dtype, lengths, *, kv_heads, head_d
     exact = run(varlen_padded, torch.float32)
     kernel, padded = run(attention, dtype), run(varlen_padded, dtype)
     for name, truth, actual, same_dtype in zip(("out", "dq", "dk", "dv"), exact, kernel, padded, strict=True):
-        size = truth.norm().clamp(min=1.0)  # of a row of one token, queries have no gradient
+        size = truth.norm().clamp(min=1.0)  # queries of a row of one token have no gradient
         error, rounding = (((x.float() - truth).norm() / size).item() for x in (actual, same_dtype))
         assert error < max(2 * rounding, 1e-3), f"{name}: {error} against {rounding} of the padded path"
 
@@ -53,7 +53,7 @@ def test_varlen_kernel_equals_the_padded_path(dtype, kv_heads, window, by_cudnn,
 def needs_cudnn():
     pytest.importorskip("cudnn")
     if torch.cuda.get_device_capability()[0] not in (9, 10):
-        pytest.skip("needs a Hopper or a Blackwell of the data centre")
+        pytest.skip("requires a Hopper or data-center Blackwell GPU")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -1,4 +1,4 @@
-"""An exception in the middle of a step is passed on, and the next step is that of an engine that never had one."""
+"""An exception within a step propagates and does not affect the next step."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ class FailsBackward(torch.autograd.Function):
 
 
 def interrupt(engine, rows, where, number):
-    """Breaks off a step, or `infer_batch`, when a piece of the model or the loss is called for the `number`th time."""
+    """Raise in a step or in `infer_batch` at the `number`th call of a part of the model or of the loss."""
     calls = []
 
     def is_due():
@@ -63,7 +63,7 @@ def trained(engine, rows):
 
 
 def run_interrupted(path, batch, cases):
-    """For each case whether two steps after an interruption are those of a fresh engine, and how it was interrupted."""
+    """Return for each case whether two steps after the exception equal those of a new engine, and the error."""
     out = []
     for settings, interruptions in cases:
         fresh = build_engine(path, micro_batch_size_per_gpu=1, **settings)

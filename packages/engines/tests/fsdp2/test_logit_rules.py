@@ -1,4 +1,4 @@
-"""Log-probabilities of models whose logits are more than hidden states times a matrix, against transformers."""
+"""Log-probabilities of models with a scale, softcap or bias of the logits, against transformers."""
 
 import pytest
 import torch

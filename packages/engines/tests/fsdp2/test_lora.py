@@ -1,4 +1,4 @@
-"""Low-rank adapters: as peft computes them, with the base frozen, exported alone and merged."""
+"""Low-rank adapters against peft: frozen base, separate and merged export."""
 
 import json
 
@@ -53,7 +53,7 @@ def run_lora(path, batches, folder, cases):
 
 
 def plain_lora_training(path, adapter, batches):
-    """Trains the saved adapter with peft on plain transformers."""
+    """Train the saved adapter with peft on plain transformers."""
     model = peft.PeftModel.from_pretrained(plain_model(path), adapter, is_trainable=True).train()
     settings = {name: value for name, value in OPTIMIZER.items() if name != "clip_grad"}
     params = [param for param in model.parameters() if param.requires_grad]
@@ -87,7 +87,7 @@ def test_training_adapters_equals_peft(tmp_path, family, tied):
         for before, start, actual_history, trained, actual_state, weights, same in of_rank:
             assert same
             assert sorted(before) == sorted(weights) == sorted(original)
-            assert all(torch.equal(before[name], tensor) for name, tensor in original.items())  # B is zero at first
+            assert all(torch.equal(before[name], tensor) for name, tensor in original.items())  # B starts at zero
             assert sorted(start) == sorted(actual_state) == sorted(state)
             assert len(trained) == 8
             assert all("lora_" in name for name in trained)

@@ -1,4 +1,4 @@
-"""Weights drawn from a seed: by the model's rule, the same in any layout, without a file of weights."""
+"""init_seed: initialization by the model's rule, the same in any layout, without a weight file."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_init_seed_equals_transformers_in_any_layout(tmp_path):
         assert weights.keys() == state.keys()
         for name, expected in state.items():
             actual = weights[name]
-            if expected.numel() > 500 and expected.std() > 0:  # as random as there
+            if expected.numel() > 500 and expected.std() > 0:  # same standard deviation
                 assert actual.std() == pytest.approx(expected.std().item(), rel=0.1), name
                 assert actual.mean().abs() < 0.02, name
                 assert not torch.equal(actual, others[name]), name

@@ -1,4 +1,4 @@
-"""The kernels of the head against softmax and autograd in float64: on a GPU, and in Triton's interpreter anywhere.
+"""The kernels of the head against softmax and autograd in float64, on a GPU or in Triton's interpreter.
 
 `test_kernels_in_triton_interpreter` runs this file again in a process that interprets kernels on the CPU.
 """
@@ -25,7 +25,7 @@ RULES = {
 
 
 def exact(logits, bias, labels, rule):
-    """log p(label) and entropy [M] in float64."""
+    """Compute log p(label) and entropy [M] in float64."""
     x = rule.scale * (logits.double() + (0.0 if bias is None else bias.double()))
     if rule.softcap is not None:
         x = rule.softcap * torch.tanh(x / rule.softcap)
@@ -35,14 +35,14 @@ def exact(logits, bias, labels, rule):
 
 def slices(logits, bias, starts):
     ends = [*starts[1:], logits.shape[1]]
-    return [  # copies, since gradients are written over logits
+    return [  # copies, as gradients overwrite logits
         LogitSlice(logits[:, start:end].clone(), None if bias is None else bias[start:end], start)
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
 def by_kernels(logits, bias, labels, rule, starts, grads, dtype=torch.float32):
-    """log p(label), entropy and the gradient [M, V] in the logits; grads: in both, or in the first alone."""
+    """Compute log p(label), entropy and the gradient [M, V] of the logits, for one or both outputs."""
     from tidemill_engines.head.kernels import add_slice, slice_gradients
 
     parts = SoftmaxParts(len(labels), torch.float32, DEVICE)
@@ -153,7 +153,7 @@ class TestKernels:
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernels_compile_without_gpu(bias, softcap):
-    """The interpreter takes more than the compiler does."""
+    """The interpreter accepts code that the compiler rejects."""
     triton = pytest.importorskip("triton")
     from tidemill_engines.head import kernels as head_kernels
     from triton.backends.compiler import GPUTarget

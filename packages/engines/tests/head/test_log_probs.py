@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy in chunks against logits, softmax and autograd over all tokens at once."""
+"""Chunked log-probabilities and entropy against full logits, softmax and autograd."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ def make(dtype, *, num_tokens=M, bias=False, seed=0, device="cpu", **head):
 
 
 def gradients(outputs, inputs, *, seed=1):
-    """Of a random combination of the outputs."""
+    """Compute the gradients of a random combination of the outputs."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64, device=outputs[0].device)
     for output in outputs:
@@ -139,13 +139,13 @@ def test_precision_for_nearly_certain_tokens():
 
 
 def storages_of(tree):
-    """Of plain tensors; those that stand for a shard of something have none of their own."""
+    """Return the storage of plain tensors; wrapper tensors have none."""
     plain_tensors = (torch.Tensor, torch.nn.Parameter)
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if type(leaf) in plain_tensors]
 
 
 class Allocations(TorchDispatchMode):
-    """The largest tensor that an operation made, and the most bytes of such tensors alive at once."""
+    """Record the largest tensor of any operation, and the peak bytes of such tensors."""
 
     def __init__(self):
         super().__init__()
@@ -186,10 +186,10 @@ def test_memory_is_independent_of_vocabulary_size():
     few, many = allocations(fused, 256), allocations(fused, 2048)
     reference = allocations(plain, 2048)
     all_logits_bytes = 2048 * 4096 * 4
-    assert reference.largest_bytes == all_logits_bytes  # the recorder sees what there is to see
+    assert reference.largest_bytes == all_logits_bytes  # the recorder works
     assert reference.peak_bytes > 3 * all_logits_bytes
     assert few.largest_bytes == many.largest_bytes == chunk_bytes
-    # what grows is linear in the tokens: outputs, gradients of the hidden states and slices of them
+    # memory linear in the tokens: outputs, and gradients of the hidden states
     assert many.peak_bytes - few.peak_bytes <= (2048 - 256) * 4 * 16
     assert many.peak_bytes < reference.peak_bytes / 50
 

@@ -1,4 +1,4 @@
-"""Log-probabilities over a divided vocabulary against the whole head."""
+"""Log-probabilities with a vocabulary divided among ranks against the full head."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ M, H, V = 11, 8, 37
 
 
 def _compare(size: int) -> list[float]:
-    """On each rank: the largest differences of log-probs, entropy and gradients, over dtypes and chunks."""
+    """Return the largest differences of log-probs, entropy and gradients, over dtypes and chunks."""
     from tidemill_engines.head.log_probs import Head, head_log_probs
 
     rows = -(-V // size)
@@ -24,7 +24,7 @@ def _compare(size: int) -> list[float]:
         labels[:2] = torch.tensor([0, V - 1])
         expected = head_log_probs(hidden, Head(weight=weight), labels, temperature=0.7, entropy=True)
         _total(expected).backward()
-        padded = torch.full((rows, H), 5.0, dtype=torch.float64)  # which must not count
+        padded = torch.full((rows, H), 5.0, dtype=torch.float64)  # must not contribute
         padded[:num_tokens] = weight.detach()[first : first + num_tokens]
         padded.requires_grad_()
         own = hidden.detach().clone().requires_grad_()
@@ -58,7 +58,7 @@ def test_divided_vocabulary_equals_full_vocabulary(size):
 
 
 def _only_padding() -> list[float]:
-    """Three tokens among four ranks: one row each, the last one's is padding."""
+    """Three tokens on four ranks: one row each, the last rank has padding only."""
     from tidemill_engines.head.log_probs import Head, head_log_probs
 
     rank = dist.get_rank()

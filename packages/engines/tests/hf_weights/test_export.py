@@ -1,4 +1,4 @@
-"""Weights out equal weights in: by name, by value, and through transformers."""
+"""Exported weights equal the loaded ones, by name and value, and load in transformers."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def run_export(path, folder, settings):
     halves = {name: weight.dtype for name, weight in engine.get_per_tensor_param("bfloat16")}
     engine.save_hf(folder / "full")
     engine.save_hf(folder / "half", dtype="bfloat16")
-    for size in (20_000, "0.05MB"):  # the second takes the place of the first, and the third of the second
+    for size in (20_000, "0.05MB"):  # each export replaces the previous one
         engine.save_hf(folder / f"sharded {size}", max_shard_size=size)
         engine.save_hf(folder / "again", max_shard_size=size)
     engine.save_hf(folder / "again")

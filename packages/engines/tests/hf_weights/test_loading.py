@@ -1,4 +1,4 @@
-"""Weights read shard by shard: the same as from_pretrained, a share per rank, and refused where they do not fit."""
+"""Loading weights by slices: equal to from_pretrained, a part per rank, mismatches are rejected."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def reference_state(path, dtype):
 
 
 def run_load(cases):
-    """Names of the tensors that differ from those of from_pretrained, and whether tied weights are one tensor."""
+    """Return the tensors that differ from from_pretrained, and whether tied weights are one tensor."""
     out = []
     for path, settings in cases:
         dtype = settings.get("model", {}).get("dtype", "float32")
@@ -85,20 +85,20 @@ def test_weights_and_buffers_equal_from_pretrained(tmp_path, world_size):
 
 
 def peak_growth_bytes(load):
-    """By how much the resident memory of this process grows at its peak, by the kernel's own account."""
+    """Measure the growth of the peak resident memory of this process, as reported by the kernel."""
 
     def status(field: str) -> int:
         [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
         return int(line.split()[1]) << 10
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     result = load()
     return status("VmHWM") - before, result
 
 
 def run_peak(path):
-    build_engine(path.parent / "small", optimizer=False).close()  # imports and caches are not the model's memory
+    build_engine(path.parent / "small", optimizer=False).close()  # exclude memory of imports and caches
     sharded, engine = peak_growth_bytes(lambda: build_engine(path, optimizer=False))
     engine.close()
     del engine
@@ -117,7 +117,7 @@ def test_no_rank_reads_or_holds_the_full_model(tmp_path):
     num_bytes = (path / "model.safetensors").stat().st_size
     assert num_bytes > 110 << 20
     peaks = run_ranks(run_peak, 4, path)
-    assert peaks[0][1] > 1.9 * num_bytes  # the account sees all pages of the file and all copies of them
+    assert peaks[0][1] > 1.9 * num_bytes  # the measurement includes file pages and copies
     for sharded, _ in peaks:
         # A quarter of the weights and the pages of the file they come from, of which the kernel maps a few more: it
         # does so in steps of up to 2 MiB. Reading it all would take 5/4 of the weights.
@@ -125,7 +125,7 @@ def test_no_rank_reads_or_holds_the_full_model(tmp_path):
 
 
 def changed(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint with its dict of tensors changed."""
+    """Copy a checkpoint with changed tensors."""
     target.mkdir()
     (target / "config.json").write_text((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
@@ -224,7 +224,7 @@ def run_moe_export(path, folder):
 
 
 def check_shards(engine):
-    """What the ranks hold, put together, is each tensor once for each copy of it; the parts are the parameters'."""
+    """Check that the parts of all ranks are each tensor once per replica, and views of the parameters."""
     storages = {local_box(param)[0].untyped_storage().data_ptr() for param in engine.model.parameters()}
     own, whole = [], dict(engine.get_per_tensor_param())
     for name, shard in engine.get_per_tensor_shards():

@@ -1,4 +1,4 @@
-"""Metrics reduce to what a plain computation over the whole batch gives, however the batch is split."""
+"""Reduced metrics equal a plain computation over the whole batch, for any split."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def run_splits(splits):
     rank = torch.distributed.get_rank()
     group = torch.distributed.group.WORLD
     out = []
-    for split in splits:  # ranks beyond those of the split work on the part of the last
+    for split in splits:  # additional ranks share the part of the last
         part = min(rank, len(split) - 1)
         out.append(reduce_metrics([report(rows) for rows in split[part]], group, part))
     return out

@@ -1,4 +1,4 @@
-"""The loss that keeps experts in even use, and what routers say: as transformers has it for each row alone."""
+"""Load-balancing loss and router logits against transformers, row by row."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 def plain_balanced_training(path, batches):
-    """Row by row; a row alone is what transformers' loss is the mean of."""
+    """Train row by row; transformers' loss is the mean over one row."""
     model = plain_model(path).train()
     settings = {name: value for name, value in OPTIMIZER.items() if name != "clip_grad"}
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
@@ -77,19 +77,19 @@ def test_balanced_training_equals_transformers_in_any_layout(tmp_path):
             for metrics, expected in zip(actual_history, history, strict=True):
                 assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4), layout
             for name, weight in weights.items():
-                if ".experts." not in name:  # the engine gives those by the names of the checkpoint
+                if ".experts." not in name:  # the engine exports experts by checkpoint names
                     assert relative_error(actual[name], weight) < 1e-4, (layout, name)
 
 
 def z_loss(output, micro_batch, normalizer):
-    """The router loss of ST-MoE (arXiv:2202.08906, equation 5) at the trained tokens."""
+    """Compute the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) at the trained tokens."""
     mask = ragged.values(micro_batch["response_mask"]).float()
     loss = (output.router_logits.logsumexp(-1).square().mean(-1) * mask).sum() / normalizer.num_tokens
     return loss, {}
 
 
 def plain_router_logits(model, batch):
-    """Of each response token [L, E], at the token before it; the rows one after another."""
+    """Compute the logits [L, E] of each response token at the token before it, in row order."""
     out = []
     for ids, response in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), strict=True):
         logits = torch.stack(model(input_ids=ids[None], output_router_logits=True).router_logits, 1)
@@ -122,7 +122,7 @@ def test_router_logits_equal_transformers(tmp_path):
     is_token = pad_batch(batch)["attention_mask"][:, 12:].bool()
     results = run_ranks(run_router_logits, 2, path, batch)
     apart = [torch.cat([of_rank[0][form] for of_rank in results]) for form in (0, 1)]
-    for logits, padded in (apart, *[of_rank[1][:2] for of_rank in results]):  # each with its rows, or all the same
+    for logits, padded in (apart, *[of_rank[1][:2] for of_rank in results]):  # separate rows, or shared ones
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(padded[is_token], expected, rtol=1e-5, atol=1e-5)
         assert not padded[~is_token].any()
@@ -146,7 +146,7 @@ def run_value_model(path, batch):
 
 
 def test_router_loss_of_value_models(tmp_path):
-    """The head starts at zero, so all of the gradient but its own is that of the routers."""
+    """With a head at zero, the gradient of all other weights comes from the routers."""
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
     batch = make_batch(9, seed=1)
     model = plain_model(path)
