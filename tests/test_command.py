@@ -278,7 +278,7 @@ def _wait_for_shared_memory(command: Command) -> None:
     while not _engine_memory(command):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    command.find("sglang::scheduler")
+    command.find("sglang::scheduler", timeout_s=240)
 
 
 def _check_one_error(command: Command, message: str) -> None:
