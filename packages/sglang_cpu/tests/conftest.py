@@ -1,4 +1,4 @@
-"""What the real engine is compared with."""
+"""Reference results of transformers, which the real engine is compared with."""
 
 import types
 
@@ -21,7 +21,7 @@ def _greedy(model, prompt, num_tokens):
 
 @torch.no_grad()
 def _log_probs(model, prompt, response, temperature=1.0):
-    """Log-probabilities [len(response)] that `model` gives the response's tokens."""
+    """Log-probabilities [len(response)] of the tokens of the response under `model`."""
     tokens = torch.tensor([[*prompt, *response]])
     logits = model(tokens).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).view(-1)
@@ -33,5 +33,5 @@ def _engine_log_probs(output):
 
 @pytest.fixture(scope="session")
 def reference():
-    """What the engine is compared with: transformers, one token at a time, without a cache."""
+    """Reference functions: transformers, one token at a time, without a cache."""
     return types.SimpleNamespace(load=_load, greedy=_greedy, log_probs=_log_probs, engine_log_probs=_engine_log_probs)

@@ -1,4 +1,4 @@
-"""When the plugin is active."""
+"""Conditions under which the plugin is active."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ PLATFORM = "tidemill_sglang_cpu.platform:CpuPlatform"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets what the decision reads: machine(gpu=..., choice=..., own_mode=...)."""
+    """`machine(gpu=..., choice=..., own_mode=...)`: set the conditions that `activate` reads."""
 
     def set_up(*, gpu=False, choice=None, own_mode=False):
         monkeypatch.setattr(activation, "accelerator_is_usable", lambda: gpu)
@@ -48,25 +48,25 @@ def test_activate(machine, gpu, choice, own_mode, expected):
 
 
 @pytest.mark.parametrize("choice", ["yes", "", "2"])
-def test_a_choice_that_means_nothing_is_refused(machine, choice):
+def test_unknown_value_is_refused(machine, choice):
     machine(choice=choice)
     with pytest.raises(ValueError, match="TIDEMILL_SGLANG_CPU must be"):
         activation.check_environment()
 
 
-def test_forcing_the_cpu_beside_a_visible_gpu_is_refused(machine):
+def test_forcing_the_cpu_with_a_visible_gpu_is_refused(machine):
     machine(gpu=True, choice="1")
     with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
         activation.check_environment()
 
 
 @pytest.mark.parametrize("choice", [None, "0", "1"])
-def test_the_other_choices_pass(machine, choice):
+def test_valid_values_pass(machine, choice):
     machine(choice=choice)
     activation.check_environment()
 
 
-def test_importing_the_package_loads_neither_torch_nor_sglang():
+def test_import_loads_neither_torch_nor_sglang():
     code = (
         "import sys, tidemill_sglang_cpu;"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'sglang', 'transformers'}))"
@@ -75,8 +75,8 @@ def test_importing_the_package_loads_neither_torch_nor_sglang():
     assert out.strip() == "[]"
 
 
-def test_sglang_sees_a_bad_choice(tmp_path):
-    """SGLang swallows what activate() raises; the error has to reach the user all the same."""
+def test_unknown_value_stops_sglang(tmp_path):
+    """SGLang ignores errors of activate(), so the error must be raised later."""
     code = "from sglang.srt.platforms import current_platform; print(current_platform)"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), activation.ENV_NAME: "maybe"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)

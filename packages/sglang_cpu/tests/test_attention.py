@@ -1,4 +1,4 @@
-"""Batched attention against one dense SDPA call per request."""
+"""Batched attention, compared with one dense SDPA call per request."""
 
 import pytest
 import torch
@@ -65,17 +65,17 @@ CASES = {
 
 @pytest.mark.parametrize("row_exact", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_attention_of_each_request_alone(case, row_exact):
+def test_batched_attention_equals_attention_per_request(case, row_exact):
     batch = Batch(*CASES[case])
     torch.testing.assert_close(batch.run(row_exact), batch.reference(), atol=2e-6, rtol=1e-5)
 
 
-def test_bfloat16():
+def test_bfloat16_attention_equals_attention_per_request():
     batch = Batch(*CASES["extend_of_cached_prefixes"], dtype=torch.bfloat16)
     torch.testing.assert_close(batch.run(), batch.reference(), atol=2e-2, rtol=2e-2)
 
 
-def test_a_large_batch_is_cut_into_bounded_tiles():
+def test_large_batch_is_split_into_bounded_tiles():
     seq_lens = torch.full((300,), 500)
     tiles = plan_tiles(
         seq_lens=seq_lens,
@@ -97,13 +97,13 @@ def one_thread():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_exact_bits_do_not_depend_on_the_batch_or_the_cut(one_thread, dtype):
+def test_row_exact_attention_is_independent_of_batch_and_chunking(one_thread, dtype):
     seq_lens = [7, 150, 33, 80]
     whole = Batch(seq_lens, seq_lens, dtype=dtype)
     expected = whole.run(row_exact=True).split(seq_lens)
     for i, total in enumerate(seq_lens):
         q = whole.q.split(seq_lens)[i]
-        for queries in sorted({1, 2, total // 2, total}):  # decode, and prefills behind a cached prefix
+        for queries in sorted({1, 2, total // 2, total}):  # decode, and prefills after a cached prefix
             alone = Batch(seq_lens, seq_lens, dtype=dtype)
             alone.slot_table = whole.slot_table[i : i + 1]
             alone.seq_lens, alone.query_lens = torch.tensor([total]), torch.tensor([queries])

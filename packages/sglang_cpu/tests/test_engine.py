@@ -1,4 +1,4 @@
-"""The real engine against transformers."""
+"""The real engine, compared with transformers."""
 
 import time
 
@@ -20,7 +20,7 @@ def model(checkpoint, reference):
     return reference.load(checkpoint)
 
 
-def test_greedy_tokens_and_log_probs_equal_those_of_transformers(engine, model, reference):
+def test_greedy_tokens_and_log_probs_equal_transformers(engine, model, reference):
     outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling(temperature=0), return_logprob=True)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output["output_ids"] == reference.greedy(model, prompt, 12)
@@ -28,7 +28,7 @@ def test_greedy_tokens_and_log_probs_equal_those_of_transformers(engine, model, 
         torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=1e-4, rtol=0)
 
 
-def test_sampled_log_probs_are_those_of_the_tempered_distribution(engine, model, reference):
+def test_sampled_log_probs_include_the_temperature(engine, model, reference):
     params = [sampling(temperature=0.7, sampling_seed=i) for i in range(len(PROMPTS))]
     outputs = engine.generate(input_ids=PROMPTS, sampling_params=params, return_logprob=True)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -36,7 +36,7 @@ def test_sampled_log_probs_are_those_of_the_tempered_distribution(engine, model,
         torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=1e-4, rtol=0)
 
 
-def test_prompt_log_probs(engine, model, reference):
+def test_prompt_log_probs_equal_transformers(engine, model, reference):
     prompt = PROMPTS[3]
     output = engine.generate(
         input_ids=prompt, sampling_params=sampling(temperature=0), return_logprob=True, logprob_start_len=0
@@ -53,17 +53,17 @@ def sample(engine, prompts, seeds, **fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.8, "top_k": 20}, {"min_p": 0.1}])
-def test_a_seed_gives_the_same_tokens_and_bits_whatever_else_runs(engine, fields):
+def test_seeded_sampling_is_independent_of_other_requests(engine, fields):
     prompts, seeds = PROMPTS * 8, list(range(40))
-    together = sample(engine, prompts, seeds, **fields)
-    assert sample(engine, prompts, seeds, **fields) == together  # now with the prompts in the prefix cache
+    batch_outputs = sample(engine, prompts, seeds, **fields)
+    assert sample(engine, prompts, seeds, **fields) == batch_outputs  # the prompts are in the prefix cache
     engine.flush_cache()
     order = list(range(39, -1, -3))
     backwards = sample(engine, [prompts[i] for i in order], [seeds[i] for i in order], **fields)
-    assert backwards == [together[i] for i in order]
+    assert backwards == [batch_outputs[i] for i in order]
     for i in (0, 7, 33, 39):
         engine.flush_cache()
-        assert sample(engine, [prompts[i]], [seeds[i]], **fields) == [together[i]]
+        assert sample(engine, [prompts[i]], [seeds[i]], **fields) == [batch_outputs[i]]
 
 
 def test_other_seeds_give_other_tokens(engine):
@@ -72,7 +72,7 @@ def test_other_seeds_give_other_tokens(engine):
     assert outputs != sample(engine, [PROMPTS[0]] * 16, range(100, 116))
 
 
-def test_an_idle_engine_leaves_the_cores_alone(engine):
+def test_idle_engine_uses_little_cpu_time(engine):
     engine.generate(input_ids=[5], sampling_params=sampling())
     processes = psutil.Process().children(recursive=True)
     (scheduler,) = [process for process in processes if "scheduler" in " ".join(process.cmdline())]

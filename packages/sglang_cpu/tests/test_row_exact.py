@@ -1,4 +1,4 @@
-"""Matrix products with rows that do not depend on the batch."""
+"""Matrix products whose rows do not depend on the batch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def one_thread():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outer"), [(128, 384), (384, 128), (96, 100), (1024, 64)])
-def test_rows_keep_their_bits(one_thread, dtype, inner, outer):
+def test_rows_are_bitwise_independent_of_the_batch(one_thread, dtype, inner, outer):
     torch.manual_seed(0)
     weight = torch.randn(outer, inner).to(dtype).t()  # as torch.nn.functional.linear passes it
     bias = torch.randn(outer).to(dtype)
@@ -27,7 +27,7 @@ def test_rows_keep_their_bits(one_thread, dtype, inner, outer):
         assert torch.equal(row_exact.addmm(bias, part, weight), shifted[begin:end])
 
 
-def test_equals_torch():
+def test_products_equal_torch():
     a, b, bias = torch.randn(5, 7), torch.randn(7, 3), torch.randn(3)
     torch.testing.assert_close(row_exact.mm(a, b), torch.mm(a, b))
     torch.testing.assert_close(

@@ -23,7 +23,7 @@ def reference_murmur(seed: int, position: int, column: int) -> int:
     return state ^ state >> 16
 
 
-def test_the_hash_is_murmur3():
+def test_hash_is_murmur3():
     seeds = torch.tensor([0, 42, 2**31 + 7, 2**62 + 12345, 2**63 - 1])
     positions = torch.tensor([0, 1, 77, 4095, 2**31 - 1])
     columns = torch.tensor([0, 1, 63, 151935])
@@ -43,15 +43,15 @@ def test_draws_follow_the_probabilities():
     torch.testing.assert_close(frequency, probs, atol=0.015, rtol=0)
 
 
-def test_a_row_depends_on_its_own_seed_and_position_only():
+def test_draw_depends_on_own_seed_and_position_only():
     g = torch.Generator().manual_seed(0)
     probs = torch.rand(50, 96, generator=g)
     seeds, positions = torch.arange(50) + 3, torch.arange(50) * 2
-    together = gumbel_argmax(probs, seeds, positions)
+    batch_draws = gumbel_argmax(probs, seeds, positions)
     order = torch.randperm(50, generator=g)[:17]
-    assert torch.equal(gumbel_argmax(probs[order], seeds[order], positions[order]), together[order])
-    assert not torch.equal(gumbel_argmax(probs, seeds + 1, positions), together)
-    assert not torch.equal(gumbel_argmax(probs, seeds, positions + 1), together)
+    assert torch.equal(gumbel_argmax(probs[order], seeds[order], positions[order]), batch_draws[order])
+    assert not torch.equal(gumbel_argmax(probs, seeds + 1, positions), batch_draws)
+    assert not torch.equal(gumbel_argmax(probs, seeds, positions + 1), batch_draws)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_row_depends_on_its_own_seed_and_position_only():
         (1 << 30, 1.0, None, {0, 1, 2, 3}),
     ],
 )
-def test_what_is_excluded_is_never_drawn(top_k, top_p, min_p, expected):
+def test_excluded_tokens_are_never_drawn(top_k, top_p, min_p, expected):
     probs = torch.tensor([[0.15, 0.4, 0.1, 0.35]])
     info = types.SimpleNamespace(
         top_ks=torch.tensor([top_k], dtype=torch.int32),
@@ -77,7 +77,7 @@ def test_what_is_excluded_is_never_drawn(top_k, top_p, min_p, expected):
     assert set(drawn.tolist()) == expected
 
 
-def test_the_largest_hash_draws_no_column_without_probability():
+def test_largest_hash_does_not_draw_a_token_with_probability_zero():
     seeds, positions = torch.tensor([2]), torch.tensor([1595])
     largest = murmur_hash32(seeds, positions, torch.arange(151936))[0].max()
     assert largest == 2**32 - 1  # of column 51182

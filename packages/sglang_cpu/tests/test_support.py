@@ -1,4 +1,4 @@
-"""What is refused, by `sglang.Engine` itself and in this process: no scheduler is started for it."""
+"""Unsupported models and arguments: `sglang.Engine` refuses them before it starts a scheduler."""
 
 import multiprocessing
 
@@ -42,7 +42,7 @@ def llama(tmp_path_factory):
     ],
     ids=lambda value: value.architectures[0] if isinstance(value, transformers.PretrainedConfig) else "",
 )
-def test_a_model_that_does_not_run_here_is_named(tmp_path, config, message):
+def test_unsupported_model_is_refused_by_name(tmp_path, config, message):
     config.save_pretrained(tmp_path)
     before = multiprocessing.active_children()
     with pytest.raises(ValueError, match=message):
@@ -65,7 +65,7 @@ def test_a_model_that_does_not_run_here_is_named(tmp_path, config, message):
         ({"pp_size": 2}, "pp_size=2 is not supported"),
     ],
 )
-def test_an_argument_that_does_not_work_here_is_named(llama, arguments, message):
+def test_unsupported_argument_is_refused_by_name(llama, arguments, message):
     with pytest.raises(ValueError, match=message):
         start(llama, **arguments)
 
@@ -80,16 +80,16 @@ def test_an_argument_that_does_not_work_here_is_named(llama, arguments, message)
         ("bfloat16", torch.float32, "bfloat16"),
     ],
 )
-def test_dtype_follows_the_checkpoint(requested, checkpoint, expected):
+def test_auto_dtype_is_that_of_the_checkpoint(requested, checkpoint, expected):
     assert resolve_dtype(requested, transformers.Qwen3Config(dtype=checkpoint)) == expected
 
 
-def test_a_float16_checkpoint_asks_for_a_dtype():
+def test_float16_checkpoint_requires_a_dtype():
     with pytest.raises(ValueError, match="pass dtype="):
         resolve_dtype("auto", transformers.Qwen3Config(dtype=torch.float16))
 
 
-def test_what_the_platform_fills_in(llama):
+def test_platform_defaults(llama):
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(model_path=str(llama))
@@ -99,8 +99,8 @@ def test_what_the_platform_fills_in(llama):
     assert args.disable_overlap_schedule
     assert args.sleep_on_idle
     assert not args.disable_radix_cache
-    given = ServerArgs(model_path=str(llama), max_total_tokens=512, mem_fraction_static=0.2, dtype="bfloat16")
-    assert (given.dtype, given.max_total_tokens, given.mem_fraction_static) == ("bfloat16", 512, 0.2)
-    exact = ServerArgs(model_path=str(llama), enable_deterministic_inference=True)
-    assert exact.attention_backend == args.attention_backend
-    assert not exact.disable_radix_cache
+    explicit = ServerArgs(model_path=str(llama), max_total_tokens=512, mem_fraction_static=0.2, dtype="bfloat16")
+    assert (explicit.dtype, explicit.max_total_tokens, explicit.mem_fraction_static) == ("bfloat16", 512, 0.2)
+    deterministic = ServerArgs(model_path=str(llama), enable_deterministic_inference=True)
+    assert deterministic.attention_backend == args.attention_backend
+    assert not deterministic.disable_radix_cache

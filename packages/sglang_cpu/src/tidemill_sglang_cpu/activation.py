@@ -1,4 +1,4 @@
-"""Decides whether SGLang runs on this platform. SGLang calls `activate` in each of its processes, early."""
+"""Entry point that decides whether SGLang uses this platform. SGLang calls it early in each of its processes."""
 
 import os
 
@@ -7,11 +7,11 @@ PLATFORM = "tidemill_sglang_cpu.platform:CpuPlatform"
 
 
 def activate() -> str | None:
-    """SGLang's entry point: the dotted name of the platform class, or None to leave SGLang as it is.
+    """Return the dotted name of the platform class, or None to leave SGLang unchanged.
 
-    The environment variable TIDEMILL_SGLANG_CPU decides: "1" activates, "0" does not, and unset activates where
-    neither CUDA, ROCm nor XPU is usable and SGLang's own CPU mode (SGLANG_USE_CPU_ENGINE=1) was not asked for.
-    Any other value activates a platform that refuses to start: SGLang logs and then ignores what is raised here.
+    The environment variable TIDEMILL_SGLANG_CPU decides: "1" activates the platform, "0" does not. If it is unset, the
+    platform is activated unless CUDA, ROCm or XPU is usable or SGLang's own CPU mode (SGLANG_USE_CPU_ENGINE=1) is set.
+    Any other value activates the platform, which then refuses to start: SGLang only logs errors raised here.
     """
     choice = os.environ.get(ENV_NAME)
     if choice == "0":
@@ -24,17 +24,17 @@ def activate() -> str | None:
 
 
 def check_environment() -> None:
-    """Raises ValueError for a TIDEMILL_SGLANG_CPU that means nothing, RuntimeError where "1" meets a usable GPU."""
+    """Raise ValueError for an unknown value of TIDEMILL_SGLANG_CPU, RuntimeError for "1" with a usable GPU."""
     choice = os.environ.get(ENV_NAME)
     if choice not in (None, "0", "1"):
         raise ValueError(
-            f'{ENV_NAME} must be "1" (run SGLang on the CPU), "0" (never) or unset (where no GPU is usable), '
+            f'{ENV_NAME} must be "1" (run SGLang on the CPU), "0" (never) or unset (CPU if no GPU is usable), '
             f"got {choice!r}"
         )
     if choice == "1" and accelerator_is_usable():
         raise RuntimeError(
-            f"{ENV_NAME}=1 asks for the CPU, but a GPU is visible and SGLang would mix both: "
-            'hide it with CUDA_VISIBLE_DEVICES="" (or ZE_AFFINITY_MASK for XPU) as well'
+            f"{ENV_NAME}=1 requires that no GPU is visible, because SGLang would mix both: "
+            'hide GPUs with CUDA_VISIBLE_DEVICES="" (ZE_AFFINITY_MASK for XPU)'
         )
 
 

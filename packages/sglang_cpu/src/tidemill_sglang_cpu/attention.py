@@ -1,4 +1,4 @@
-"""Attention of a whole batch in a few SDPA calls per layer, in place of torch_native's loop over requests."""
+"""Attention of a whole batch in a few SDPA calls per layer, instead of torch_native's loop over requests."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-# Keys are padded to a multiple of this. A multiple of the vector width of every CPU, so that the padding, which adds
-# exact zeros, leaves the bits of a request's output as they are without it.
+# Keys are padded to a multiple of this. It is a multiple of the vector width of every CPU, so the padding, which adds
+# exact zeros, does not change the bits of a request's output.
 _KEY_ALIGNMENT = 16
-# Queries of one request that go through SDPA together; longer prompts are cut.
+# Maximum number of queries of one request in one SDPA call; longer prompts are split.
 _MAX_QUERIES = 64
-# Mask elements of one SDPA call [requests, heads, queries, keys]; bounds its memory to 16 MiB in float32.
+# Maximum mask elements of one SDPA call [requests, heads, queries, keys]: 16 MiB in float32.
 _MAX_MASK_ELEMENTS = 4 << 20
 
 
@@ -25,10 +25,11 @@ _MAX_MASK_ELEMENTS = 4 << 20
 class Tile:
     """Blocks of queries that share one SDPA call: B blocks of at most T queries over at most L keys.
 
-    rows: [B * T] int64, rows of the packed queries; blocks shorter than T repeat their last row. None means all
-        rows in order (decoding, one query per request).
-    slots: [B * L] int64, slots of the KV pool; 0, the pool's dummy slot, where a block has fewer keys.
-    mask: [B, 1, T, L], added to the scores: 0 where the query may see the key, else -inf.
+    Attributes:
+        rows: [B * T] int64, rows of the packed queries; blocks shorter than T repeat their last row. None for all rows
+            in order (decoding, one query per request).
+        slots: [B * L] int64, slots of the KV pool, padded with the pool's dummy slot 0.
+        mask: [B, 1, T, L], added to the scores: 0 where the query attends to the key, else -inf.
     """
 
     rows: torch.Tensor | None
@@ -44,14 +45,14 @@ def plan_tiles(
     num_heads: int,
     dtype: torch.dtype,
 ) -> list[Tile]:
-    """Cuts a batch into tiles, once per forward pass; every layer runs the same tiles.
+    """Split a batch into tiles, once per forward pass; every layer uses the same tiles.
 
     Args:
-        seq_lens: [R] int64, keys of each request, its queries included.
-        query_lens: [R] int64, queries of each request: the last ones of its keys, packed in request order.
-        slot_table: [R, max_len], row r holds the KV slots of request r.
-        num_heads: query heads, which bounds how much goes into one tile.
-        dtype: of the queries, and so of the mask.
+        seq_lens: [R] int64, number of keys of each request, including those of its queries.
+        query_lens: [R] int64, number of queries of each request: its last tokens, packed in request order.
+        slot_table: [R, max_len], KV slots of request r in row r.
+        num_heads: number of query heads; limits the size of a tile.
+        dtype: dtype of the queries and the mask.
     """
     blocks_of = (query_lens + _MAX_QUERIES - 1) // _MAX_QUERIES
     request = torch.arange(len(seq_lens)).repeat_interleave(blocks_of)
@@ -86,7 +87,7 @@ def _aligned(num_keys: int) -> int:
 
 
 def _group_blocks(num_keys: torch.Tensor, count: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
-    """Groups blocks of similar length, so that padding at most doubles the work and a tile's memory is bounded."""
+    """Group blocks of similar length, so that padding at most doubles the work and the memory of a tile is bounded."""
     order = num_keys.argsort(stable=True)
     keys_of, count_of = num_keys[order].tolist(), count[order].tolist()
     groups, begin, width = [], 0, 0
@@ -102,10 +103,10 @@ def _group_blocks(num_keys: torch.Tensor, count: torch.Tensor, num_heads: int) -
 
 
 class BatchedAttnBackend(AttentionBackend):
-    """Causal MHA/GQA attention over SGLang's paged KV pool, for extend and decode alike.
+    """Causal MHA/GQA attention over SGLang's paged KV pool, for extend and decode.
 
-    With deterministic inference each query is a head of its own (a GQA group of one query per head), so that its
-    bits depend on its keys only: not on the other requests, nor on how a prompt was cut, nor on prefill or decode.
+    With deterministic inference each query is passed as its own head (a GQA group with one query per head), so that its
+    bits depend on its keys only: not on other requests, chunked prefill, or prefill versus decode.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -136,7 +137,7 @@ class BatchedAttnBackend(AttentionBackend):
             dtype=self.dtype,
         )
 
-    def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]  # no model here passes more
+    def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]  # supported models pass no more
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -145,11 +146,11 @@ class BatchedAttnBackend(AttentionBackend):
         forward_batch: "ForwardBatch",
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """q [N, heads * dim], k and v [N, kv heads, dim]; returns [N, heads * dim]."""
+        """Attention of q [N, heads * dim] with k and v [N, kv heads, dim]; returns [N, heads * dim]."""
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.logit_cap > 0:
             raise NotImplementedError(
-                f"layer {layer.layer_id} needs {layer.attn_type}, cross attention {layer.is_cross_attention}, "
-                f"logit cap {layer.logit_cap}; this platform has causal self-attention without a cap"
+                f"this platform supports causal self-attention without a logit cap, but layer {layer.layer_id} has "
+                f"{layer.attn_type}, cross attention {layer.is_cross_attention}, logit cap {layer.logit_cap}"
             )
         pool = self.token_to_kv_pool
         if save_kv_cache:
@@ -158,15 +159,15 @@ class BatchedAttnBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(q)
         for tile in self.tiles:
-            picked = q if tile.rows is None else q.index_select(0, tile.rows)
-            result = attend_tile(picked, keys, values, tile, scale=layer.scaling, row_exact=self.row_exact)
+            tile_q = q if tile.rows is None else q.index_select(0, tile.rows)
+            result = attend_tile(tile_q, keys, values, tile, scale=layer.scaling, row_exact=self.row_exact)
             if tile.rows is None:
                 out = result
             else:
                 out.index_copy_(0, tile.rows, result)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
-    # With the tiles made, decoding is an extend by one token.
+    # With prepared tiles, decoding is an extend by one token.
     forward_decode = forward_extend  # pyright: ignore[reportAssignmentType]
 
     def support_triton(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,8 +180,12 @@ def attend_tile(
     """Attention of one tile.
 
     Args:
-        q: [B * T, heads, dim]. keys, values: [slots, kv heads, dim]. scale: of the scores.
-        row_exact: one query per SDPA row (see `BatchedAttnBackend`); up to four times slower on long prompts.
+        q: [B * T, heads, dim].
+        keys: [slots, kv heads, dim].
+        values: [slots, kv heads, dim].
+        tile: tile of the queries.
+        scale: factor of the scores.
+        row_exact: use one query per SDPA row (see `BatchedAttnBackend`); up to four times slower on long prompts.
 
     Returns:
         [B * T, heads, dim].

@@ -1,4 +1,4 @@
-"""What SGLang's mixtures of experts need besides on a CPU."""
+"""MoE support that SGLang lacks on CPUs."""
 
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
@@ -7,15 +7,15 @@ from sglang.srt.state_capturer.base import BaseHostCache
 
 
 def register_experts() -> None:
-    """Gives experts SGLang's own plain PyTorch, through its registry. Idempotent.
+    """Register SGLang's PyTorch implementation of experts for out-of-tree platforms. Idempotent.
 
-    It asks platforms outside of it for a `forward_native`, which experts lack; their `forward_cpu` is that.
+    SGLang calls `forward_native` on such platforms, which its experts lack; `forward_cpu` is the equivalent.
     """
     MultiPlatformOp.register_oot_forward(UnquantizedFusedMoEMethod, UnquantizedFusedMoEMethod.forward_cpu, "native")
 
 
 class PageableHostCache(BaseHostCache):
-    """Where the experts of cached tokens are kept for `return_routed_experts`, in memory that is not pinned."""
+    """Cache of the routed experts of cached tokens, for `return_routed_experts`, in memory that is not pinned."""
 
     def __init__(self, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
         self.buffer = torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The platform class that SGLang loads when the plugin is active."""
+"""Platform class that SGLang loads when the plugin is active."""
 
 import os
 import pkgutil
@@ -11,15 +11,15 @@ from sglang.srt.platforms.interface import SRTPlatform
 from tidemill_sglang_cpu.activation import check_environment
 from tidemill_sglang_cpu.support import SUPPORTED_MODULES, check_arguments, check_model, resolve_dtype
 
-# SGLang's own defaults would fill the machine's memory with KV cache.
+# SGLang's defaults fill the memory of the machine with KV cache.
 DEFAULT_MAX_TOTAL_TOKENS = 65536
 DEFAULT_MEM_FRACTION = 0.6
-# SGLang keeps Triton kernels out of its own code by this name, so ours takes the place of its loop under it.
+# SGLang avoids Triton kernels with this backend name, so the batched backend is registered under it.
 _ATTENTION_BACKEND = "torch_native"
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Runs SGLang on PyTorch's own CPU kernels: no vLLM, no sgl-kernel, no AMX, no compiler."""
+    """SGLang on PyTorch's CPU kernels, without vLLM, sgl-kernel, AMX or a compiler."""
 
     _enum = PlatformEnum.OOT
 
@@ -27,19 +27,19 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         check_environment()
 
     def get_device(self, device_id: int | None = 0) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "cpu"  # SGLang splits the result of this as a string when it looks for a default device
+        return "cpu"  # SGLang splits the result as a string to find the default device
 
     def empty_cache(self) -> None:
-        """Does nothing: torch caches no CPU memory. SGLang's collects garbage here, half a second per flush_cache."""
+        """Do nothing: torch caches no CPU memory. SGLang's default collects garbage, 0.5 s per flush_cache."""
 
     def get_default_attention_backend(self) -> str:
         return _ATTENTION_BACKEND
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fills in what the user left open and refuses what cannot work.
+        """Set defaults and refuse unsupported arguments.
 
-        Called in the process that creates the engine or server, before any other is started, so that an error
-        reaches the caller as it is: one that a scheduler raises makes SGLang kill its parent.
+        Called in the process that creates the engine or server, before any other is started, so that errors reach the
+        caller: an error in a scheduler makes SGLang kill the parent process.
 
         Raises:
             ValueError: the model, its dtype or an argument is not supported.
@@ -49,12 +49,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         check_arguments(server_args)
         _register_backends()
         server_args.dtype = resolve_dtype(server_args.dtype, hf_config)
-        del server_args.model_config  # cached with SGLang's choice of dtype
+        del server_args.model_config  # cached with SGLang's default dtype
         server_args.attention_backend = self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
         server_args.disable_custom_all_reduce = True
         server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
-        server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy
+        server_args.sleep_on_idle = True  # otherwise an idle scheduler uses a whole core
         _disable_graphs(server_args)
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
@@ -74,13 +74,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return TokenAllocator
 
     def init_backend(self) -> None:
-        """SGLang calls this once in each process that may run the model."""
+        """Register backends and apply patches; called once in each process that may run the model."""
         import threading
 
         import tqdm
 
-        # tqdm's default lock is a named semaphore, and SGLang ends its schedulers by SIGKILL: each would leave one
-        # in /dev/shm.
+        # tqdm's default lock is a named semaphore. SGLang stops its schedulers with SIGKILL, so each would leave a
+        # semaphore in /dev/shm.
         tqdm.tqdm.set_lock(threading.RLock())
         _register_backends()
         from tidemill_sglang_cpu.experts import register_experts
@@ -91,7 +91,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _register_backends() -> None:
-    """Makes the attention backend and the sampler known to SGLang, through its registries. Idempotent."""
+    """Register the attention backend and the sampler with SGLang. Idempotent."""
     from sglang.srt import server_args
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
@@ -104,7 +104,7 @@ def _register_backends() -> None:
     register_attention_backend(_ATTENTION_BACKEND)(BatchedAttnBackend)
     server_args.add_deterministic_attention_backend_choices([_ATTENTION_BACKEND])
     server_args.add_radix_supported_deterministic_attention_backend_choices([_ATTENTION_BACKEND])
-    # Deterministic inference insists on the name "pytorch", so it is that sampler that is replaced.
+    # Deterministic inference requires the sampler name "pytorch", so that entry is replaced.
     sampler.register_sampler_backend("pytorch", SeededSampler)
 
 
@@ -117,20 +117,20 @@ def _disable_graphs(server_args: Any) -> None:
 
 
 def _set_up_ranks(tp_size: int) -> None:
-    """Sets what SGLang reads from the environment of its tensor-parallel ranks, unless the user has set it."""
+    """Set environment variables of SGLang's tensor-parallel ranks, unless the user has set them."""
     if tp_size > 1:
-        # SGLang's default refuses more ranks than NUMA nodes.
+        # SGLang's default does not allow more ranks than NUMA nodes.
         cores = [str(core) for core in range(os.cpu_count() or 1)]
         shares = [",".join(cores[rank::tp_size] or cores) for rank in range(tp_size)]
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(shares))
-        # 24 MiB of shared memory that SIGKILL, SGLang's way to end a scheduler, would leave behind; gloo does as well.
+        # Use gloo instead of 24 MiB of shared memory, which would remain when SGLang stops a scheduler with SIGKILL.
         os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
 
 
 def _skip_other_models() -> None:
-    """Tells the schedulers not to import the modules of models that this platform refuses anyway.
+    """Disable the import of model modules that this platform does not support.
 
-    SGLang imports all of its 200 model modules to know their names, a fifth of a scheduler's start.
+    SGLang imports all of its 200 model modules to find their class names: 20 % of the start time of a scheduler.
     """
     package = pkgutil.resolve_name("sglang").__path__[0]
     modules = [module.name for module in pkgutil.iter_modules([os.path.join(package, "srt", "models")])]

@@ -8,11 +8,11 @@ _WORD = 0xFFFFFFFF
 
 
 class SeededSampler(Sampler):
-    """SGLang's sampler whose seeded draws need neither Triton nor a C++ compiler.
+    """SGLang's sampler, with seeded draws that require neither Triton nor a C++ compiler.
 
-    With deterministic inference SGLang hashes (seed, position, token) into Gumbel noise in a Triton kernel inside
-    torch.compile. This draws the same noise with tensor operations, so the same seed gives the tokens it would give
-    on a GPU for the same logits. Without seeds it is SGLang's sampler.
+    For deterministic inference SGLang hashes (seed, position, token) into Gumbel noise in a Triton kernel inside
+    torch.compile. This class computes the same noise with tensor operations, so the same seed and logits give the same
+    tokens as on a GPU. Without seeds it behaves like SGLang's sampler.
     """
 
     def _sample_from_probs(
@@ -22,7 +22,7 @@ class SeededSampler(Sampler):
         positions: torch.Tensor,
         simple_sampling_case: bool,
     ) -> torch.Tensor:
-        """probs [B, V] float32 -> token ids [B] int32."""
+        """Sample from probs [B, V] float32; return token ids [B] int32."""
         seeds = sampling_info.sampling_seed
         if seeds is None:
             return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
@@ -34,7 +34,7 @@ class SeededSampler(Sampler):
 
 
 def keep_top(probs: torch.Tensor, sampling_info: SamplingBatchInfo) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts `probs` [B, V] downwards and zeroes what top-k, top-p and min-p exclude; returns it with the token ids."""
+    """Sort `probs` [B, V] in descending order, and apply top-k, top-p and min-p; also return the sorted token ids."""
     kept, token_ids = probs.sort(dim=-1, descending=True, stable=True)
     before = kept.cumsum(dim=-1) - kept
     excluded = torch.arange(probs.shape[-1]) >= sampling_info.top_ks.view(-1, 1)
@@ -45,9 +45,9 @@ def keep_top(probs: torch.Tensor, sampling_info: SamplingBatchInfo) -> tuple[tor
 
 
 def gumbel_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws a column per row of `probs` [B, V] (need not sum to 1) from the row's seed and position [B] -> [B].
+    """Draw one column per row of `probs` [B, V] (unnormalized) from the row's seed and position [B]; return [B].
 
-    A column without probability is never drawn. On a GPU SGLang draws the one whose hash is the largest word, whatever
+    A column with probability 0 is never drawn. On a GPU, SGLang draws the column whose hash is 2**32 - 1 regardless of
     its probability, about once in 2**32 / V tokens.
     """
     columns = torch.arange(probs.shape[-1])
@@ -59,8 +59,8 @@ def gumbel_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 of (seed, position, column): [B], [B], [V] -> [B, V] int64 in 0..2**32-1.
 
-    The function of sglang/kernels/ops/sampling/murmur_hash.py, in int64 arithmetic: products wrap around, which
-    leaves their low 32 bits right.
+    Same function as in sglang/kernels/ops/sampling/murmur_hash.py, in int64 arithmetic. Products overflow, but their
+    low 32 bits are correct.
     """
     seeds, positions = seeds.long(), positions.long()
     state = _mix(torch.zeros_like(seeds), seeds & _WORD)

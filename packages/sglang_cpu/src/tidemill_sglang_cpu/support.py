@@ -1,18 +1,18 @@
-"""Which models and arguments this platform runs; everything else is refused before a process is started."""
+"""Supported models and arguments; all others are refused before a process is started."""
 
 from typing import Any
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-SUPPORTED_MODULES = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}  # of sglang.srt.models
+SUPPORTED_MODULES = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}  # in sglang.srt.models
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 _SCOPE = (
-    "tidemill-sglang-cpu runs models with full causal MHA or GQA attention "
+    "tidemill-sglang-cpu supports models with full causal MHA or GQA attention "
     f"({', '.join(SUPPORTED_ARCHITECTURES)}) in {' or '.join(SUPPORTED_DTYPES)}"
 )
 
 
 def check_model(hf_config: Any) -> None:
-    """Raises ValueError, naming the architecture and why, for a Hugging Face config this platform cannot run."""
+    """Raise ValueError with the architecture and the reason for a Hugging Face config that is not supported."""
     architectures = hf_config.architectures or ["(none)"]
     name = architectures[0]
     if name in SUPPORTED_ARCHITECTURES:
@@ -29,10 +29,10 @@ def check_model(hf_config: Any) -> None:
 
 
 def resolve_dtype(requested: str, hf_config: Any) -> str:
-    """SGLang's `dtype` argument for this platform: "auto" follows the checkpoint, where SGLang would take float16.
+    """Resolve SGLang's `dtype` argument; "auto" is the checkpoint's dtype, also where SGLang would use float16.
 
     Raises:
-        ValueError: neither float32 nor bfloat16.
+        ValueError: the dtype is neither float32 nor bfloat16.
     """
     name = {"float": "float32"}.get(requested, requested)
     if name == "auto":
@@ -43,10 +43,10 @@ def resolve_dtype(requested: str, hf_config: Any) -> str:
 
 
 def check_arguments(server_args: Any) -> None:
-    """Raises ValueError for SGLang arguments that this platform cannot honour."""
+    """Raise ValueError for SGLang arguments that this platform does not support."""
     refused = {
         "device": server_args.device != "cpu",
-        # SGLang has put "intel_amx" (x86) or "torch_native" (ARM) here if the user gave nothing.
+        # SGLang sets "intel_amx" (x86) or "torch_native" (ARM) if the user passes nothing.
         "attention_backend": server_args.attention_backend not in (None, "intel_amx", "torch_native"),
         "quantization": server_args.quantization is not None,
         "speculative_algorithm": server_args.speculative_algorithm is not None,
@@ -58,7 +58,7 @@ def check_arguments(server_args: Any) -> None:
         "ep_size": server_args.ep_size != 1,
         "enable_torch_compile": bool(server_args.enable_torch_compile),
     }
-    names = [name for name, wrong in refused.items() if wrong]
+    names = [name for name, is_refused in refused.items() if is_refused]
     if names:
-        given = ", ".join(f"{name}={getattr(server_args, name)!r}" for name in names)
-        raise ValueError(f"{given} is not supported on this platform: leave it at its default. {_SCOPE}")
+        passed = ", ".join(f"{name}={getattr(server_args, name)!r}" for name in names)
+        raise ValueError(f"{passed} is not supported on this platform: leave it at its default. {_SCOPE}")

@@ -1,5 +1,5 @@
-"""What needs an engine of its own: the HTTP server with bfloat16 and Llama, two tensor-parallel ranks with Qwen2,
-and how both end; a mixture of experts."""
+"""Tests that launch their own engines: HTTP server with Llama in bfloat16, two tensor-parallel ranks, MoE; and that no
+process or shared memory remains."""
 
 import base64
 import json
@@ -24,8 +24,8 @@ PROMPTS = [[5, 6, 7], [9] * 20, list(range(3, 80))]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
-def left_in_shared_memory(pids):
-    """Names in /dev/shm that belong to one of `pids`: sem.loky-PID-x, torch_PID_x and the like."""
+def shared_memory_of(pids):
+    """Names in /dev/shm that contain one of `pids`, as sem.loky-PID-x or torch_PID_x."""
     return [name for name in os.listdir("/dev/shm") if {str(pid) for pid in pids} & set(re.split("[-_.]", name))]
 
 
@@ -45,7 +45,7 @@ def post(port, path, body):
 
 
 def is_ready(port, process):
-    assert process.poll() is None, "the server ended while it started"
+    assert process.poll() is None, "the server exited while it started"
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
             return response.status == 200
@@ -53,7 +53,7 @@ def is_ready(port, process):
         return False
 
 
-def test_http_server_bfloat16_llama_and_a_killed_scheduler(tmp_path, reference):
+def test_http_server_with_bfloat16_llama_exits_when_its_scheduler_is_killed(tmp_path, reference):
     path = tiny_model(tmp_path / "llama", "llama", dtype=torch.bfloat16)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -61,13 +61,13 @@ def test_http_server_bfloat16_llama_and_a_killed_scheduler(tmp_path, reference):
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--port", str(port)]
     server = subprocess.Popen([*command, "--skip-tokenizer-init", "--log-level", "error"])
     try:
-        wait_until(lambda: is_ready(port, server), 240, "the server's start")
+        wait_until(lambda: is_ready(port, server), 240, "start of the server")
         check_bfloat16(post(port, "/generate", request()), reference.load(path, torch.bfloat16), reference)
 
         new = reference.load(tiny_model(tmp_path / "new", "llama", seed=3, dtype=torch.bfloat16), torch.bfloat16)
         named = [(name, parameter.detach()) for name, parameter in new.named_parameters()]
-        # By value: SGLang's MultiprocessingSerializer would send file descriptors, and the server takes those from
-        # its own relatives only (it rejects another process' authentication key).
+        # Pickled by value: SGLang's MultiprocessingSerializer sends file descriptors, which the server accepts only
+        # from processes with its own authentication key.
         payload = base64.b64encode(pickle.dumps(named)).decode()
         assert post(port, "/update_weights_from_tensor", {"serialized_named_tensors": [payload]})["success"]
         check_bfloat16(post(port, "/generate", request()), new, reference)
@@ -75,10 +75,10 @@ def test_http_server_bfloat16_llama_and_a_killed_scheduler(tmp_path, reference):
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))
         scheduler.send_signal(signal.SIGKILL)
-        wait_until(lambda: server.poll() is not None, 60, "the end of the server after its scheduler was killed")
+        wait_until(lambda: server.poll() is not None, 60, "exit of the server after its scheduler was killed")
         _, alive = psutil.wait_procs(family, timeout=30)
         assert alive == []
-        assert left_in_shared_memory([process.pid for process in family]) == []
+        assert shared_memory_of([process.pid for process in family]) == []
     finally:
         if server.poll() is None:
             for process in [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]:
@@ -96,7 +96,7 @@ def check_bfloat16(outputs, model, reference):
         torch.testing.assert_close(reference.engine_log_probs(output), expected, atol=0.1, rtol=0)
 
 
-def test_two_ranks_over_gloo(tmp_path, reference):
+def test_two_tensor_parallel_ranks_over_gloo(tmp_path, reference):
     import sglang
 
     path = tiny_model(tmp_path / "qwen2", "qwen2")
@@ -119,10 +119,10 @@ def test_two_ranks_over_gloo(tmp_path, reference):
         engine.shutdown()
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
-    assert left_in_shared_memory([process.pid for process in started]) == []
+    assert shared_memory_of([process.pid for process in started]) == []
 
 
-def test_a_mixture_of_experts_and_where_it_sent_tokens(tmp_path, reference):
+def test_moe_answers_and_routed_experts(tmp_path, reference):
     import sglang
     from sglang.srt.state_capturer.routed_experts import extract_routed_experts_from_meta_info
 
@@ -132,7 +132,7 @@ def test_a_mixture_of_experts_and_where_it_sent_tokens(tmp_path, reference):
     arguments = {"chunked_prefill_size": 32, "skip_tokenizer_init": True, "log_level": "error"}
     engine = sglang.Engine(model_path=str(path), enable_return_routed_experts=True, **arguments)
     try:
-        for _ in range(2):  # the second time with the prompts in the prefix cache
+        for _ in range(2):  # the second time the prompts are in the prefix cache
             outputs = engine.generate(
                 input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True
             )
@@ -145,7 +145,7 @@ def test_a_mixture_of_experts_and_where_it_sent_tokens(tmp_path, reference):
                 with torch.no_grad():
                     logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
                 chosen = torch.stack([layer.topk(top_k, -1).indices for layer in logits], 1)
-                assert torch.equal(experts.view(-1, num_layers, top_k), chosen[:-1].int())  # the last is never read
+                assert torch.equal(experts.view(-1, num_layers, top_k), chosen[:-1].int())  # not of the last token
         new = reference.load(tiny_model(tmp_path / "new", "qwen3_moe", num_hidden_layers=3, num_experts=8, seed=3))
         assert engine.update_weights_from_disk(str(tmp_path / "new"))[0]
         output = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)

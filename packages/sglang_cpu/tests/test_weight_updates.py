@@ -1,4 +1,4 @@
-"""Every way of giving a running engine new weights: afterwards it answers as transformers does with those weights."""
+"""All weight updates of SGLang: afterwards the engine answers as transformers does with the new weights."""
 
 import threading
 
@@ -13,7 +13,7 @@ PROMPTS = [[5, 6, 7], [9] * 20, list(range(3, 80))]
 
 @pytest.fixture
 def new_weights(tmp_path, request, reference):
-    """A model with the engine's shape and weights that no other test has."""
+    """Model with the engine's shape, and with weights that no other test uses."""
     seed = 1 + sum(request.node.name.encode())
     return reference.load(tiny_model(tmp_path / "new", "qwen3", num_hidden_layers=3, seed=seed))
 
@@ -26,7 +26,7 @@ def restore(engine, checkpoint):
 
 @pytest.fixture
 def check(reference):
-    """check(engine, model): the engine generates what `model` would."""
+    """`check(engine, model)`: check that the engine generates the same tokens and log-probabilities as `model`."""
 
     def run(engine, model):
         outputs = engine.generate(
@@ -47,7 +47,7 @@ def named(model):
 
 
 def fused(model):
-    """The parameters under the engine's own names, where q, k, v and gate, up are one matrix."""
+    """Parameters under the engine's names, with q, k, v and gate, up concatenated."""
     state, out = dict(named(model)), {}
     for name, tensor in state.items():
         if ".q_proj." in name:
@@ -60,23 +60,23 @@ def fused(model):
     return list(out.items())
 
 
-def test_from_tensor(engine, new_weights, check):
+def test_update_from_tensor(engine, new_weights, check):
     assert engine.update_weights_from_tensor(named(new_weights))[0]
     check(engine, new_weights)
 
 
-def test_from_tensor_direct(engine, new_weights, check):
+def test_update_from_tensor_direct(engine, new_weights, check):
     assert engine.update_weights_from_tensor(fused(new_weights), load_format="direct")[0]
     check(engine, new_weights)
 
 
-def test_from_tensor_with_a_custom_loader(engine, new_weights, check):
+def test_update_from_tensor_with_a_custom_loader(engine, new_weights, check):
     result = engine.update_weights_from_tensor(named(new_weights), load_format="reversed_loader.load_reversed")
     assert result[0], result
     check(engine, new_weights)
 
 
-def test_from_tensor_flattened_bucket(engine, new_weights, check):
+def test_update_from_flattened_bucket(engine, new_weights, check):
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -96,7 +96,7 @@ def test_from_tensor_flattened_bucket(engine, new_weights, check):
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_from_distributed_over_gloo(engine, new_weights, check, load_format):
+def test_update_from_distributed_over_gloo(engine, new_weights, check, load_format):
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.utils.network import get_free_port
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -136,6 +136,6 @@ def test_from_distributed_over_gloo(engine, new_weights, check, load_format):
     check(engine, new_weights)
 
 
-def test_from_disk(engine, new_weights, check, tmp_path):
+def test_update_from_disk(engine, new_weights, check, tmp_path):
     assert engine.update_weights_from_disk(str(tmp_path / "new"))[0]
     check(engine, new_weights)
