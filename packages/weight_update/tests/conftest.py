@@ -1,8 +1,6 @@
-"""Serves an engine of this process to senders in other processes."""
+"""Fixture `send`: update an engine of this process from trainer ranks in other processes."""
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tidemill_testing import ranks
 from tidemill_weight_update import EngineClient
 
-HELPERS = Path(__file__).with_name("helpers")
-TRAINER = HELPERS / "trainer_script.py"
-
 # Tests and the processes that they start import the helpers by name. Appended, so that no other module is hidden.
-sys.path.append(str(HELPERS))
+sys.path.append(str(Path(__file__).with_name("helpers")))
 
 
 def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]:
@@ -32,40 +28,36 @@ def _serve(connection: Connection, engine: EngineClient) -> list[dict[str, Any]]
             connection.send((False, str(error)))
 
 
-def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **spec: Any) -> list[dict[str, Any]]:
+def _send(engine: EngineClient, *checkpoints: Path, world_size: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    import trainer_process
+
+    paths = tuple(str(path) for path in checkpoints)
     with tempfile.TemporaryDirectory(prefix="tidemill-weights-") as folder:
-        defaults = {
-            "folder": folder,
-            "device": "cpu",
-            "bucket_bytes": 1 << 16,
-            "dtype": None,
-            "rounds": 1,
-            "link": False,
-        }
-        command = json.dumps(defaults | spec | {"checkpoints": [str(path) for path in checkpoints]})
-        with Listener(os.path.join(folder, "engine"), authkey=b"test") as listener:
-            senders = [
-                subprocess.Popen(
-                    [sys.executable, str(TRAINER), command],
-                    env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"},
-                )
+        spec = trainer_process.TrainerSpec(folder=folder, world_size=world_size, checkpoints=paths, **fields)
+        with Listener(os.path.join(folder, "engine"), authkey=trainer_process.AUTHKEY) as listener:
+            trainers = [
+                ranks.context().Process(target=trainer_process.main, args=(spec, rank, dict(os.environ)), daemon=True)
                 for rank in range(world_size)
             ]
+            for trainer in trainers:
+                trainer.start()
             try:
                 with listener.accept() as connection:
                     stats = _serve(connection, engine)
-                assert [sender.wait(timeout=60) for sender in senders] == [0] * world_size
+                for trainer in trainers:
+                    trainer.join(60)
+                assert [trainer.exitcode for trainer in trainers] == [0] * world_size
                 return stats
             finally:
-                for sender in senders:
-                    sender.kill()
-                    sender.wait()
+                for trainer in trainers:
+                    trainer.kill()
+                    trainer.join()
 
 
 @pytest.fixture
 def send() -> Callable[..., list[dict[str, Any]]]:
-    """`send(engine, *checkpoints, world_size=1, **spec)`: sends them one after the other, from `world_size` processes.
+    """`send(engine, *checkpoints, world_size=1, **fields)`: send the checkpoints in turn, from `world_size` processes.
 
-    `spec`: device, bucket_bytes, dtype, rounds and link of `trainer_script.py`. Returns the statistics of each update.
+    `fields`: those of `trainer_process.TrainerSpec`. Returns the statistics of each update.
     """
     return _send

@@ -19,14 +19,14 @@ def bench_on_path():
     sys.path.remove(str(BENCH))
 
 
-def test_the_models_have_the_sizes_that_they_are_named_for():
+def test_benchmark_models_have_their_nominal_sizes():
     from weight_update.shapes import DENSE, MOE, weights_of
 
     sizes = {len(weights): sum(w.num_bytes for w in weights) for weights in map(weights_of, (DENSE, MOE))}
     assert {count: round(size / 1e9, 1) for count, size in sizes.items()} == {399: 16.4, 9435: 31.2}
 
 
-def test_the_tiny_model_is_the_one_of_transformers():
+def test_tiny_model_has_the_shapes_of_transformers():
     import transformers
     from weight_update.shapes import TINY, weights_of
 
@@ -35,7 +35,7 @@ def test_the_tiny_model_is_the_one_of_transformers():
     assert {w.name: w.shape for w in weights_of(TINY)} == shapes
 
 
-def test_the_small_moe_is_the_one_of_transformers():
+def test_small_moe_has_the_size_of_transformers():
     import torch
     import transformers
     from weight_update.shapes import MOE, weights_of
@@ -47,7 +47,7 @@ def test_the_small_moe_is_the_one_of_transformers():
     assert sum(w.num_bytes // 2 for w in weights) == sum(p.numel() for p in model.parameters())
 
 
-def test_bytes_that_move_between_gpus():
+def test_bytes_moved_between_gpus():
     from weight_update.shapes import Weight, needed_bytes, rows_held
     from weight_update.shapes import moved_bytes as moved_from
 
@@ -56,17 +56,17 @@ def test_bytes_that_move_between_gpus():
 
     rows, columns = Weight("rows", (8, 4), 0), Weight("columns", (8, 4), 1)
     everywhere = Weight("everywhere", (8,), None)
-    # Cut alike on both sides: nothing moves. Cut across: a rank has a quarter of what it needs, or of what it gives.
+    # Same sharding on both sides: no bytes move. Across: a rank already has a quarter of the bytes that it needs.
     assert moved_bytes([rows], 4, 4, separate=False) == 0
     assert moved_bytes([columns], 4, 4, separate=False) == 3 * (2 * 1) * 2
     assert moved_bytes([everywhere], 4, 4, separate=False) == 3 * 2 * 2
-    # On GPUs of their own all that the engine needs moves: half of each to each of two, everything of the last.
+    # On separate GPUs all bytes that the engine needs move: half of the sharded tensors, all of the replicated one.
     assert moved_bytes([rows, columns], 2, 2, separate=True) == (16 + 16) * 2
     assert moved_bytes([everywhere], 2, 2, separate=True) == 8 * 2
-    # One trainer that feeds two engine ranks sends all of it.
+    # One trainer rank sends everything to two engine ranks.
     assert moved_bytes([rows], 1, 2, separate=True) == 32 * 2
     assert needed_bytes([rows, columns, everywhere], 2) == (16 + 16 + 8) * 2
-    # Both trainers have the whole: nothing moves to them, and to others they send half each.
+    # Both trainer ranks have the whole tensor: no bytes move to them, and each sends half to others.
     both = [{"everywhere": [((0,), (8,))]}] * 2
     assert moved_from([everywhere], both, 2, separate=False) == 0
     assert moved_from([everywhere], both, 1, separate=True) == 8 * 2
@@ -74,7 +74,7 @@ def test_bytes_that_move_between_gpus():
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (1, 4)])
-def test_what_megatrons_ranks_hold_makes_up_the_model(tp, ep):
+def test_shards_of_megatron_ranks_cover_the_model(tp, ep):
     import torch
     from weight_update.megatron import MegatronLayout
     from weight_update.shapes import MOE, weights_of
@@ -87,11 +87,11 @@ def test_what_megatrons_ranks_hold_makes_up_the_model(tp, ep):
             for start, shape in boxes:
                 counts[name][tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] += 1
     for name, count in counts.items():
-        is_whole = "norm" in name or name.endswith("mlp.gate.weight")
-        assert count.unique().tolist() == [tp * ep if is_whole else 1 if ".experts." in name else ep], name
+        is_replicated = "norm" in name or name.endswith("mlp.gate.weight")
+        assert count.unique().tolist() == [tp * ep if is_replicated else 1 if ".experts." in name else ep], name
 
 
-def test_the_floor_is_the_local_copy_where_nothing_moves():
+def test_lower_bound_is_the_local_copy_if_no_bytes_move():
     from weight_update.case import CASES
     from weight_update.floor import floors_of
     from weight_update.shapes import weights_of
@@ -105,13 +105,13 @@ def test_the_floor_is_the_local_copy_where_nothing_moves():
     assert found == {"tiny": 1, "dense2": 2, "megatron4": 1, "dense2x2": 2}
 
 
-def test_batches_hold_whole_items_in_order():
+def test_batches_contain_whole_items_in_order():
     from weight_update.shapes import batches
 
     assert batches([("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 4)], 6) == [["a", "b"], ["c"], ["d", "e"]]
 
 
-def test_two_gpus_share_the_tiny_form_and_the_limits_of_four():
+def test_cases_of_two_gpus_share_the_tiny_form_of_four():
     from dataclasses import replace
 
     from weight_update.case import CASES
@@ -122,7 +122,7 @@ def test_two_gpus_share_the_tiny_form_and_the_limits_of_four():
     assert all(replace(CASES[name].tiny(), name=tiny.name) == tiny for name in ("moe2", "dense2"))
 
 
-def test_a_case_for_more_gpus_than_there_are_is_refused_before_anything_starts():
+def test_case_with_too_few_gpus_is_refused_before_it_starts():
     run = subprocess.run(
         [sys.executable, BENCH / "weight_update.py", "--case", "moe2", "--case", "tiny", "--case", "dense2x2"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -141,13 +141,13 @@ import subprocess, sys, time
 from pathlib import Path
 from weight_update.supervisor import run_ranks
 
-def main(rank, folder, tell, what):
-    tell("note", f"rank {rank} has {Path(folder).is_dir()}")
+def main(rank, folder, report, what):
+    report("note", f"rank {rank} has {Path(folder).is_dir()}")
     if what == "fail" and rank == 1:
         raise ValueError("as it should")
     if what != "end" and rank == 0:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        tell("child", child.pid)
+        report("child", child.pid)
         time.sleep(600)
 
 if __name__ == "__main__":
@@ -163,7 +163,7 @@ if __name__ == "__main__":
         ("hang", r"ranks \[0\] did not finish: they sent no message"),
     ],
 )
-def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
+def test_supervisor_stops_all_processes_of_ranks_that_finish_fail_or_hang(what, error, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(RANKS)
     run = subprocess.run(
@@ -173,22 +173,23 @@ def test_ranks_that_end_fail_or_hang_leave_nothing(what, error, tmp_path):
         text=True,
         timeout=60,
     )
-    told = dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
-    assert (told["note rank 0 has"], told["note rank 1 has"]) == ("True", "True")
+    output = dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
+    assert (output["note rank 0 has"], output["note rank 1 has"]) == ("True", "True")
     if error is None:
         assert run.returncode == 0, run.stderr
         return
     assert run.returncode == 1
     assert re.search(error, run.stderr)
     assert (
-        not Path("/proc", told["child"]).exists() or "State:\tZ" in Path("/proc", told["child"], "status").read_text()
+        not Path("/proc", output["child"]).exists()
+        or "State:\tZ" in Path("/proc", output["child"], "status").read_text()
     )
 
 
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["tiny", "dense2", "megatron4", "dense2x2"])
-def test_the_benchmark_runs_without_a_gpu(case, tmp_path):
+def test_benchmark_runs_without_a_gpu(case, tmp_path):
     run = subprocess.run(
         [sys.executable, BENCH / "weight_update.py", "--case", case, "--scale", "tiny", "--repeats", "2"],
         env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},

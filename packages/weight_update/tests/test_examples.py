@@ -1,4 +1,4 @@
-"""The examples, as a user runs them: against an SGLang server of its own."""
+"""Examples, run as a user does, against an SGLang server."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, environment: dict[str, str]) -> Iterator[str]:
-    """The URL of a server that was started from the command line."""
+    """URL of a server that was started from the command line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -69,14 +69,14 @@ def version(url: str) -> str:
     return json.loads(answer)["weight_version"]
 
 
-def test_fsdp2(server, checkpoint, environment):
+def test_fsdp2_example(server, checkpoint, environment):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     output = run(environment, *torchrun, str(EXAMPLES / "fsdp2.py"), str(checkpoint), server, API_KEY)
     assert output.count("verified: True") == 3
     assert version(server) == "3"
 
 
-def test_hf_trainer(server, checkpoint, environment):
+def test_hf_trainer_example(server, checkpoint, environment):
     pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
     output = run(environment, sys.executable, str(EXAMPLES / "hf_trainer.py"), str(checkpoint), server, API_KEY)
     assert output.count("verified: True") == 3

@@ -1,4 +1,4 @@
-"""An engine whose ranks are the processes of sglang_models_script.py; the first of them is the trainer, too."""
+"""Engine whose ranks are the processes of sglang_models_script.py; the first one is also the trainer."""
 
 from contextlib import closing
 
@@ -9,7 +9,7 @@ from tidemill_weight_update.receive.receiver import Receiver
 
 
 class RankEngine:
-    """The client of an engine whose first rank is this process and whose others follow `serve`."""
+    """Client of an engine whose first rank is this process; the other ranks run `serve`."""
 
     has_loader = True
 
@@ -39,19 +39,19 @@ class RankEngine:
 
 
 def serve(receiver, pipe):
-    """Follows the first rank until it sends None."""
+    """Handle the requests that the first rank sends, until it sends None."""
     while (request := pipe.recv()) is not None:
         receiver.handle(request)
         pipe.send("done")
 
 
 def send_all(engine, tensors, group):
-    """Updates in a few ways, each with other values but the last; what was refused."""
+    """Update in several ways, the last time with the given values; return the messages of refused updates."""
     refused = []
     ways = [{"bucket_bytes": 1 << 30}, {"bucket_bytes": 1 << 14}, {"bucket_bytes": 1 << 14, "stream": True}]
     for number, way in enumerate(ways):
         stream = way.pop("stream", False)
-        factor = len(ways) - number  # 1 in the end
+        factor = len(ways) - number  # 1 for the last update
         with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
             for partial in (False, True):
                 items = ((name, factor * tensor) for name, tensor in tensors.items())
@@ -67,13 +67,13 @@ def send_all(engine, tensors, group):
 
 
 def send_or_serve(model, tensors, rank, pipes):
-    """Updates `model`, a rank of one of SGLang's, on all ranks.
+    """Update `model`, one rank of an SGLang model; called on all ranks.
 
     Args:
-        pipes: on the first rank to each of the others, there to the first one.
+        pipes: on the first rank, pipes to the others; on the others, the pipe to the first one.
 
     Returns:
-        what was refused, on the first rank.
+        messages of refused updates, on the first rank.
     """
     tied = model.config.tie_word_embeddings
     num_ranks = torch.distributed.get_world_size()

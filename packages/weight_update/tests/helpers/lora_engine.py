@@ -1,4 +1,4 @@
-"""A small model's weights, adapters of it, and an engine that keeps adapters as SGLang does: without copying."""
+"""Weights and LoRA adapters of a small model, and a toy engine that keeps adapters as SGLang does: without a copy."""
 
 import pickle
 
@@ -13,14 +13,14 @@ LAYERS = [f"layers.{i}.{part}_proj" for i in range(2) for part in "qo"]
 
 
 def base(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights of layers, which an adapter changes, and one other."""
+    """Weights of the layers that an adapter changes, and one other weight."""
     generator = torch.Generator().manual_seed(0)
     shapes = {f"{layer}.weight": (HIDDEN, HIDDEN) for layer in LAYERS} | {"norm.weight": (HIDDEN,)}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
 def adapter(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
-    """Its matrices, as PEFT saves them."""
+    """LoRA matrices, named as PEFT saves them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (CONFIG.r, HIDDEN), "B": (HIDDEN, CONFIG.r)}
     return [
@@ -31,7 +31,7 @@ def adapter(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, Te
 
 
 def merged(weights: dict[str, Tensor], matrices: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Element by element: W[i, j] + alpha / r * sum over k of B[i, k] A[k, j]."""
+    """Merge element by element: W[i, j] + alpha / r * sum over k of B[i, k] A[k, j]."""
     named = dict(matrices)
     result = dict(weights)
     for layer in LAYERS:
@@ -43,7 +43,7 @@ def merged(weights: dict[str, Tensor], matrices: list[tuple[str, Tensor]]) -> di
 
 
 class AdapterEngine:
-    """Of the stock path; `refuses`: why it does not load."""
+    """Engine of the stock path. If `refuses` is set, loads fail with this message."""
 
     has_loader = False
     tp_size = 1
@@ -78,8 +78,8 @@ class AdapterEngine:
         self.calls.append(f"unload {name}")
         del self._adapters[name]
 
-    def served(self) -> "Served":
-        return Served(self._adapters)
+    def loaded(self) -> "EqualAdapters":
+        return EqualAdapters(self._adapters)
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         if self.refuses is not None:
@@ -106,8 +106,8 @@ class AdapterEngine:
         return self.version
 
 
-class Served(dict[str, dict[str, Tensor]]):
-    """Adapters by name; equal if all tensors are, bit for bit."""
+class EqualAdapters(dict[str, dict[str, Tensor]]):
+    """Adapters by name; equal if all tensors are bitwise equal."""
 
     __hash__ = None
 

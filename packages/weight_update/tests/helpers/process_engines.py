@@ -1,6 +1,5 @@
-"""Engine ranks and trainer ranks in processes of their own, which can be stopped and killed."""
+"""Engine ranks and trainer ranks in their own processes, which can be stopped and killed."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tidemill_testing import ranks
 from tidemill_weight_update import EngineClient, PauseMode, Request, WeightUpdater
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel, tensors
-from trainer_script import EngineProxy
+from trainer_process import EngineProxy
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tidemill_weight_update.receive.receiver"])
+CONTEXT = ranks.context()
 
 
 def _serve_rank(rank: int, size: int, connection: Connection) -> None:
@@ -38,18 +37,18 @@ def _serve_rank(rank: int, size: int, connection: Connection) -> None:
 
 
 def _as_float(model: ToyModel) -> Iterator[tuple[str, Tensor]]:
-    """numpy, which connections carry without sharing memory, has no bfloat16."""
+    """Parameters as float32: they are sent as numpy arrays, which have no bfloat16."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach().float()
 
 
 class ProcessEngine:
-    """An `EngineClient` whose ranks are processes.
+    """`EngineClient` whose ranks are processes.
 
     Args:
         tp_size: number of ranks.
-        name: in messages.
-        timeout_s: longest wait for a rank's answer.
+        name: name in messages.
+        timeout_s: timeout of the answer of a rank.
     """
 
     has_loader = True
@@ -68,14 +67,14 @@ class ProcessEngine:
     def start(self) -> None:
         pairs = [CONTEXT.Pipe() for _ in range(self.tp_size)]
         self.processes = [
-            CONTEXT.Process(target=_serve_rank, args=(rank, self.tp_size, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
+            CONTEXT.Process(target=_serve_rank, args=(rank, self.tp_size, remote_end), daemon=True)
+            for rank, (_, remote_end) in enumerate(pairs)
         ]
-        self._connections = [ours for ours, _ in pairs]
-        self._number = 0  # of the last question
-        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
+        self._connections = [local_end for local_end, _ in pairs]
+        self._number = 0  # of the last request
+        for process, (_, remote_end) in zip(self.processes, pairs, strict=True):
             process.start()
-            theirs.close()
+            remote_end.close()
         self._answers(60.0)
 
     def close(self) -> None:
@@ -88,7 +87,7 @@ class ProcessEngine:
         self._ask(request)
 
     def state(self) -> list[dict[str, Tensor]]:
-        """The parameters of each rank, as float32."""
+        """Parameters of each rank, as float32."""
         return [{name: torch.from_numpy(array) for name, array in rank.items()} for rank in self._ask(None)]
 
     def _ask(self, request: Request | None) -> list[dict[str, Any]]:
@@ -102,7 +101,7 @@ class ProcessEngine:
         answers = []
         for rank, connection in enumerate(self._connections):
             number, answer = -1, None
-            while number != self._number:  # else it comes too late, of a question before
+            while number != self._number:  # skip late answers to earlier requests
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
                 number, answer = connection.recv()
@@ -110,10 +109,10 @@ class ProcessEngine:
         return answers
 
     def load_bucket(self, bucket: object) -> None:
-        raise AssertionError("an engine with our loader gets no buckets")
+        raise AssertionError("an engine with the fast loader gets no buckets")
 
     def flush_cache(self) -> None:
-        raise AssertionError("an engine with our loader flushes in load()")
+        raise AssertionError("an engine with the fast loader flushes in load()")
 
     def pause(self, mode: PauseMode) -> None:
         self.paused = mode
@@ -151,42 +150,42 @@ def _trainer(rank: int, world_size: int, store: str, connection: Connection, kil
     engines = [EngineProxy(connection)] if rank == 0 else []
     updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=20)
     try:
-        given = items()
-        stats = updater.update(given if mode == "streaming" else list(given), "from a process")
-        told = f"verified {stats.verified}"
+        named_tensors = items()
+        stats = updater.update(named_tensors if mode == "streaming" else list(named_tensors), "from a process")
+        outcome = f"verified {stats.verified}"
     except RuntimeError as error:
-        told = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
     if rank == 0:
-        connection.send(("done", told, {}))
-    os._exit(0)  # the group may be broken
+        connection.send(("done", outcome, {}))
+    os._exit(0)  # the process group may be broken
 
 
 @contextmanager
 def trainers(world_size: int, store: str, killed: int, mode: str) -> Iterator[Connection]:
-    """Trainer ranks that send `tensors(1)`; rank `killed` is killed on the way.
+    """Start trainer ranks that send `tensors(1)`; rank `killed` kills itself during the update.
 
     Yields:
-        the connection by which rank 0 asks for what the engine shall do.
+        the connection on which rank 0 calls the engine.
     """
-    ours, theirs = CONTEXT.Pipe()
+    local_end, remote_end = CONTEXT.Pipe()
     processes = [
-        CONTEXT.Process(target=_trainer, args=(rank, world_size, store, theirs, killed, mode), daemon=True)
+        CONTEXT.Process(target=_trainer, args=(rank, world_size, store, remote_end, killed, mode), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
-    theirs.close()
+    remote_end.close()
     try:
-        yield ours
+        yield local_end
     finally:
         for process in processes:
             process.join(30)
             process.kill()
-        ours.close()
+        local_end.close()
 
 
 def serve(engine: EngineClient, connection: Connection) -> str | None:
-    """Does what rank 0 of a trainer asks; its last words, or None if it ended without."""
+    """Execute the calls of trainer rank 0; return the outcome that it reports, or None if it was killed."""
     while True:
         try:
             method, args, kwargs = connection.recv()

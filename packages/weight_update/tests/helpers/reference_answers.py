@@ -1,4 +1,4 @@
-"""What transformers says of the answers of an engine."""
+"""Greedy tokens by transformers, to compare the answers of an engine with."""
 
 import torch
 
@@ -8,7 +8,7 @@ def state(model) -> list[tuple[str, torch.Tensor]]:
 
 
 def most_likely(model, prompt: list[int], tokens: list[int]) -> list[int]:
-    """What `model` would have answered to `prompt` in the place of each of `tokens`, given those before it."""
+    """Greedy token of `model` at each position of `tokens`, given `prompt` and the tokens before it."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,6 +1,6 @@
-"""Run by sglang/test_models.py: what recording makes of SGLang's own model classes, as JSON on the last line.
+"""Run by sglang/test_models.py: check recorded plans of SGLang's own model classes; prints JSON on the last line.
 
-SGLang's imports take most of the time, so all models and tensor-parallel sizes are done in one go: ranks are forked.
+Importing SGLang takes most of the time, so one process checks all models, and ranks are forked from it.
 """
 
 import json
@@ -8,13 +8,12 @@ import math
 import os
 import sys
 import tempfile
-import time
 import traceback
 from multiprocessing import get_context as start_method
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # needs shared memory that a killed rank leaves behind
+os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # uses shared memory that remains after a rank is killed
 
 import torch
 import transformers
@@ -32,7 +31,7 @@ from sglang.srt.runtime_context import get_context
 from tidemill_weight_update.plan.record import finish_load, record, write_fills
 from tidemill_weight_update.tensors.spec import SourceSpec
 
-# 130 tokens: the embedding is padded, in one rank of two as well.
+# 130 tokens: the embedding is padded with one rank and with two.
 SIZES = {
     "vocab_size": 130,
     "hidden_size": 64,
@@ -123,7 +122,7 @@ def config_of(family, fields):
 
 
 def write_checkpoint(case, folder):
-    """A checkpoint as transformers writes it; its tensors."""
+    """Write a checkpoint with transformers; return its tensors."""
     config = make_config(case)
     dtype = getattr(torch, CASES[case][2].get("dtype", "bfloat16"))
     model = getattr(transformers, f"{CASES[case][1]}ForCausalLM")(config).to(dtype)
@@ -156,7 +155,7 @@ def parameter_bits(model):
 
 
 def derived_bits(model):
-    """Tensors that modules keep beside their parameters and buffers."""
+    """Tensor attributes of modules that are neither parameters nor buffers."""
     return {
         f"{path}.{name}": bits(value)
         for path, module in model.named_modules()
@@ -187,7 +186,7 @@ def replay(model, plan, tensors):
 
 
 def wrong_counts(model, plan):
-    """Parameters with elements that the plan does not write exactly once, element by element."""
+    """Names of parameters with elements that the plan does not write exactly once."""
     counts = {name: torch.zeros_like(parameter, dtype=torch.int32) for name, parameter in model.named_parameters()}
     for copy in plan.copies:
         place(counts[copy.parameter], copy.offset, copy.box.shape, copy.strides).add_(1)
@@ -196,8 +195,8 @@ def wrong_counts(model, plan):
     return sorted(name for name, count in counts.items() if not (count == 1).all())
 
 
-def examine(case, tensors):
-    """Loads `tensors` into one model as SGLang does, and into another by a recorded plan."""
+def check_plan(case, tensors):
+    """Load `tensors` into one model as SGLang does and into another by a recorded plan; return the differences."""
     reference = build(case)
     scramble(reference, seed=1)
     reference.load_weights(iter(tensors.items()))
@@ -223,7 +222,7 @@ def examine(case, tensors):
 
 
 def update(case, tensors, rank, pipes):
-    """Loads `tensors` into one model as SGLang does, and into another through a `WeightUpdater`."""
+    """Load `tensors` into one model as SGLang does and into another with a `WeightUpdater`; return the differences."""
     reference, model = build(case), build(case)
     scramble(reference, seed=1)
     scramble(model, seed=2)
@@ -287,14 +286,13 @@ def deepseek_shapes(config):
     return shapes
 
 
-def examine_671b(tensors):
-    """The published DeepSeek-V3 on the meta device; `tensors` of the tiny one check the names."""
+def check_671b(tensors):
+    """Record the published DeepSeek-V3 on the meta device; `tensors` of the tiny model are used to check the names."""
     tiny = deepseek_shapes(make_config("deepseek v3"))
     config = config_of("DeepseekV3", DEEPSEEK_671B)
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(config)
     specs = [SourceSpec(name, shape, torch.bfloat16) for name, shape in deepseek_shapes(config).items()]
-    start = time.monotonic()
     plan = record(model, specs)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for part in plan.copies:
@@ -305,7 +303,6 @@ def examine_671b(tensors):
         "names_as_in_a_checkpoint": tiny == {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         "sources": len(specs),
         "not_written": sorted(name for name, size in sizes.items() if size),
-        "record_seconds": round(time.monotonic() - start, 1),
     }
 
 
@@ -323,12 +320,10 @@ def rank_main(rank, tp_size, store, checkpoints, full_size, results, pipes):
         initialize_dp_attention(args, shape)
         found: dict = {}
         for case, tensors in ({} if full_size else checkpoints).items():
-            start = time.monotonic()
-            found[case] = examine(case, tensors)
+            found[case] = check_plan(case, tensors)
             found[case]["updated"] = update(case, tensors, rank, pipes)
-            found[case]["seconds"] = round(time.monotonic() - start, 2)
         if full_size:
-            found = {"deepseek v3 671b": examine_671b(checkpoints["deepseek v3"])}
+            found = {"deepseek v3 671b": check_671b(checkpoints["deepseek v3"])}
         results.put((rank, found))
     except Exception:
         results.put((rank, traceback.format_exc()))
@@ -337,7 +332,7 @@ def rank_main(rank, tp_size, store, checkpoints, full_size, results, pipes):
 
 def main(full_size):
     torch.set_num_threads(1)  # threads do not survive the fork
-    start, found = time.monotonic(), {}
+    found = {}
     with tempfile.TemporaryDirectory(prefix="tidemill-record-") as folder:
         checkpoints = {case: write_checkpoint(case, Path(folder) / case) for case in CASES}
         for tp_size in (1, 2):
@@ -357,13 +352,13 @@ def main(full_size):
             values = {}
             while len(values) < tp_size:
                 rank, values[rank] = results.get(timeout=200)
-                if isinstance(values[rank], str):  # the others would wait for it
+                if isinstance(values[rank], str):  # the other ranks would wait for it
                     raise RuntimeError(f"rank {rank} of {tp_size}: {values[rank]}")
             found[tp_size] = [values[rank] for rank in range(tp_size)]
             for process in ranks:
                 process.join(timeout=20)
                 process.kill()
-    print(json.dumps({"seconds": round(time.monotonic() - start, 1), "found": found}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

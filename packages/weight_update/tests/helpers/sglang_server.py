@@ -1,4 +1,4 @@
-"""SGLang's HTTP server in processes of its own."""
+"""SGLang's HTTP server as a subprocess."""
 
 import contextlib
 import http.client
@@ -39,14 +39,14 @@ class Server:
     """A stock SGLang server on the loopback interface.
 
     Attributes:
-        url: of it.
+        url: URL of the server.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """The status and what is answered, read if it is JSON."""
+        """Send a request; return the status and the body, parsed if it is JSON."""
         with contextlib.closing(self.connect()) as connection:
             connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
             response = connection.getresponse()
@@ -70,11 +70,11 @@ class Server:
 
 @contextmanager
 def serving(checkpoint: Path, *, python_path: Path | None = None, **arguments: Any) -> Iterator[Server]:
-    """A server of `checkpoint` with our loader.
+    """Start a server of `checkpoint` with the fast loader.
 
     Args:
-        python_path: searched for modules first.
-        arguments: of SGLang, besides ARGUMENTS.
+        python_path: folder that is searched for modules first.
+        arguments: SGLang arguments, in addition to ARGUMENTS.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,7 +91,7 @@ def serving(checkpoint: Path, *, python_path: Path | None = None, **arguments: A
     try:
         deadline = time.monotonic() + 500
         while not server.is_healthy():
-            assert process.poll() is None, f"the server ended with {process.returncode}"
+            assert process.poll() is None, f"the server exited with {process.returncode}"
             assert time.monotonic() < deadline, "the server did not come up within 500 s"
             time.sleep(0.5)
         yield server

@@ -1,4 +1,4 @@
-"""An engine of the stock path."""
+"""Toy engine of the stock path."""
 
 import pickle
 
@@ -7,8 +7,8 @@ from tidemill_weight_update import BucketHandle
 from tidemill_weight_update.sglang.payload import stock_payload
 
 
-class MemoryEngine:
-    """Loads as SGLang does: unpickles the payload, and copies every tensor to a dict."""
+class StockToyEngine:
+    """Engine that loads as stock SGLang does: it unpickles the payload and copies every tensor to a dict."""
 
     has_loader = False
 
@@ -20,7 +20,7 @@ class MemoryEngine:
         self.busy = busy
 
     def __repr__(self) -> str:
-        return "MemoryEngine"
+        return "StockToyEngine"
 
     @property
     def tp_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Engines of threads: each rank is a `Receiver` around a small model that loads weights as SGLang's models do."""
+"""Engines whose ranks are threads: each is a `Receiver` with a small model that loads weights as SGLang's models do."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -25,9 +25,8 @@ TIED = "lm_head.weight"
 
 
 class ToyModel(nn.Module):
-    """One tensor-parallel rank, with what makes loading interesting: fused projections that are cut by rows, one that
-    is cut by columns, kv heads that several ranks hold, experts of which each rank has some, a padded vocabulary, a
-    tensor that is cast and one without dims."""
+    """One tensor-parallel rank of a model with fused projections sharded by rows, one projection sharded by columns,
+    replicated kv heads, expert parallelism, a padded vocabulary, a tensor that is cast and a scalar."""
 
     def __init__(self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class ToyModel(nn.Module):
             self.norm.data.copy_(tensor)
         elif name == "temperature":
             self.temperature.data.copy_(tensor)
-        # Others are ignored in silence, as SGLang's models do.
+        # Other names are ignored without an error, as in SGLang's models.
 
     def _load_attention(self, name: str, tensor: Tensor) -> None:
         part = name.removeprefix(ATTN + ".")
@@ -128,10 +127,10 @@ class ToyEngine:
             thread.join()
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        raise AssertionError("an engine with our loader gets no buckets")
+        raise AssertionError("an engine with the fast loader gets no buckets")
 
     def flush_cache(self) -> None:
-        raise AssertionError("an engine with our loader flushes in load()")
+        raise AssertionError("an engine with the fast loader flushes in load()")
 
     def pause(self, mode: PauseMode) -> None:
         self.calls.append(f"pause {mode}")
@@ -150,18 +149,18 @@ class ToyEngine:
 
 
 def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A checkpoint for `ToyModel`, with values that a cast to bfloat16 has to round."""
+    """Checkpoint for `ToyModel`; a cast to bfloat16 rounds its values."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
 def state(engine: ToyEngine) -> list[dict[str, Tensor]]:
-    """A copy of the parameters of each rank."""
+    """Copy of the parameters of each rank."""
     return [{name: p.detach().clone().cpu() for name, p in model.named_parameters()} for model in engine.models]
 
 
 def freshly_loaded(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What the ranks of such an engine hold after stock loading."""
+    """Parameters of the ranks of such an engine after a load with `load_weights`."""
     fresh = ToyEngine(engine.tp_size, model=lambda rank, size: type(engine.models[0])(rank, size))
     for model in fresh.models:
         model.load_weights(checkpoint.items())  # type: ignore[operator]
@@ -169,7 +168,7 @@ def freshly_loaded(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> list[
 
 
 def same(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
-    """Bit for bit, whatever the values."""
+    """Whether both are bitwise equal, including NaN."""
     return len(left) == len(right) and all(
         a.keys() == b.keys()
         and all(
@@ -181,7 +180,7 @@ def same(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
 
 
 def holds(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> bool:
-    """Whether the engine holds exactly what a fresh load of the checkpoint gives."""
+    """Whether the parameters are bitwise equal to those after a fresh load of the checkpoint."""
     return same(state(engine), freshly_loaded(engine, checkpoint))
 
 
@@ -189,5 +188,5 @@ MODES = ["complete", "streaming"]
 
 
 def as_mode(checkpoint: dict[str, Tensor], mode: str):
-    """The tensors as `update` takes them; those that are streamed are temporaries."""
+    """Pass the tensors to `update` as a collection, or stream them as temporaries."""
     return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())

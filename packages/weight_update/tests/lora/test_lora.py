@@ -1,4 +1,4 @@
-"""Adapters without an engine: settings, names, merging; and how they reach engines that are small classes here."""
+"""LoRA adapters: config, names, merging, and updates of toy engines."""
 
 import math
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 PEFT = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "bias": "none"}
 
 
-def test_settings_are_read_as_peft_writes_them():
+def test_peft_config_is_read():
     config = LoraConfig.from_peft(PEFT | {"modules_to_save": None, "rank_pattern": {}, "use_dora": False})
     assert config == LoraConfig(r=8, lora_alpha=16, target_modules=("q_proj", "v_proj"))
     assert config.scale == 2.0
@@ -22,11 +22,11 @@ def test_settings_are_read_as_peft_writes_them():
     }
 
 
-def test_the_scale_of_rank_stabilised_lora_reaches_sglang():
+def test_scale_of_rank_stabilized_lora_is_passed_to_sglang():
     config = LoraConfig.from_peft(PEFT | {"use_rslora": True})
     assert config.scale == 16 / math.sqrt(8)
-    told = config.to_sglang()
-    assert told["lora_alpha"] / told["r"] == pytest.approx(config.scale)
+    message = config.to_sglang()
+    assert message["lora_alpha"] / message["r"] == pytest.approx(config.scale)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_scale_of_rank_stabilised_lora_reaches_sglang():
         ({"r": 0}, "r must be positive"),
     ],
 )
-def test_settings_that_sglang_does_not_compute_are_refused(change, message):
+def test_unsupported_peft_options_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig.from_peft(PEFT | change)
 
@@ -60,7 +60,7 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + self.scale * (x @ self.a.T) @ self.b.T
 
 
-def test_a_merged_layer_computes_what_the_adapter_does():
+def test_merged_layer_computes_the_same_as_the_adapter():
     weights, matrices = base(torch.float64), dict(adapter(1, torch.float64))
     got = dict(merge_lora(weights.items(), matrices.items(), CONFIG))
     assert list(got) == list(weights)
@@ -71,7 +71,7 @@ def test_a_merged_layer_computes_what_the_adapter_does():
     assert got["norm.weight"] is weights["norm.weight"]
 
 
-def test_low_precision_is_rounded_once():
+def test_bfloat16_merge_is_rounded_once():
     weights, matrices = base(torch.bfloat16), adapter(1, torch.bfloat16)
     wide = {name: tensor.double() for name, tensor in weights.items()}
     exact = merged(wide, [(name, tensor.double()) for name, tensor in matrices])
@@ -81,8 +81,8 @@ def test_low_precision_is_rounded_once():
         assert (tensor.double() - exact[name]).abs().max() <= exact[name].abs().max() * 2**-8
 
 
-def test_a_peft_model_is_taken_as_it_is():
-    """Its names, and its own adapters among its tensors."""
+def test_peft_parameter_names_are_accepted():
+    """Including the adapter's own matrices among the tensors of the model."""
     weights, matrices = base(), adapter(1)
     live = {f"base_model.model.{n.replace('_proj.', '_proj.base_layer.')}": t for n, t in weights.items()}
     named = [(name.replace(".weight", ".default.weight"), tensor) for name, tensor in matrices]
@@ -92,7 +92,7 @@ def test_a_peft_model_is_taken_as_it_is():
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_one_merged_tensor_is_made_at_a_time():
+def test_merge_is_lazy():
     asked: list[str] = []
 
     def watched():
@@ -106,7 +106,7 @@ def test_one_merged_tensor_is_made_at_a_time():
     assert len(asked) == 1
 
 
-def wrong(change: str) -> list[tuple[str, Tensor]]:
+def changed_adapter(change: str) -> list[tuple[str, Tensor]]:
     items = adapter(1)
     (name, tensor), rest = items[0], items[1:]
     return {
@@ -122,7 +122,7 @@ def wrong(change: str) -> list[tuple[str, Tensor]]:
     }[change]
 
 
-WRONG = {
+BAD_ADAPTERS = {
     "lone": (ValueError, r"lacks 'base_model\.model\.layers\.0\.q_proj\.lora_A\.weight'"),
     "shape": (ValueError, r"must have the shape \(r, inputs\) with r=4, got \(3, 8\)"),
     "name": (ValueError, "expected the name of a LoRA matrix"),
@@ -134,18 +134,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("change", WRONG)
-def test_what_is_no_adapter_of_these_settings_is_refused_by_name(change):
-    error, message = WRONG[change]
+@pytest.mark.parametrize("change", BAD_ADAPTERS)
+def test_adapter_that_does_not_match_its_config_is_refused_by_name(change):
+    error, message = BAD_ADAPTERS[change]
     with pytest.raises(error, match=message):
-        merge_lora(base().items(), wrong(change), CONFIG)
+        merge_lora(base().items(), changed_adapter(change), CONFIG)
     engine = AdapterEngine()
     with pytest.raises(error, match=message):
-        WeightUpdater([engine]).update_adapter(wrong(change), "policy", CONFIG, 1)
+        WeightUpdater([engine]).update_adapter(changed_adapter(change), "policy", CONFIG, 1)
     assert (engine.calls, engine.version) == ([], "first")
 
 
-def test_an_adapter_of_another_model_is_refused():
+def test_adapter_of_another_model_is_refused():
     lacking = {name: tensor for name, tensor in base().items() if "layers.1" not in name}
     with pytest.raises(ValueError, match=r"layers that the model does not have: 'layers.1.q_proj'"):
         merge_lora(lacking.items(), adapter(1), CONFIG)
@@ -155,70 +155,70 @@ def test_an_adapter_of_another_model_is_refused():
         list(merge_lora((base() | {"layers.0.q_proj.weight": torch.zeros(8, 7)}).items(), adapter(1), CONFIG))
 
 
-def test_an_adapter_is_replaced_under_its_name():
+def test_adapter_is_replaced_under_the_same_name():
     engine = AdapterEngine()
     updater = WeightUpdater([engine])
     for version in (1, 2):
         stats = updater.update_adapter(iter(adapter(version)), "policy", CONFIG, version)
-        assert engine.served() == {"policy": dict(adapter(version))}
+        assert engine.loaded() == {"policy": dict(adapter(version))}
         assert engine.version == stats.weight_version == str(version)
         assert (stats.num_tensors, stats.num_buckets, stats.verified, stats.quarantined) == (8, 1, False, {})
         assert stats.num_bytes == sum(tensor.nbytes for _, tensor in adapter(version))
     assert engine.calls == ["load policy", "version 1", "unload policy", "load policy", "version 2"]
 
 
-def test_a_new_name_is_there_before_the_old_one_goes():
+def test_new_adapter_is_loaded_before_the_replaced_one_is_unloaded():
     engine = AdapterEngine()
     updater = WeightUpdater([engine], in_flight="abort")
     updater.update_adapter(adapter(1), "policy-1", CONFIG, 1)
     engine.calls.clear()
     updater.update_adapter(adapter(2), "policy-2", CONFIG, 2, replaces="policy-1")
     assert engine.calls == ["pause abort", "load policy-2", "unload policy-1", "version 2", "resume"]
-    assert list(engine.served()) == ["policy-2"]
+    assert list(engine.loaded()) == ["policy-2"]
 
 
-def test_what_an_engine_keeps_is_not_written_again():
-    """SGLang does not copy what it can use as it is."""
+def test_memory_of_a_loaded_adapter_is_not_overwritten():
+    """SGLang uses adapter tensors without a copy where it can."""
     engine = AdapterEngine()
     updater = WeightUpdater([engine])
     updater.update_adapter(adapter(1), "one", CONFIG, 1)
     updater.update_adapter(adapter(2), "two", CONFIG, 2)
     updater.close()
-    assert engine.served() == {"one": dict(adapter(1)), "two": dict(adapter(2))}
+    assert engine.loaded() == {"one": dict(adapter(1)), "two": dict(adapter(2))}
 
 
-def test_an_adapter_is_cast_and_may_not_be_nan():
+def test_adapter_is_cast_and_must_be_finite():
     engine = AdapterEngine()
     updater = WeightUpdater([engine], dtype=torch.bfloat16)
     updater.update_adapter(adapter(1), "policy", CONFIG, 1)
-    assert engine.served() == {"policy": {name: tensor.bfloat16() for name, tensor in adapter(1)}}
+    assert engine.loaded() == {"policy": {name: tensor.bfloat16() for name, tensor in adapter(1)}}
     with pytest.raises(
         ValueError, match=r"NaN elements: 'base_model.model.layers.0.q_proj.lora_A.weight' \(1 in total\)"
     ):
-        updater.update_adapter(wrong("nan"), "policy", CONFIG, 2)
+        updater.update_adapter(changed_adapter("nan"), "policy", CONFIG, 2)
     assert engine.version == "1"
-    WeightUpdater([engine], allow_non_finite=True).update_adapter(wrong("nan"), "policy", CONFIG, 3)
+    WeightUpdater([engine], allow_non_finite=True).update_adapter(changed_adapter("nan"), "policy", CONFIG, 3)
 
 
-def test_an_engine_that_fails_is_fenced_and_brought_up_to_date_alone():
+def test_failed_engine_is_quarantined_and_updated_alone_later():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     updater.update_adapter(adapter(1), "policy", CONFIG, 1)
     bad.refuses = "rank 4 is larger than --max-lora-rank"
     stats = updater.update_adapter(adapter(2), "policy", CONFIG, 2)
     assert stats.quarantined == {"engine 1 of 2 (bad)": bad.refuses}
-    assert (good.version, bad.version, bad.served(), bad.paused) == ("2", "1", {}, None)
+    assert (good.version, bad.version, bad.loaded(), bad.paused) == ("2", "1", {}, None)
     bad.refuses, calls = None, len(bad.calls)
     assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).quarantined == {}
     assert len(bad.calls) == calls  # left out
     assert updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad]).quarantined == {}
     updater.update_adapter(adapter(4), "policy", CONFIG, 4)
-    assert good.served() == bad.served() == {"policy": dict(adapter(4))}
+    assert good.loaded() == bad.loaded() == {"policy": dict(adapter(4))}
     assert (good.version, bad.version) == ("4", "4")
 
 
-class Nameless(AdapterEngine):
-    """Fails when its version is set, or read."""
+class VersionFails(AdapterEngine):
+    """Engine that fails when its version is set, or read."""
 
     fails = ""
 
@@ -235,23 +235,23 @@ class Nameless(AdapterEngine):
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
 @pytest.mark.parametrize("fails", ["set", "read"])
-def test_an_engine_that_does_not_take_the_adapters_version_goes_on(fails, in_flight):
-    """With its own weights, which are those of before."""
-    good, bad = AdapterEngine("good"), Nameless("bad")
+def test_engine_that_cannot_set_the_version_keeps_running(fails, in_flight):
+    """Its weights are unchanged, so it is not paused."""
+    good, bad = AdapterEngine("good"), VersionFails("bad")
     updater = WeightUpdater([good, bad], in_flight=in_flight)
     bad.fails = fails
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).quarantined == {"engine 1 of 2 (bad)": "no answer"}
     assert (bad.paused, good.version) == (None, "1")
     bad.fails = ""
     assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).quarantined == {}
-    assert (bad.paused, bad.version, bad.served()) == (None, "2", {"policy": dict(adapter(2))})
+    assert (bad.paused, bad.version, bad.loaded()) == (None, "2", {"policy": dict(adapter(2))})
     bad.fails = fails
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\): no answer"):
         updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad])
     assert bad.paused is None
 
 
-def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
+def test_quarantined_engine_needs_weights_before_adapters():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     bad.refuses = "no"
@@ -260,16 +260,16 @@ def test_an_engine_that_was_fenced_catches_up_with_weights_and_adapter():
     with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\) or is still paused; first call"):
         updater.update_adapter(adapter(1), "policy", CONFIG, 2, engines=[bad])
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).quarantined == {}
-    assert (bad.served(), bad.paused) == ({}, "abort")
+    assert (bad.loaded(), bad.paused) == ({}, "abort")
     updater.update(base().items(), 1, engines=[bad])
     updater.update_adapter(adapter(2), "policy", CONFIG, 3)
-    assert bad.served() == {}  # the adapter before this one did not reach it
+    assert bad.loaded() == {}  # it missed the previous adapter
     updater.update_adapter(adapter(2), "policy", CONFIG, 3, engines=[bad])
     updater.update_adapter(adapter(3), "policy", CONFIG, 4)
-    assert good.served() == bad.served() == {"policy": dict(adapter(3))}
+    assert good.loaded() == bad.loaded() == {"policy": dict(adapter(3))}
 
 
-def test_an_engine_that_lacks_an_adapter_still_gets_weights():
+def test_engine_without_the_adapter_still_gets_weights():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     bad.refuses = "no"
@@ -278,12 +278,12 @@ def test_an_engine_that_lacks_an_adapter_still_gets_weights():
     updater.update(base().items(), "weights")
     assert (good.version, bad.version) == ("weights", "weights")
     updater.update_adapter(adapter(2), "policy", CONFIG, 2)
-    assert bad.served() == {}
+    assert bad.loaded() == {}
     updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad])
-    assert good.served() == bad.served() == {"policy": dict(adapter(2))}
+    assert good.loaded() == bad.loaded() == {"policy": dict(adapter(2))}
 
 
-def test_an_engine_that_takes_no_adapters_is_told_so():
+def test_engine_without_adapter_support_is_refused():
     class Plain:
         has_loader, tp_size = False, 1
 
@@ -314,18 +314,18 @@ def _sharded() -> tuple[bool, bool, str]:
     engine = AdapterEngine()
     updater = WeightUpdater([engine] if dist.get_rank() == 0 else [])
     updater.update_adapter(held, "policy", CONFIG, 1)
-    is_sent = dist.get_rank() > 0 or engine.served() == {"policy": dict(adapter(1))}
+    is_sent = dist.get_rank() > 0 or engine.loaded() == {"policy": dict(adapter(1))}
     try:
-        updater.update_adapter(wrong("lone") if dist.get_rank() == 1 else held, "policy", CONFIG, 2)
+        updater.update_adapter(changed_adapter("lone") if dist.get_rank() == 1 else held, "policy", CONFIG, 2)
     except (ValueError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
-    return is_merged, is_sent and engine.version != "2", told
+        message = f"{type(error).__name__}: {error}"
+    return is_merged, is_sent and engine.version != "2", message
 
 
 def test_sharded_weights_and_adapters():
-    for rank, (is_merged, is_sent, told) in enumerate(run_ranks(_sharded, 4)):
+    for rank, (is_merged, is_sent, message) in enumerate(run_ranks(_sharded, 4)):
         assert is_merged
         assert is_sent
-        assert told.startswith(
+        assert message.startswith(
             "ValueError: the adapter lacks" if rank == 1 else "RuntimeError: weight update failed on"
         )

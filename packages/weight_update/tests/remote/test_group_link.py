@@ -14,15 +14,7 @@ from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.send import sender
-from toy_engines import ToyEngine, freshly_loaded, same, tensors
-
-pytestmark = pytest.mark.timeout(60)
-
-MODES = ["complete", "streaming"]
-
-
-def as_mode(checkpoint: dict[str, torch.Tensor], mode: str):
-    return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())
+from toy_engines import MODES, ToyEngine, as_mode, freshly_loaded, same, tensors
 
 
 def holds(engine: RemoteEngine, checkpoint: dict[str, torch.Tensor]) -> bool:

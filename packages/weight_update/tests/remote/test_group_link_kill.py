@@ -8,8 +8,6 @@ from interrupted_trainer import check_survivor, check_usable, run
 from remote_engines import RankProcess
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch) -> Iterator[list[RankProcess]]:

@@ -1,4 +1,4 @@
-"""Buckets and shards as arithmetic: no process, no shared memory."""
+"""Arithmetic of buckets and shards, without processes or shared memory."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def tensors(seed: int, count: int = 40) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 5_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_plan_holds_every_tensor_once_in_order_within_the_limit(seed, bucket_bytes):
+def test_buckets_contain_every_tensor_once_in_order_within_the_limit(seed, bucket_bytes):
     items = tensors(seed)
     buckets = list(plan_buckets(items, bucket_bytes))
     assert [entry.name for bucket in buckets for entry in bucket.entries] == [name for name, _ in items]
@@ -36,11 +36,11 @@ def test_a_plan_holds_every_tensor_once_in_order_within_the_limit(seed, bucket_b
             assert (entry.num_bytes, entry.shape) == (tensor.numel() * tensor.element_size(), tuple(tensor.shape))
         for left, right in itertools.pairwise(bucket.entries):
             assert left.end <= right.start
-    for left, right in itertools.pairwise(buckets):  # greedy: the next tensor did not fit any more
+    for left, right in itertools.pairwise(buckets):  # greedy: the next tensor did not fit
         assert left.num_bytes + right.entries[0].num_bytes > bucket_bytes - ALIGNMENT
 
 
-def test_views_of_one_bucket_do_not_overlap():
+def test_entries_of_one_bucket_do_not_overlap():
     (bucket,) = plan_buckets(tensors(0), 1 << 30)
     arena = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
     for entry in bucket.entries:
@@ -48,13 +48,13 @@ def test_views_of_one_bucket_do_not_overlap():
         entry.view(arena).fill_(1)
 
 
-def test_a_tensor_above_the_limit_travels_alone():
+def test_tensor_larger_than_the_limit_gets_its_own_bucket():
     items = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
     plan = [[entry.name for entry in bucket.entries] for bucket in plan_buckets(items, 256)]
     assert plan == [["a"], ["big"], ["b", "c"]]
 
 
-def test_the_tensors_of_a_module_share_a_bucket_however_large():
+def test_tensors_of_one_module_share_a_bucket_of_any_size():
     names = ["embed.weight", *(f"layers.{i}.{part}" for i in range(2) for part in PARTS), "norm.weight"]
     plan = plan_buckets([(name, torch.zeros(20)) for name in names], 256)
     assert [[entry.name for entry in bucket.entries] for bucket in plan] == [
@@ -66,7 +66,7 @@ def test_the_tensors_of_a_module_share_a_bucket_however_large():
     ]
 
 
-def test_of_a_collection_a_module_is_put_together_wherever_its_tensors_stand():
+def test_scattered_tensors_of_one_module_are_grouped_in_a_collection():
     names = ["0.attn.q_a.weight", "0.mlp.up.weight", "0.attn.kv_a.weight", "1.attn.q_a.weight", "0.mlp.down.weight"]
     buckets = list(plan_buckets([(name, torch.zeros(8)) for name in names], bucket_bytes=1))
     assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [
@@ -76,7 +76,7 @@ def test_of_a_collection_a_module_is_put_together_wherever_its_tensors_stand():
     ]
 
 
-def test_the_cast_changes_floating_point_tensors_only():
+def test_cast_applies_to_floating_point_tensors_only():
     items = [
         ("w", torch.zeros(3)),
         ("h", torch.zeros(3, dtype=torch.float16)),
@@ -87,7 +87,7 @@ def test_the_cast_changes_floating_point_tensors_only():
     assert bucket.payload_bytes == 6 + 6 + 12
 
 
-def test_planning_reads_one_module_ahead_only():
+def test_planning_reads_at_most_one_module_ahead():
     taken = []
 
     def items():
@@ -97,10 +97,10 @@ def test_planning_reads_one_module_ahead_only():
 
     buckets = plan_buckets(items(), 128)
     next(buckets)
-    assert taken == [0, 1, 2, 3]  # 3 tells that the module of 2, which did not fit any more, is complete
+    assert taken == [0, 1, 2, 3]  # tensor 3 shows that the module of tensor 2 is complete
 
 
-def test_the_digest_depends_on_names_shapes_dtypes_order_and_context():
+def test_digest_depends_on_names_shapes_dtypes_order_and_context():
     base = [("a", torch.zeros(2, 3)), ("b", torch.zeros(6))]
     variants = [
         base,
@@ -135,14 +135,14 @@ def test_the_digest_depends_on_names_shapes_dtypes_order_and_context():
         ),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(items, error, message):
+def test_invalid_tensors_are_refused_by_name(items, error, message):
     with pytest.raises(error, match=message):
         list(plan_buckets(items, 100))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 6, 64])
-def test_shards_are_cut_as_torch_chunk_cuts(size, num_ranks):
+def test_shard_range_matches_torch_chunk(size, num_ranks):
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(num_ranks)]
     chunks += [[] for _ in range(num_ranks - len(chunks))]
     for rank, chunk in enumerate(chunks):

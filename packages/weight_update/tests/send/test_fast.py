@@ -1,4 +1,4 @@
-"""The fast path from one trainer process to engines of threads: what the parameters hold afterwards."""
+"""Fast path from one trainer process to toy engines: parameters after updates."""
 
 import random
 
@@ -14,7 +14,7 @@ from toy_engines import ATTN, MODES, TIED, ToyEngine, ToyModel, as_mode, holds, 
 
 @pytest.fixture
 def recordings(monkeypatch) -> list[int]:
-    """The number of sources of each recording."""
+    """Number of sources of each recorded plan."""
     counted: list[int] = []
     original = recorder.record
 
@@ -30,7 +30,7 @@ def recordings(monkeypatch) -> list[int]:
 @pytest.mark.parametrize(
     ("tp_size", "bucket_bytes"), [(1, 1), (1, 200), (1, 1 << 20), (2, 200), (2, 1 << 20), (4, 100), (4, 1 << 20)]
 )
-def test_parameters_equal_a_fresh_load_bit_for_bit(tp_size, mode, bucket_bytes):
+def test_parameters_equal_a_fresh_load_bitwise(tp_size, mode, bucket_bytes):
     engine = ToyEngine(tp_size)
     updater = WeightUpdater([engine], bucket_bytes=bucket_bytes)
     for version in range(3):
@@ -47,7 +47,7 @@ def test_parameters_equal_a_fresh_load_bit_for_bit(tp_size, mode, bucket_bytes):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engines_of_different_sizes_are_updated_together(mode):
+def test_engines_of_different_tp_sizes_are_updated_together(mode):
     engines = [ToyEngine(2), ToyEngine(1), ToyEngine(4), ToyEngine(1, model=lambda r, n: ToyModel(r, n, torch.float32))]
     updater = WeightUpdater(engines, bucket_bytes=300)
     for version in range(2):
@@ -65,19 +65,19 @@ def test_engines_of_different_sizes_are_updated_together(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
-def test_tensors_are_cast_to_what_is_sent_and_then_to_the_parameter(held, dtype, mode):
+@pytest.mark.parametrize("held_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_are_cast_to_the_sent_dtype_and_then_to_the_parameter_dtype(held_dtype, dtype, mode):
     engine = ToyEngine(2)
-    checkpoint = tensors(dtype=held)
+    checkpoint = tensors(dtype=held_dtype)
     updater = WeightUpdater([engine], bucket_bytes=500, dtype=dtype)
     stats = updater.update(as_mode(checkpoint, mode), 1)
-    assert holds(engine, {name: tensor.to(dtype or held) for name, tensor in checkpoint.items()})
-    assert stats.num_bytes == sum(tensor.numel() for tensor in checkpoint.values()) * (dtype or held).itemsize
+    assert holds(engine, {name: tensor.to(dtype or held_dtype) for name, tensor in checkpoint.items()})
+    assert stats.num_bytes == sum(tensor.numel() for tensor in checkpoint.values()) * (dtype or held_dtype).itemsize
     updater.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_any_strides_and_parameters_that_need_gradients(mode):
+def test_non_contiguous_tensors_and_parameters_with_requires_grad_are_sent(mode):
     engine = ToyEngine(2)
     plain = tensors()
     odd = {
@@ -95,12 +95,12 @@ def test_any_strides_and_parameters_that_need_gradients(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_plan_is_recorded_once(recordings, mode):
+def test_plan_is_recorded_once(recordings, mode):
     engine = ToyEngine(1)
     updater = WeightUpdater([engine], bucket_bytes=300)
     updater.update(as_mode(tensors(0), mode), 0)
     first = list(recordings)
-    assert first[-1] == len(tensors())  # streaming records in parts, then proves the whole
+    assert first[-1] == len(tensors())  # a stream is recorded in parts, then as a whole
     for version in (1, 2):
         updater.update(as_mode(tensors(version), mode), version)
     updater.update(as_mode(tensors(3), MODES[1 - MODES.index(mode)]), 3)
@@ -109,7 +109,7 @@ def test_a_plan_is_recorded_once(recordings, mode):
     updater.close()
 
 
-def test_parameters_that_stay_are_not_described_again(recordings):
+def test_unchanged_parameters_are_recognized_and_moved_ones_are_found(recordings):
     engine = ToyEngine(2)
     parameters = {name: nn.Parameter(tensor) for name, tensor in tensors().items()}
     updater = WeightUpdater([engine], bucket_bytes=300)
@@ -123,7 +123,7 @@ def test_parameters_that_stay_are_not_described_again(recordings):
         assert holds(engine, tensors(version))
     with torch.no_grad():
         for name, tensor in tensors(3).items():
-            parameters[name].data = tensor  # other memory under the same parameter
+            parameters[name].data = tensor  # the same parameter with other memory
     updater.update(parameters.items(), 3)
     assert holds(engine, tensors(3))
     assert recordings == first
@@ -131,7 +131,7 @@ def test_parameters_that_stay_are_not_described_again(recordings):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tensors_and_buckets_may_change_between_updates(mode):
+def test_tensors_and_bucket_size_may_change_between_updates(mode):
     engine = ToyEngine(2)
     plain = tensors(1)
     reverse = dict(reversed(tensors(2).items()))
@@ -149,7 +149,7 @@ def test_tensors_and_buckets_may_change_between_updates(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_updates_may_come_in_inference_mode_and_out_of_it(mode):
+def test_updates_work_inside_and_outside_inference_mode(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=200)
     for version, inference in enumerate([True, False, True, False]):
@@ -159,7 +159,7 @@ def test_updates_may_come_in_inference_mode_and_out_of_it(mode):
     updater.close()
 
 
-def test_several_updaters_of_one_process_take_turns():
+def test_several_updaters_in_one_process_take_turns():
     engine = ToyEngine(2)
     updaters = [WeightUpdater([engine], bucket_bytes=size) for size in (100, 1000)]
     for version in range(6):
@@ -169,8 +169,8 @@ def test_several_updaters_of_one_process_take_turns():
         updater.close()
 
 
-class Impure(ToyModel):
-    """Loads two tensors in a way that no copy is."""
+class ComputingModel(ToyModel):
+    """Model that computes with two of its tensors while loading."""
 
     def load_one(self, name: str, tensor: Tensor) -> None:
         if name == "norm.weight":
@@ -183,21 +183,21 @@ class Impure(ToyModel):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_what_is_no_copy_goes_through_the_models_own_loader(tp_size, mode):
-    engine = ToyEngine(tp_size, model=Impure)
+def test_computed_parameters_go_through_the_loader(tp_size, mode):
+    engine = ToyEngine(tp_size, model=ComputingModel)
     updater = WeightUpdater([engine], bucket_bytes=100)
     for version in range(2):
         stats = updater.update(as_mode(tensors(version), mode), version)
         assert sorted(stats.through_loader) == [f"{ATTN}.o_proj.weight", "norm.weight"]
         assert all(stats.through_loader.values())
-        assert (stats.verified, stats.num_unverified) == (True, 2)  # what the loader made of them, nothing tells
+        assert (stats.verified, stats.num_unverified) == (True, 2)  # the result of the loader is not verified
         assert holds(engine, tensors(version))
     updater.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_only_what_was_sent_is_said_to_have_gone_through_the_loader(mode):
-    engine = ToyEngine(1, model=Impure)
+def test_partial_update_reports_only_sent_tensors_as_through_loader(mode):
+    engine = ToyEngine(1, model=ComputingModel)
     updater = WeightUpdater([engine])
     updater.update(tensors(0).items(), 0)
     for name, want in (("embed.weight", []), ("norm.weight", ["norm.weight"])):
@@ -207,8 +207,8 @@ def test_only_what_was_sent_is_said_to_have_gone_through_the_loader(mode):
     updater.close()
 
 
-class Packed(nn.Module):
-    """Loads thousands of tensors in a way that no copy is."""
+class ComputingManyModel(nn.Module):
+    """Model that computes with each of its many tensors while loading."""
 
     def __init__(self, *_: int) -> None:
         super().__init__()
@@ -220,8 +220,8 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_so_many_tensors_may_go_through_the_loader_that_not_all_are_named(tp_size):
-    engine = ToyEngine(tp_size, model=Packed)
+def test_names_of_many_loader_tensors_are_truncated(tp_size):
+    engine = ToyEngine(tp_size, model=ComputingManyModel)
     updater = WeightUpdater([engine])
     checkpoint = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": torch.tensor(float(i)) for i in range(1500)}
     stats = updater.update(checkpoint.items(), 1)
@@ -233,7 +233,7 @@ def test_so_many_tensors_may_go_through_the_loader_that_not_all_are_named(tp_siz
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_part_of_the_tensors_leaves_the_others_alone(mode):
+def test_partial_update_leaves_other_parameters_unchanged(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)
     updater.update(as_mode(tensors(0), mode), 0)
@@ -245,20 +245,20 @@ def test_a_part_of_the_tensors_leaves_the_others_alone(mode):
     updater.close()
 
 
-def test_an_engine_that_joins_late_gets_the_current_version():
+def test_engine_that_joins_late_gets_the_current_version():
     first, late = ToyEngine(1, "first"), ToyEngine(2, "late")
     updater = WeightUpdater([first])
     updater.update(tensors(1).items(), 1)
     updater.update(tensors(1).items(), 1, engines=[late])
     assert holds(late, tensors(1))
     assert (late.version, len(first.requests)) == ("1", 1)
-    updater.update(tensors(2).items(), 2)  # from now on it takes part
+    updater.update(tensors(2).items(), 2)  # it takes part in later updates
     assert holds(first, tensors(2))
     assert holds(late, tensors(2))
     updater.close()
 
 
-def test_a_model_whose_memory_moved_is_loaded_where_it_is_now():
+def test_model_with_moved_parameters_is_updated_in_place():
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)
     updater.update(tensors(0).items(), 0)
@@ -270,8 +270,8 @@ def test_a_model_whose_memory_moved_is_loaded_where_it_is_now():
     updater.close()
 
 
-class Corrupting(Receiver):
-    """Reads shared memory of which its first rank changes a bit after it was sent."""
+class CorruptingReceiver(Receiver):
+    """Receiver whose first rank flips a bit of each bucket before it is read."""
 
     def arena(self, box, place):
         memory = super().arena(box, place)
@@ -282,8 +282,8 @@ class Corrupting(Receiver):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_changed_bit_is_noticed_and_the_engine_is_fenced(tp_size, mode):
-    bad, good = ToyEngine(tp_size, "bad", receiver=Corrupting), ToyEngine(1, "good")
+def test_corrupted_bucket_is_detected_and_engine_is_not_updated(tp_size, mode):
+    bad, good = ToyEngine(tp_size, "bad", receiver=CorruptingReceiver), ToyEngine(1, "good")
     updater = WeightUpdater([bad], bucket_bytes=1 << 20)
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\).*did not arrive as they were sent: 'embed.weight'"):
         updater.update(as_mode(tensors(), mode), 1)
@@ -293,7 +293,7 @@ def test_a_changed_bit_is_noticed_and_the_engine_is_fenced(tp_size, mode):
     updater.close()
 
 
-def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
+def test_descriptions_of_reordered_tensors_are_dropped(monkeypatch):
     monkeypatch.setattr(sender, "MAX_UNUSED_BYTES", 0)
     engine = ToyEngine(2)
     updater = WeightUpdater([engine])
@@ -313,19 +313,19 @@ def test_what_is_described_in_ever_new_ways_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_default_device_of_the_trainer_changes_nothing(mode):
+def test_default_device_of_the_trainer_is_ignored(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)
-    given = as_mode(tensors(), mode)
+    named_tensors = as_mode(tensors(), mode)
     with torch.device("meta"):
-        assert updater.update(given, 1).verified
+        assert updater.update(named_tensors, 1).verified
     assert holds(engine, tensors())
     updater.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_padding_is_written_again_with_all_weights(mode):
-    """An engine may have given its memory back since, and got other memory at the same addresses."""
+def test_padding_is_rewritten_by_complete_updates_only(mode):
+    """An engine may have released its memory since, and got new memory at the same addresses."""
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=300)
     for version in range(3):
@@ -336,5 +336,5 @@ def test_padding_is_written_again_with_all_weights(mode):
                 parameter.data.fill_(float("nan"))
     one = {"norm.weight": tensors(3)["norm.weight"]}
     updater.update(as_mode(one, mode), 3, partial=True)
-    assert all(model.embed.isnan().all() for model in engine.models)  # what it does not bring it leaves alone
+    assert all(model.embed.isnan().all() for model in engine.models)  # a partial update writes its own tensors only
     updater.close()

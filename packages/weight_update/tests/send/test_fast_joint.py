@@ -1,4 +1,4 @@
-"""A model that combines tensors of different modules, which a stream may bring apart."""
+"""A model that combines tensors of different modules, which a stream may send in separate buckets."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import nn
 from toy_engines import ToyEngine
 
 
-class Joint(nn.Module):
-    """Loads `left.a.weight` and `right.b.weight` into one parameter, if it is given both at once."""
+class CombiningModel(nn.Module):
+    """Model that loads `left.a.weight` and `right.b.weight` into one parameter, if both are passed in one call."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -23,8 +23,8 @@ class Joint(nn.Module):
 TENSORS = {"left.a.weight": torch.randn(4, 4), "right.b.weight": torch.randn(4, 4)}
 
 
-def test_what_came_apart_is_an_error_and_not_skipped():
-    engine = ToyEngine(1, model=Joint)
+def test_combined_tensors_in_separate_buckets_of_a_stream_are_an_error():
+    engine = ToyEngine(1, model=CombiningModel)
     updater = WeightUpdater([engine], bucket_bytes=64)
     with pytest.raises(RuntimeError, match=r"combines these tensors with others .*'left.a.weight', 'right.b.weight'"):
         updater.update(iter(TENSORS.items()), 1)
@@ -32,8 +32,8 @@ def test_what_came_apart_is_an_error_and_not_skipped():
 
 
 @pytest.mark.parametrize(("bucket_bytes", "streamed"), [(64, False), (1 << 20, True), (1 << 20, False)])
-def test_what_came_together_is_combined(bucket_bytes, streamed):
-    engine = ToyEngine(1, model=Joint)
+def test_tensors_of_one_bucket_or_collection_are_combined(bucket_bytes, streamed):
+    engine = ToyEngine(1, model=CombiningModel)
     updater = WeightUpdater([engine], bucket_bytes=bucket_bytes)
     updater.update(iter(TENSORS.items()) if streamed else TENSORS.items(), 1)
     assert torch.equal(engine.models[0].both, torch.cat(list(TENSORS.values())))

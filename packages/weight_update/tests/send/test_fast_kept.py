@@ -1,4 +1,4 @@
-"""The trainer's tensors while an update reads them by their addresses, and after it."""
+"""Lifetime of the trainer's tensors, which an update reads by address."""
 
 import gc
 import weakref
@@ -10,8 +10,8 @@ from tidemill_weight_update.stages import Stages
 from torch import Tensor
 
 
-class Casting:
-    """Makes its tensors anew in each iteration, where the last ones were."""
+class ViewsOnDemand:
+    """Iterable that makes new tensors at the same addresses in each iteration."""
 
     def __init__(self) -> None:
         self.memory = torch.randn(8)
@@ -30,27 +30,27 @@ class Casting:
         return sum(tensor() is not None for tensor in self.made)
 
 
-def test_tensors_that_are_recognised_live_while_they_are_sent_and_no_longer():
-    """As the second update from a GPU: what was described of the first one is kept, but none of its tensors."""
-    held = Casting()
+def test_recognized_tensors_are_kept_alive_only_while_they_are_sent():
+    """As in the second update from a GPU: the fingerprint of the first update is kept, its tensors are not."""
+    views = ViewsOnDemand()
     fast = FastPath(
         **{"bucket_bytes": 100, "dtype": None, "device": None, "allow_non_finite": False},
         **{"timeout_s": 1.0, "group_rank": 0, "link": None},
     )
     alive: list[int] = []
 
-    def note(*_: object) -> None:
-        alive.append(held.num_alive())
+    def record_alive(*_: object) -> None:
+        alive.append(views.num_alive())
 
     for sequence in (1, 2):
         fast.begin(sequence)
-        lines = fast.prepare(held, Stages(), lambda _: None)
+        lines = fast.prepare(views, Stages(), lambda _: None)
         if sequence == 1:
-            fast._fingerprint, fast._prepared = Fingerprint(list(held)), lines
+            fast._fingerprint, fast._prepared = Fingerprint(list(views)), lines
         else:
             assert lines is fast._prepared
-        assert fast.send(lines, fast.mailbox.path, 0, Stages(), note, note) == (1, 2, 32)
+        assert fast.send(lines, fast.mailbox.path, 0, Stages(), record_alive, record_alive) == (1, 2, 32)
         if sequence == 2:
-            assert held.num_alive() == 0
+            assert views.num_alive() == 0
     assert alive[2:] == [2, 2]
     fast.close()

@@ -1,4 +1,4 @@
-"""Engines that the trainer has given up: what becomes of requests that they still have, and what is known of them."""
+"""Engines that handle a request after it timed out: the request is refused, and the state of the engine is known."""
 
 import asyncio
 import threading
@@ -11,11 +11,11 @@ from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.transport.signed_store import LinkError
 from toy_engines import ToyEngine, holds, same, state, tensors
 
-GIVEN_UP = "the trainer excluded this rank"
+EXCLUDED = "the trainer excluded this rank"
 
 
-class Silent(ToyEngine):
-    """Keeps requests, and does not answer."""
+class SilentEngine(ToyEngine):
+    """Engine that keeps requests and does not answer."""
 
     error: BaseException = TimeoutError("no answer within 300 s")
 
@@ -25,9 +25,9 @@ class Silent(ToyEngine):
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_request_that_was_given_up_is_not_carried_out_when_the_engine_comes_to_it(others):
-    """As training goes on: SGLang waits for a request that runs for longer than the client waits, say."""
-    late = Silent(1, "late")
+def test_request_that_timed_out_is_refused_by_the_engine_later(others):
+    """As when SGLang waits for a running request longer than the timeout of the client."""
+    late = SilentEngine(1, "late")
     updater = WeightUpdater([late, ToyEngine(1, "good")] if others else [late])
     before = state(late)
     if others:
@@ -39,12 +39,12 @@ def test_a_request_that_was_given_up_is_not_carried_out_when_the_engine_comes_to
     assert same(state(late), before)
     assert (late.paused, late.version) == (None, "first")
     box = updater._fast.mailbox
-    assert (box.state(1, 0), box.reply(0)["error"].split(":")[:2]) == (UNCHANGED, ["RuntimeError", f" {GIVEN_UP}"])
+    assert (box.state(1, 0), box.reply(0)["error"].split(":")[:2]) == (UNCHANGED, ["RuntimeError", f" {EXCLUDED}"])
     updater.close()
 
 
-def test_an_engine_that_begins_before_it_is_given_up_is_paused(monkeypatch):
-    late, good = Silent(1, "late"), ToyEngine(1, "good")
+def test_engine_that_starts_loading_just_before_its_timeout_is_paused(monkeypatch):
+    late, good = SilentEngine(1, "late"), ToyEngine(1, "good")
     updater = WeightUpdater([late, good])
 
     def exclude(self, sequence, row, original=Mailbox.exclude):
@@ -58,8 +58,8 @@ def test_an_engine_that_begins_before_it_is_given_up_is_paused(monkeypatch):
     updater.close()
 
 
-class Stalling(Receiver):
-    """Stands still for a while, before it begins or as it reads its first bucket."""
+class StallingReceiver(Receiver):
+    """Receiver that stalls once, before it starts or at its first bucket."""
 
     stalls = ""
 
@@ -78,24 +78,24 @@ class Stalling(Receiver):
 
 
 @pytest.mark.parametrize("where", ["begins", "reads"])
-def test_a_rank_that_was_given_up_does_not_wait_for_buckets_that_are_gone(where):
-    late, good = ToyEngine(1, "late", receiver=Stalling), ToyEngine(1, "good")
-    first = WeightUpdater([late, good])  # which teaches the engines their models
+def test_rank_that_timed_out_does_not_wait_for_released_buckets(where):
+    late, good = ToyEngine(1, "late", receiver=StallingReceiver), ToyEngine(1, "good")
+    first = WeightUpdater([late, good])  # the engines record their plans
     first.update(tensors(0).items(), 0)
     first.close()
     updater = WeightUpdater([late, good], bucket_bytes=100, timeout_s=1.0)
     late.receivers[0].stalls = where  # type: ignore[attr-defined]
     quarantined = updater.update(tensors(1).items(), 1).quarantined
     assert list(quarantined) == ["engine 0 of 2 (late)"]
-    assert quarantined["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {GIVEN_UP}")
+    assert quarantined["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {EXCLUDED}")
     assert late.paused == (None if where == "begins" else "abort")
     assert holds(good, tensors(1))
     updater.close()
 
 
-def test_an_engine_whose_state_cannot_be_read_is_paused(monkeypatch):
-    """As over a link that breaks, or if somebody writes to its store."""
-    silent, good = Silent(1, "silent"), ToyEngine(1, "good")
+def test_engine_with_unreadable_state_is_paused(monkeypatch):
+    """As over a broken link, or with a corrupted store."""
+    silent, good = SilentEngine(1, "silent"), ToyEngine(1, "good")
     updater = WeightUpdater([silent, good], timeout_s=1.0)
 
     def read(self, sequence, row, original=Mailbox.state):
@@ -113,9 +113,9 @@ def test_an_engine_whose_state_cannot_be_read_is_paused(monkeypatch):
     updater.close()
 
 
-def test_whatever_ends_a_call_is_a_failure():
-    """Asyncio's is no `Exception`."""
-    cancelled, good = Silent(1, "cancelled"), ToyEngine(1, "good")
+def test_cancelled_error_in_a_client_is_a_failure_of_that_engine():
+    """`asyncio.CancelledError` is a BaseException."""
+    cancelled, good = SilentEngine(1, "cancelled"), ToyEngine(1, "good")
     cancelled.error = asyncio.CancelledError()
     updater = WeightUpdater([cancelled, good])
     assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (cancelled)": "CancelledError"}
@@ -123,9 +123,9 @@ def test_whatever_ends_a_call_is_a_failure():
     updater.close()
 
 
-def left_by_a_closed_updater() -> Silent:
-    """An engine that keeps the first request of an updater that was closed."""
-    late = Silent(1, "late")
+def engine_with_request_of_a_closed_updater() -> SilentEngine:
+    """Engine that still has the first request of an updater that was closed."""
+    late = SilentEngine(1, "late")
     first = WeightUpdater([late])
     with pytest.raises(RuntimeError, match="no answer within 300 s"):
         first.update(tensors(0).items(), "old")
@@ -133,9 +133,9 @@ def left_by_a_closed_updater() -> Silent:
     return late
 
 
-def test_a_request_of_an_updater_that_was_closed_is_not_carried_out_in_the_next_one():
-    """Which is at the same number, and has a mailbox at the same place."""
-    late = left_by_a_closed_updater()
+def test_request_of_a_closed_updater_is_refused_during_the_next_updater():
+    """The next updater has the same sequence number and reuses the file descriptor of the mailbox."""
+    late = engine_with_request_of_a_closed_updater()
     (old,) = late.requests
     before = state(late)
 
@@ -158,9 +158,9 @@ def test_a_request_of_an_updater_that_was_closed_is_not_carried_out_in_the_next_
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 100])
-def test_nor_before_the_request_of_that_one(bucket_bytes):
-    """SGLang carries out what came first, first; our loader lets it live whatever is raised."""
-    late = left_by_a_closed_updater()
+def test_request_of_a_closed_updater_before_that_of_the_next_is_refused(bucket_bytes):
+    """SGLang handles requests in order; errors in the loader do not stop it."""
+    late = engine_with_request_of_a_closed_updater()
     (old,) = late.requests
     done: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The fast path from several trainer ranks, each of which sends what it holds. One function per test runs on all."""
+"""Fast path from several trainer ranks. Functions with a leading underscore run on all ranks."""
 
 import random
 import re
@@ -16,7 +16,7 @@ MODES = ["complete", "streaming"]
 
 
 def engines_of(*tp_sizes: int) -> list[ToyEngine]:
-    """On rank 0, which alone talks to engines."""
+    """Engines on rank 0, the only rank that calls engines."""
     return [ToyEngine(size, f"toy {size}") for size in tp_sizes] if dist.get_rank() == 0 else []
 
 
@@ -25,7 +25,7 @@ def as_mode(items: Iterable, mode: str):
 
 
 def sharded(checkpoint: dict, layout: str) -> dict:
-    """The tensors as a trainer of this layout holds them."""
+    """Shard the tensors as a trainer with this layout does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -45,14 +45,14 @@ def sharded(checkpoint: dict, layout: str) -> dict:
     }
 
 
-def _send(layout: str, bucket_bytes: int, dtype: torch.dtype | None) -> list[tuple]:
-    return [told for mode in MODES for told in _send_as(mode, layout, bucket_bytes, dtype)]
+def _send(cases: list[tuple[str, int, torch.dtype | None]]) -> list[list[tuple]]:
+    return [[result for mode in MODES for result in _send_as(mode, *case)] for case in cases]
 
 
 def _send_as(mode: str, layout: str, bucket_bytes: int, dtype: torch.dtype | None) -> list[tuple]:
     engines = engines_of(2, 1, 4)
     updater = WeightUpdater(engines, bucket_bytes=bucket_bytes, dtype=dtype)
-    told = []
+    results = []
     for version in range(3):
         checkpoint = tensors(version)
         held = list(sharded(checkpoint, layout).items())
@@ -61,12 +61,12 @@ def _send_as(mode: str, layout: str, bucket_bytes: int, dtype: torch.dtype | Non
         for engine in engines:
             assert holds(engine, {n: t.to(dtype or t.dtype) for n, t in checkpoint.items()}), (mode, version)
             assert engine.version == str(version)
-        told.append((stats.verified, stats.num_bytes, stats.num_tensors))
+        results.append((stats.verified, stats.num_bytes, stats.num_tensors))
     updater.close()
-    return told
+    return results
 
 
-def _in_ever_new_ways() -> int:
+def _reordered() -> int:
     sender.MAX_UNUSED_BYTES = 0
     engines = engines_of(2)
     updater = WeightUpdater(engines)
@@ -83,37 +83,36 @@ def _in_ever_new_ways() -> int:
     return len(set(map(id, mailboxes)))
 
 
-def test_each_rank_forgets_what_it_described_in_ever_new_ways():
-    first, second = run_ranks(_in_ever_new_ways, 2)
+def test_each_rank_drops_descriptions_of_reordered_tensors():
+    first, second = run_ranks(_reordered, 2)
     assert 2 < second < first < 12
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size", "bucket_bytes", "dtype"),
+    ("world_size", "cases"),
     [
-        ("rows", 2, 100, None),
-        ("rows", 3, 1 << 20, torch.bfloat16),
-        ("columns", 3, 300, torch.bfloat16),
-        ("replicated", 2, 300, None),
-        ("hybrid", 4, 300, None),
-        ("grid", 4, 100, torch.bfloat16),
+        (2, [("rows", 100, None), ("replicated", 300, None)]),
+        (3, [("rows", 1 << 20, torch.bfloat16), ("columns", 300, torch.bfloat16)]),
+        (4, [("hybrid", 300, None), ("grid", 100, torch.bfloat16)]),
     ],
+    ids=lambda value: " ".join(layout for layout, *_ in value) if isinstance(value, list) else None,
 )
-def test_each_rank_sends_what_it_holds(layout, world_size, bucket_bytes, dtype):
-    ranks = run_ranks(_send, world_size, layout, bucket_bytes, dtype)
-    itemsize = (dtype or torch.float32).itemsize
-    for update in zip(*ranks, strict=True):
-        assert all(verified for verified, _, _ in update)
-        sent = [num_bytes for _, num_bytes, _ in update]
-        assert sum(sent) == itemsize * sum(tensor.numel() for tensor in tensors().values())
-        assert all(0 < num_bytes < sum(sent) for num_bytes in sent)
+def test_each_rank_sends_its_shards(world_size, cases):
+    ranks = run_ranks(_send, world_size, cases)
+    for case, *updates_of_ranks in zip(cases, *ranks, strict=True):
+        itemsize = (case[2] or torch.float32).itemsize
+        for update in zip(*updates_of_ranks, strict=True):
+            assert all(verified for verified, _, _ in update), case
+            sent = [num_bytes for _, num_bytes, _ in update]
+            assert sum(sent) == itemsize * sum(tensor.numel() for tensor in tensors().values()), case
+            assert all(0 < num_bytes < sum(sent) for num_bytes in sent), case
 
 
 def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tuple[str, LocalShard]]:
-    """What a rank of four holds: two pipeline stages of two ranks, which are tensor- or expert-parallel, or replicas.
+    """Local shards of one of four ranks: two pipeline stages of two ranks each.
 
-    `tp`, `ep`: 2 if the ranks of a stage share the layers, or the experts; 1 if they are replicas there. Of a padded
-    vocabulary they have different numbers of rows, and heads of queries come one by one, out of a fused matrix.
+    `tp`, `ep`: 2 if the ranks of a stage shard the layers or the experts, 1 if they are replicas. The padded vocabulary
+    gives the ranks different numbers of rows. Query heads are passed one by one, as parts of a fused matrix.
     """
     stage, inner = divmod(dist.get_rank(), 2)
     items = []
@@ -146,24 +145,24 @@ def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tupl
 
 def _send_megatron() -> list[tuple[bool, int]]:
     layouts = [(2, 1), (2, 2), (1, 2), (1, 1)]
-    return [told for tp, ep in layouts for mode in MODES for told in _send_layout(tp, ep, mode)]
+    return [result for tp, ep in layouts for mode in MODES for result in _send_layout(tp, ep, mode)]
 
 
 def _send_layout(tp: int, ep: int, mode: str) -> list[tuple[bool, int]]:
     engines = engines_of(1, 4)
     updater = WeightUpdater(engines, bucket_bytes=300, dtype=torch.bfloat16)
-    told = []
+    results = []
     for version in range(2):
         checkpoint = tensors(version)
         stats = updater.update(as_mode(megatron(checkpoint, tp, ep), mode), version)
         for engine in engines:
             assert holds(engine, {name: tensor.bfloat16() for name, tensor in checkpoint.items()}), (tp, ep, mode)
-        told.append((stats.verified, stats.num_bytes))
+        results.append((stats.verified, stats.num_bytes))
     updater.close()
-    return told
+    return results
 
 
-def test_local_shards_of_stages_and_experts():
+def test_local_shards_of_pipeline_stages_and_experts_are_sent():
     ranks = run_ranks(_send_megatron, 4)
     for update in zip(*ranks, strict=True):
         assert all(verified for verified, _ in update)
@@ -201,7 +200,7 @@ def _fsdp2() -> bool:
     return True
 
 
-def test_an_fsdp2_model_is_sent_as_it_trains():
+def test_fsdp2_model_is_sent_between_training_steps():
     assert run_ranks(_fsdp2, 2) == [True, True]
 
 
@@ -221,7 +220,7 @@ def _subgroup() -> bool | None:
     return all(holds(engine, tensors()) for engine in engines)
 
 
-def test_some_ranks_of_a_larger_job_can_update():
+def test_subgroup_of_ranks_can_update():
     assert run_ranks(_subgroup, 3) == [None, True, True]
 
 
@@ -260,15 +259,15 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
             del items[name]
         elif kind == "empty":
             items = {}
-    given = list(items.items() if isinstance(items, dict) else items)
+    named_tensors = list(items.items() if isinstance(items, dict) else items)
 
     def raising():
-        yield from given[:7]
+        yield from named_tensors[:7]
         raise KeyError("lost")
 
-    stream = raising() if kind == "raises" and dist.get_rank() == bad_rank else iter(given)
-    told = outcome(updater, given if mode == "complete" else stream)
-    is_checked_before = mode == "complete" and kind != "nan"  # values are looked at as they are sent
+    stream = raising() if kind == "raises" and dist.get_rank() == bad_rank else iter(named_tensors)
+    message = outcome(updater, named_tensors if mode == "complete" else stream)
+    is_checked_before = mode == "complete" and kind != "nan"  # values are checked while they are sent
     if engines and is_checked_before:
         assert holds(engines[0], tensors(0)), (kind, "changed although all was checked before")
     if engines:
@@ -277,7 +276,7 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
     updater.update(sharded(tensors(1), "rows").items(), "again")
     assert all(holds(engine, tensors(1)) and engine.version == "again" for engine in engines), kind
     updater.close()
-    return told
+    return message
 
 
 K = f"'{ATTN}.k_proj.weight'".replace(".", r"\.")
@@ -297,40 +296,40 @@ BAD = {
 }
 
 
-def _all_bad(bad_rank: int) -> dict[tuple[str, str], str]:
+def _all_bad() -> dict[tuple[str, int, str], str]:
     cases = [(kind, mode) for kind in BAD for mode in MODES if (kind, mode) != ("raises", "complete")]
-    return {case: _bad(case[0], bad_rank, case[1]) for case in cases}
+    return {(kind, bad_rank, mode): _bad(kind, bad_rank, mode) for bad_rank in (0, 1) for kind, mode in cases}
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_what_one_rank_does_wrong_is_told_on_all(bad_rank):
-    results = run_ranks(_all_bad, 2, bad_rank, timeout_s=60)
+def test_bad_tensors_on_one_rank_are_an_error_on_all():
+    results = run_ranks(_all_bad, 2)
     for case in results[0]:
-        own, others = BAD[case[0]]
-        told = [result[case] for result in results]
-        assert re.search(own, told[bad_rank]), (case, told)
-        assert re.search(others.replace("{bad}", str(bad_rank)), told[1 - bad_rank]), (case, told)
+        kind, bad_rank, _ = case
+        own, others = BAD[kind]
+        messages = [result[case] for result in results]
+        assert re.search(own, messages[bad_rank]), (case, messages)
+        assert re.search(others.replace("{bad}", str(bad_rank)), messages[1 - bad_rank]), (case, messages)
 
 
 def _plain(kind: str, mode: str, *, partial: bool) -> str:
-    """Rank 1 alone has some tensors, or rank 0 does."""
+    """Update with some tensors on rank 1 only, or on rank 0 only."""
     engines = engines_of(2)
     updater = WeightUpdater(engines, bucket_bytes=300)
     updater.update(as_mode(tensors(0).items(), mode), 0)
     holder = 1 if kind == "rank 1 alone" else 0
-    given = [(n, t) for n, t in tensors(1).items() if not n.startswith(MLP) or dist.get_rank() == holder]
+    named_tensors = [(n, t) for n, t in tensors(1).items() if not n.startswith(MLP) or dist.get_rank() == holder]
     if kind == "as a shard" and dist.get_rank() == 0:
-        given = given[:-1]
+        named_tensors = named_tensors[:-1]
     if kind == "as a shard" and dist.get_rank() == 1:
         name, tensor = list(tensors(1).items())[-1]
-        given = [*given[:-1], (name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape)))]
-    told = ""
-    for version in (1, 2):  # the second time it is known
+        named_tensors = [*named_tensors[:-1], (name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape)))]
+    message = ""
+    for version in (1, 2):  # the second time from the cache
         try:
-            updater.update(as_mode(given, mode), version, partial=partial)
+            updater.update(as_mode(named_tensors, mode), version, partial=partial)
         except (ValueError, RuntimeError) as error:
-            told = f"{type(error).__name__}: {error}"
-            if partial:  # the engine holds a mix
+            message = f"{type(error).__name__}: {error}"
+            if partial:  # the engine is mixed
                 updater.update(as_mode(tensors(0).items(), mode), 0)
     if engines:
         assert holds(engines[0], tensors(1)) == (holder == 0)
@@ -338,7 +337,7 @@ def _plain(kind: str, mode: str, *, partial: bool) -> str:
     updater.update(as_mode(tensors(2).items(), mode), "again")
     assert all(holds(engine, tensors(2)) for engine in engines)
     updater.close()
-    return told
+    return message
 
 
 def _all_plain() -> dict[tuple[str, str, bool], str]:
@@ -351,9 +350,9 @@ def _all_plain() -> dict[tuple[str, str, bool], str]:
     }
 
 
-def test_plain_tensors_that_rank_0_lacks_are_refused():
-    for told in run_ranks(_all_plain, 2, timeout_s=100):
-        for (kind, *_), text in told.items():
+def test_plain_tensors_missing_on_rank_0_are_refused():
+    for results in run_ranks(_all_plain, 2, timeout_s=100):
+        for (kind, *_), text in results.items():
             lost = rf"ValueError: rank 1 of 2 passes 8 plain tensors that rank 0 does not.*'{MLP}.*LocalShard"
             assert re.match(lost, text) if kind == "rank 1 alone" else text == "", (kind, text)
 
@@ -372,29 +371,29 @@ def _same_plain() -> bool:
     return True
 
 
-def test_a_rank_that_sends_nothing_takes_part_again_and_again():
+def test_rank_without_own_tensors_takes_part_in_repeated_updates():
     assert run_ranks(_same_plain, 2) == [True, True]
 
 
 def _partial_sums() -> list[bool]:
-    """On a tensor of which rank 0 sends the sum, and rank 1 nothing."""
+    """Update a Partial DTensor: rank 0 sends the sum, rank 1 sends nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
 
     mesh, engines = init_device_mesh("cpu", (2,)), engines_of(2)
     updater = WeightUpdater(engines, timeout_s=10.0)
-    told = []
-    checkpoint = tensors()  # written to, as in training
+    results = []
+    checkpoint = tensors()  # changed in place, as in training
     part = DTensor.from_local(torch.zeros(10, 8), mesh, [Partial()])
     for version in range(3):
         for tensor in checkpoint.values():
             tensor.add_(version)
         part.to_local().copy_(checkpoint["embed.weight"] / 2)
-        told.append(updater.update((checkpoint | {"embed.weight": part}).items(), version).verified)
-        told += [holds(engine, checkpoint) for engine in engines]
+        results.append(updater.update((checkpoint | {"embed.weight": part}).items(), version).verified)
+        results += [holds(engine, checkpoint) for engine in engines]
     updater.close()
-    return told
+    return results
 
 
-def test_partial_sums_that_come_again_are_summed_again():
+def test_partial_dtensor_is_reduced_in_each_update():
     assert run_ranks(_partial_sums, 2) == [[True] * 6, [True] * 3]

@@ -1,4 +1,4 @@
-"""Updates whose tensors the GPU reads before it is known that they are those of the last update."""
+"""Updates that read tensors on the GPU before they are recognized as those of the last update."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class Trainer:
-    """A model on the GPU, as a trainer passes it; each allocation of its own is large enough to be given back alone."""
+    """Trainer with parameters on the GPU; each is in an allocation large enough to be released alone."""
 
     def __init__(self, *, as_parameters: bool = True) -> None:
         self.wrap = nn.Parameter if as_parameters else Tensor.detach
@@ -23,7 +23,7 @@ class Trainer:
         self.hold(0)
 
     def hold(self, version: int) -> None:
-        """New tensors, elsewhere."""
+        """Replace the tensors by new ones."""
         self.held = {name: self.wrap(self.placed(tensor)) for name, tensor in tensors(version).items()}
 
     def change(self, version: int) -> None:
@@ -31,7 +31,7 @@ class Trainer:
             self.held[name].data.copy_(tensor)
 
     def swap(self, version: int) -> None:
-        """The same parameters with their values elsewhere."""
+        """Keep the parameters, but move their values."""
         for name, tensor in tensors(version).items():
             self.held[name].data = self.placed(tensor)
 
@@ -43,7 +43,7 @@ class Trainer:
 
 @pytest.fixture
 def read(monkeypatch) -> list[bool]:
-    """For each update that read first, whether that was of use."""
+    """For each update with an early read, whether the tensors were recognized."""
     found: list[bool] = []
     original = FastPath.prepare
 
@@ -63,7 +63,7 @@ def read(monkeypatch) -> list[bool]:
 @pytest.fixture
 def engine() -> ToyEngine:
     gc.collect()
-    torch.cuda.empty_cache()  # what other tests have left there would count as given back
+    torch.cuda.empty_cache()  # memory cached by other tests would count as released
     return ToyEngine(2, model=lambda rank, size: ToyModel(rank, size).cuda())
 
 
@@ -75,7 +75,7 @@ def updater(engine):
 
 
 @pytest.mark.parametrize("as_parameters", [True, False])
-def test_what_comes_a_third_time_is_read_first(engine, updater, read, as_parameters):
+def test_third_update_reads_tensors_before_they_are_recognized(engine, updater, read, as_parameters):
     trainer = Trainer(as_parameters=as_parameters)
     for version in range(5):
         trainer.change(version)
@@ -87,7 +87,7 @@ def test_what_comes_a_third_time_is_read_first(engine, updater, read, as_paramet
 
 @pytest.mark.parametrize("move", [Trainer.hold, Trainer.swap])
 @pytest.mark.parametrize("frees", [False, True])
-def test_tensors_that_moved_are_found_where_they_are_now(engine, updater, read, move, frees):
+def test_moved_tensors_are_found(engine, updater, read, move, frees):
     trainer = Trainer()
     for _ in range(3):
         updater.update(trainer.held.items(), "before")
@@ -96,7 +96,7 @@ def test_tensors_that_moved_are_found_where_they_are_now(engine, updater, read, 
         torch.cuda.empty_cache()
     updater.update(trainer.held.items(), 7)
     assert holds(engine, tensors(7))
-    # Of parameters that were replaced the last ones are kept, so nothing is given back.
+    # The previous parameters are kept alive when they are replaced, so no memory is released.
     assert read == ([True] if frees and move is Trainer.swap else [True, False])
     for version in (8, 9, 10):
         trainer.change(version)
@@ -105,8 +105,8 @@ def test_tensors_that_moved_are_found_where_they_are_now(engine, updater, read, 
     assert read[-1]
 
 
-def test_tensors_that_are_made_by_each_iteration_live_while_they_are_read(engine, updater, read, monkeypatch):
-    """At the same addresses each time, so that they are recognised: the third time first, the second time after."""
+def test_temporary_tensors_are_kept_alive_while_they_are_read(engine, updater, read, monkeypatch):
+    """They have the same addresses each time, so the third update reads them early and the second does not."""
     trainer = Trainer()
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
@@ -120,7 +120,7 @@ def test_tensors_that_are_made_by_each_iteration_live_while_they_are_read(engine
                 yield name, view
 
     def send(self, *args, original=Sender.send):
-        result = original(self, *args)  # returns when engines have read all
+        result = original(self, *args)  # returns after the engines have read everything
         alive.append(bool(made) and all(ref() is not None for ref in made))
         return result
 
@@ -135,7 +135,7 @@ def test_tensors_that_are_made_by_each_iteration_live_while_they_are_read(engine
     assert read == [True, True]
 
 
-def test_what_was_read_first_is_refused_as_ever(engine, updater, read):
+def test_bad_tensors_are_refused_after_an_early_read(engine, updater, read):
     trainer = Trainer()
     for _ in range(3):
         updater.update(trainer.held.items(), "before")
@@ -157,8 +157,8 @@ def test_what_was_read_first_is_refused_as_ever(engine, updater, read):
     assert read == [True, True, False]
 
 
-def test_allocations_that_were_given_back_are_not_taken_for_those_that_lie_there_now(engine, updater, read):
-    """As a trainer does that moves its weights to the host between updates."""
+def test_reused_addresses_of_freed_allocations_are_not_recognized(engine, updater, read):
+    """As in a trainer that offloads its weights between updates."""
     trainer = Trainer()
     for version in range(5):
         trainer.change(version)

@@ -1,4 +1,4 @@
-"""Ctrl-C while engines are waited for, paused or let go on; calls that are cancelled."""
+"""Ctrl-C while engines load, are paused or are resumed; cancelled calls."""
 
 import asyncio
 import signal
@@ -10,53 +10,53 @@ from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, holds, tensors
 
 
-class Silent(ToyEngine):
-    """Has done what it was asked for, and does not answer before `answers` is set. Interrupts the trainer once."""
+class SilentEngine(ToyEngine):
+    """Engine that loads, interrupts the trainer once, and does not answer before `may_answer` is set."""
 
     def __init__(self, *, loads: bool) -> None:
         super().__init__(2)
         self.loads = loads
         self.interrupts = False
-        self.answers = threading.Event()
+        self.may_answer = threading.Event()
 
     def load(self, request, *, flush_cache):
-        self.asked = request
+        self.last_request = request
         if not self.interrupts:
             return super().load(request, flush_cache=flush_cache)
         self.interrupts = False
         if self.loads:
             super().load(request, flush_cache=flush_cache)
-        for seconds in (0.3,) if self.loads else (0.3, 0.8):  # the first tells the ranks, which would tell the trainer
+        for seconds in (0.3,) if self.loads else (0.3, 0.8):  # after the first, ranks report an error
             threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        assert self.answers.wait(20)
+        assert self.may_answer.wait(20)
 
 
 @pytest.fixture
 def updated(ctrl_c):
-    """An updater and its engine, which was updated once."""
-    engine = Silent(loads=True)
+    """An updater and its engine, after one update."""
+    engine = SilentEngine(loads=True)
     updater = WeightUpdater([engine], timeout_s=10)
     updater.update(tensors(0).items(), 0)
     yield updater, engine
-    engine.answers.set()
+    engine.may_answer.set()
     updater.close()
 
 
-def test_an_engine_that_has_loaded_and_not_answered_is_fenced(updated):
+def test_interrupted_engine_that_has_loaded_is_quarantined(updated):
     updater, engine = updated
     engine.interrupts = True
     with pytest.raises(KeyboardInterrupt):
         updater.update(tensors(1).items(), 1)
     assert engine.paused == "abort"
     assert engine.version == "0"
-    engine.answers.set()
+    engine.may_answer.set()
     assert updater.update(tensors(2).items(), 2).quarantined == {}
     assert engine.paused is None
     assert engine.version == "2"
     assert holds(engine, tensors(2))
 
 
-def test_an_engine_that_has_not_begun_goes_on_and_never_begins(updated):
+def test_interrupted_engine_that_has_not_started_never_loads(updated):
     updater, engine = updated
     engine.interrupts, engine.loads = True, False
     with pytest.raises(KeyboardInterrupt):
@@ -64,13 +64,13 @@ def test_an_engine_that_has_not_begun_goes_on_and_never_begins(updated):
     assert engine.paused is None
     assert engine.version == "0"
     assert holds(engine, tensors(0))
-    engine.answers.set()
-    engine.load(engine.asked, flush_cache=False)  # late
+    engine.may_answer.set()
+    engine.load(engine.last_request, flush_cache=False)  # late
     assert holds(engine, tensors(0))
 
 
-class Interrupting(ToyEngine):
-    """Raises what is said in `raises` where it is called: {method: error}, once each."""
+class RaisingEngine(ToyEngine):
+    """Engine that raises `raises[method]` once in each of these methods."""
 
     def __init__(self, name: str) -> None:
         super().__init__(1, name)
@@ -99,21 +99,21 @@ class Interrupting(ToyEngine):
 
 @pytest.fixture
 def pair():
-    """An updater that pauses its engines, and the engines, which were updated once."""
-    engines = Interrupting("first"), ToyEngine(2, "second")
+    """An updater that pauses its engines, and its two engines, after one update."""
+    engines = RaisingEngine("first"), ToyEngine(2, "second")
     updater = WeightUpdater(engines, in_flight="retract")
     updater.update(tensors(0).items(), 0)
     yield updater, *engines
     updater.close()
 
 
-def is_brought_up_to_date(updater, *engines) -> bool:
-    """Whether one update of all engines by name is enough."""
+def update_works(updater, *engines) -> bool:
+    """Whether an update that names all engines updates and resumes them."""
     updater.update(tensors(2).items(), 2, engines=engines)
     return all((engine.paused, engine.version) == (None, "2") and holds(engine, tensors(2)) for engine in engines)
 
 
-def test_an_interrupt_as_one_engine_goes_on_does_not_keep_the_others(pair):
+def test_interrupt_in_resume_of_one_engine_does_not_keep_others_paused(pair):
     updater, first, second = pair
     first.raises = {"resume": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
@@ -123,10 +123,10 @@ def test_an_interrupt_as_one_engine_goes_on_does_not_keep_the_others(pair):
     requests = len(first.requests)
     updater.update(tensors(1).items(), 1)
     assert len(first.requests) == requests  # quarantined
-    assert is_brought_up_to_date(updater, first, second)
+    assert update_works(updater, first, second)
 
 
-def test_a_second_interrupt_leaves_no_engine_without_pause_or_fence(pair):
+def test_second_interrupt_leaves_every_engine_paused_or_quarantined(pair):
     updater, first, second = pair
     first.raises = {"get_weight_version": KeyboardInterrupt("one"), "pause abort": KeyboardInterrupt("two")}
     with pytest.raises(KeyboardInterrupt, match="two") as caught:
@@ -137,23 +137,23 @@ def test_a_second_interrupt_leaves_no_engine_without_pause_or_fence(pair):
         updater.update({"temperature": tensors(1)["temperature"]}.items(), 1, partial=True)
     with pytest.raises(ValueError, match="an empty iterable"):
         updater.update([], 1)
-    assert first.paused == "abort"  # what did not stop it then stops it now
-    assert is_brought_up_to_date(updater, first, second)
+    assert first.paused == "abort"  # the pause that failed is repeated
+    assert update_works(updater, first, second)
 
 
 @pytest.mark.parametrize("where", ["pause retract", "set_weight_version", "get_weight_version", "resume"])
-def test_what_is_cancelled_in_one_client_fails_that_engine(pair, where):
+def test_cancelled_error_in_one_client_quarantines_that_engine(pair, where):
     updater, first, second = pair
     first.raises = {where: asyncio.CancelledError()}
-    (told,) = updater.update(tensors(1).items(), 1).quarantined.values()
-    assert "CancelledError" in told
+    (reason,) = updater.update(tensors(1).items(), 1).quarantined.values()
+    assert "CancelledError" in reason
     assert (second.paused, second.version) == (None, "1")
     assert holds(second, tensors(1))
-    assert is_brought_up_to_date(updater, first, second)
+    assert update_works(updater, first, second)
 
 
-class Tracing:
-    """Interrupts the trainer at line number `at` of those it comes to while it starts a thread."""
+class InterruptAtLine:
+    """Trace function that raises KeyboardInterrupt at line number `at` of those executed while a thread starts."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -169,7 +169,7 @@ class Tracing:
 
     def line(self, frame, event, arg):
         lock = threading._active_limbo_lock  # type: ignore[attr-defined]
-        if event == "line" and not lock._is_owned():  # where Python would lose it, no signal comes
+        if event == "line" and not lock._is_owned():  # Python itself is not safe here
             self.left -= 1
             if self.left < 0:
                 sys.settrace(None)
@@ -179,13 +179,13 @@ class Tracing:
         return self.line
 
 
-def test_an_interrupt_anywhere_as_an_engine_is_asked_leaves_no_call_behind():
+def test_interrupt_at_any_line_of_a_thread_start_leaves_no_call_running():
     engine = ToyEngine(1)
     updater = WeightUpdater([engine])
     updater.update(tensors(0).items(), 0)
     for at in range(200):
         before = set(threading.enumerate())
-        tracing = Tracing(at)
+        tracing = InterruptAtLine(at)
         sys.settrace(tracing)
         try:
             updater.update(tensors(1).items(), 1)

@@ -1,4 +1,4 @@
-"""Engines that are behind: what brings them up to date, and what does not."""
+"""Engines that missed an update or hold a mix of versions: which updates include them."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from toy_engines import ToyEngine, as_mode, holds, tensors
 PART = "temperature"
 
 
-class Down(ToyEngine):
-    """Its server is down when `is_down` says so."""
+class DownEngine(ToyEngine):
+    """Engine whose server is down while `is_down` is set."""
 
     is_down = False
 
@@ -31,7 +31,7 @@ def not_finite() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["complete", "streaming"])
-def test_a_mix_of_versions_is_not_ended_by_a_part(mode):
+def test_partial_update_is_refused_while_engine_is_mixed(mode):
     engine = ToyEngine(2)
     updater = WeightUpdater([engine], bucket_bytes=100)
     updater.update(tensors(0).items(), 0)
@@ -48,8 +48,8 @@ def test_a_mix_of_versions_is_not_ended_by_a_part(mode):
     updater.close()
 
 
-def test_an_engine_that_missed_an_update_is_left_out_of_a_part():
-    late, good = Down(1, "late"), ToyEngine(1, "good")
+def test_partial_update_skips_engine_that_missed_an_update():
+    late, good = DownEngine(1, "late"), ToyEngine(1, "good")
     updater = WeightUpdater([late, good])
     updater.update(tensors(0).items(), 0)
     late.is_down = True
@@ -68,8 +68,8 @@ def test_an_engine_that_missed_an_update_is_left_out_of_a_part():
     updater.close()
 
 
-class Adapted(Down):
-    """Has a list of adapters for what it is given."""
+class AdapterEngine(DownEngine):
+    """Engine that keeps a list of the names of its adapters."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -85,8 +85,8 @@ class Adapted(Down):
         self.names.remove(name)
 
 
-def test_an_engine_that_does_not_catch_up_stays_behind():
-    late, good = Adapted(1, "late"), Adapted(1, "good")
+def test_engine_stays_quarantined_until_an_update_succeeds():
+    late, good = AdapterEngine(1, "late"), AdapterEngine(1, "good")
     updater = WeightUpdater([late, good])
     updater.update(tensors(0).items(), 0)
     late.is_down = True
@@ -107,8 +107,8 @@ def test_an_engine_that_does_not_catch_up_stays_behind():
     updater.close()
 
 
-def left_paused(engine: ToyEngine) -> None:
-    """By an updater that was closed, in an update that ended half way."""
+def leave_paused(engine: ToyEngine) -> None:
+    """Update with an updater that fails in the middle and is closed; the engine stays paused."""
     updater = WeightUpdater([engine], bucket_bytes=100)
     updater.update(tensors(0).items(), 0)
     with pytest.raises(ValueError, match="NaN elements"):
@@ -118,9 +118,9 @@ def left_paused(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort", "retract", "in_place"])
-def test_what_one_updater_paused_goes_on_when_the_next_has_updated_it(in_flight):
-    engine, other = Adapted(2), Adapted(1)
-    left_paused(engine)
+def test_next_updater_resumes_an_engine_that_the_last_one_left_paused(in_flight):
+    engine, other = AdapterEngine(2), AdapterEngine(1)
+    leave_paused(engine)
     updater = WeightUpdater([engine, other], bucket_bytes=100, in_flight=in_flight)
     with pytest.raises(ValueError, match=r"engine 0 of 2 \(toy\) failed in update\(\) or is still paused"):
         updater.update(part(2).items(), 2, partial=True)
@@ -137,8 +137,8 @@ def test_what_one_updater_paused_goes_on_when_the_next_has_updated_it(in_flight)
     updater.close()
 
 
-class Unknown(ToyEngine):
-    """Nobody can ask its client whether it has paused it."""
+class EngineWithoutPausedAttribute(ToyEngine):
+    """Client without the attribute `paused`."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -151,9 +151,9 @@ class Unknown(ToyEngine):
         self.calls.append("resume")
 
 
-def test_an_engine_that_somebody_else_may_have_paused_is_left_as_it_is():
-    engine = Unknown()
-    left_paused(engine)
+def test_engine_with_unknown_pause_state_is_not_resumed():
+    engine = EngineWithoutPausedAttribute()
+    leave_paused(engine)
     updater = WeightUpdater([engine])
     updater.update(tensors(3).items(), 3)
     assert engine.version == "3"
@@ -162,7 +162,7 @@ def test_an_engine_that_somebody_else_may_have_paused_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_what_the_user_has_paused_stays_so(mode):
+def test_engine_paused_by_the_user_stays_paused(mode):
     engine = ToyEngine(1)
     engine.pause(mode)
     updater = WeightUpdater([engine])
@@ -172,7 +172,7 @@ def test_what_the_user_has_paused_stays_so(mode):
     updater.close()
 
 
-def test_an_engine_that_was_refused_takes_no_part_in_later_updates():
+def test_refused_engine_is_not_part_of_later_updates():
     known, new = ToyEngine(1, "known"), ToyEngine(1, "new")
     updater = WeightUpdater([known])
     updater.update(tensors(0).items(), 0)

@@ -1,11 +1,11 @@
-"""The updater on the stock path, from one trainer process."""
+"""Stock path from one trainer process."""
 
 import pickle
 import re
 
 import pytest
 import torch
-from stock_engine import MemoryEngine, assert_same
+from stock_engine import StockToyEngine, assert_same
 from tidemill_weight_update import BucketHandle, WeightUpdater
 from tidemill_weight_update.send.gather import GatheredPiece
 from tidemill_weight_update.sglang.payload import stock_payload
@@ -28,8 +28,8 @@ def mixed() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 1 << 20])
-def test_every_tensor_arrives_bit_for_bit_whatever_the_buckets(bucket_bytes):
-    engine = MemoryEngine()
+def test_all_tensors_arrive_bitwise_for_any_bucket_size(bucket_bytes):
+    engine = StockToyEngine()
     updater = WeightUpdater([engine], bucket_bytes=bucket_bytes)
     for version in (1, 2):
         tensors = {name: tensor.detach() if version == 1 else tensor.detach() * 2 for name, tensor in mixed().items()}
@@ -47,16 +47,16 @@ def test_every_tensor_arrives_bit_for_bit_whatever_the_buckets(bucket_bytes):
     updater.close()
 
 
-def test_the_cast_is_that_of_to():
-    engine = MemoryEngine()
+def test_cast_equals_tensor_to():
+    engine = StockToyEngine()
     tensors = mixed()
     WeightUpdater([engine], dtype=torch.bfloat16, bucket_bytes=500).update(tensors.items(), 1)
     expected = {n: t.detach().to(torch.bfloat16) if t.is_floating_point() else t for n, t in tensors.items()}
     assert_same(engine.weights, expected)
 
 
-def test_the_version_comes_with_the_last_bucket_and_one_flush_ends_the_update():
-    engines = [MemoryEngine(), MemoryEngine()]
+def test_version_is_sent_with_the_last_bucket_and_cache_is_flushed_once():
+    engines = [StockToyEngine(), StockToyEngine()]
     items = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
     WeightUpdater(engines, bucket_bytes=64).update(items, "v7")
     for engine in engines:
@@ -64,19 +64,19 @@ def test_the_version_comes_with_the_last_bucket_and_one_flush_ends_the_update():
         assert_same(engine.weights, dict(items))
 
 
-def test_an_engine_that_fails_is_fenced_and_the_others_go_on():
-    engines = [MemoryEngine(), MemoryEngine(fail_at=1)]
+def test_failed_engine_is_quarantined_and_others_are_updated():
+    engines = [StockToyEngine(), StockToyEngine(fail_at=1)]
     updater = WeightUpdater(engines, bucket_bytes=64)
     items = [(f"t{i}", torch.full((8,), float(i))) for i in range(5)]
-    told = r"did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone"
+    message = r"did not load bucket 1 \('t1' .. 't1', 1 tensor\): gone"
     stats = updater.update(items, 1)
-    assert list(stats.quarantined) == ["engine 1 of 2 (MemoryEngine)"]
-    assert re.fullmatch(told, stats.quarantined["engine 1 of 2 (MemoryEngine)"])
+    assert list(stats.quarantined) == ["engine 1 of 2 (StockToyEngine)"]
+    assert re.fullmatch(message, stats.quarantined["engine 1 of 2 (StockToyEngine)"])
     assert [engine.version for engine in engines] == ["1", "default"]
     assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
     engines[1].calls.clear()
     assert updater.update(items, 2).quarantined == {}
-    assert engines[1].calls == []  # left out
+    assert engines[1].calls == []  # skipped
     engines[1].fail_at = None
     stats = updater.update(items, 2, engines=[engines[1]])
     assert (stats.quarantined, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
@@ -85,23 +85,23 @@ def test_an_engine_that_fails_is_fenced_and_the_others_go_on():
     assert [engine.version for engine in engines] == ["3", "3"]
 
 
-def test_an_update_that_reaches_no_engine_is_an_error():
-    engines = [MemoryEngine(fail_at=1), MemoryEngine(fail_at=0)]
+def test_update_that_fails_on_all_engines_is_an_error():
+    engines = [StockToyEngine(fail_at=1), StockToyEngine(fail_at=0)]
     updater = WeightUpdater(engines, bucket_bytes=64)
     items = [(f"t{i}", torch.zeros(8)) for i in range(5)]
     message = (
-        r"engine 0 of 2 \(MemoryEngine\):? did not load bucket 1 .*; engine 1 of 2 \(MemoryEngine\):? did not load"
+        r"engine 0 of 2 \(StockToyEngine\):? did not load bucket 1 .*; engine 1 of 2 \(StockToyEngine\):? did not load"
     )
     with pytest.raises(RuntimeError, match=message):
         updater.update(items, 1)
     engines[0].fail_at = engines[1].fail_at = None
-    assert updater.update(items, 2).quarantined == {}  # none is healthy, so all are tried
+    assert updater.update(items, 2).quarantined == {}  # no engine is healthy, so all are tried
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
 @pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
-def test_an_iterator_that_raises_half_way_fences_engines_that_hold_a_mix(error):
-    engine = MemoryEngine()
+def test_iterator_that_raises_leaves_mixed_engine_paused(error):
+    engine = StockToyEngine()
     updater = WeightUpdater([engine], bucket_bytes=64)
 
     def items():
@@ -118,27 +118,27 @@ def test_an_iterator_that_raises_half_way_fences_engines_that_hold_a_mix(error):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_an_engine_that_cannot_be_paused_gets_nothing(others):
-    class Busy(MemoryEngine):
+def test_engine_that_cannot_be_paused_is_not_loaded(others):
+    class Busy(StockToyEngine):
         def pause(self, mode: str) -> None:
             super().pause(mode)
             raise RuntimeError("requests do not end")
 
-    engines = [Busy(), *(MemoryEngine() for _ in range(others))]
+    engines = [Busy(), *(StockToyEngine() for _ in range(others))]
     updater = WeightUpdater(engines, in_flight="abort")
     if others:
         assert updater.update([("a", torch.zeros(1))], 1).quarantined == {
-            "engine 0 of 2 (MemoryEngine)": "requests do not end"
+            "engine 0 of 2 (StockToyEngine)": "requests do not end"
         }
     else:
-        with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(MemoryEngine\): requests do not end$"):
+        with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(StockToyEngine\): requests do not end$"):
             updater.update([("a", torch.zeros(1))], 1)
-    assert engines[0].calls == ["pause abort", "resume"]  # it may be paused although it does not say so
+    assert engines[0].calls == ["pause abort", "resume"]  # it may be paused in spite of the error
 
 
 @pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
-def test_a_bucket_that_could_not_be_filled_is_not_loaded(monkeypatch, fails_at, calls):
-    """The last one would come with the version."""
+def test_bucket_that_fails_to_fill_is_not_loaded(monkeypatch, fails_at, calls):
+    """The version would be sent with the last bucket."""
     copied = []
 
     def copy_to(self, arena, original=GatheredPiece.copy_to):
@@ -148,30 +148,30 @@ def test_a_bucket_that_could_not_be_filled_is_not_loaded(monkeypatch, fails_at, 
         original(self, arena)
 
     monkeypatch.setattr(GatheredPiece, "copy_to", copy_to)
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at + 1)]
     with pytest.raises(RuntimeError, match="out of memory"):
         WeightUpdater([engine], bucket_bytes=32).update(items, 1)
     assert (engine.calls, engine.version) == (calls, "default")
 
 
-def test_a_prefix_cache_that_is_not_flushed_is_an_error():
+def test_failed_cache_flush_is_an_error():
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*did not flush its prefix cache: 1 running request"):
-        WeightUpdater([MemoryEngine(busy=True)]).update([("a", torch.zeros(1))], 1)
+        WeightUpdater([StockToyEngine(busy=True)]).update([("a", torch.zeros(1))], 1)
 
 
-class Forgetful(MemoryEngine):
+class WrongVersionEngine(StockToyEngine):
     def get_weight_version(self) -> str:
         return "older"
 
 
-def test_an_engine_that_reports_another_version_is_an_error():
+def test_engine_that_reports_another_version_is_an_error():
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 .*reports version 'older', expected '1'"):
-        WeightUpdater([Forgetful()]).update([("a", torch.zeros(1))], 1)
+        WeightUpdater([WrongVersionEngine()]).update([("a", torch.zeros(1))], 1)
 
 
-def test_what_cannot_be_sent_leaves_the_engine_alone():
-    engine = MemoryEngine()
+def test_invalid_tensors_are_refused_before_the_engine_is_called():
+    engine = StockToyEngine()
     updater = WeightUpdater([engine])
     for items, error, message in [
         ([], ValueError, "empty iterable"),
@@ -194,32 +194,32 @@ def test_bad_arguments_are_refused():
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
-            WeightUpdater([MemoryEngine()], **kwargs)
-    with pytest.raises(TypeError, match="engines must be a list of engine clients, got MemoryEngine"):
-        WeightUpdater(MemoryEngine())
+            WeightUpdater([StockToyEngine()], **kwargs)
+    with pytest.raises(TypeError, match="engines must be a list of engine clients, got StockToyEngine"):
+        WeightUpdater(StockToyEngine())
     with pytest.raises(
         TypeError, match=r"expected an engine client as engine 1 of 2, got .*pass LocalEngine\(engine\)"
     ):
-        WeightUpdater([MemoryEngine(), object()])
-    twice = MemoryEngine()
-    told = r"engine 2 of 3 \(MemoryEngine\) is listed twice; pass each engine once"
-    with pytest.raises(ValueError, match=told):
-        WeightUpdater([twice, MemoryEngine(), twice])
-    with pytest.raises(ValueError, match=told):
-        WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, MemoryEngine(), twice])
+        WeightUpdater([StockToyEngine(), object()])
+    twice = StockToyEngine()
+    message = r"engine 2 of 3 \(StockToyEngine\) is listed twice; pass each engine once"
+    with pytest.raises(ValueError, match=message):
+        WeightUpdater([twice, StockToyEngine(), twice])
+    with pytest.raises(ValueError, match=message):
+        WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, StockToyEngine(), twice])
     with pytest.raises(ValueError, match="expected at least one engine on rank 0, got none"):
         WeightUpdater([]).update([("a", torch.zeros(1))], 1)
-    updater = WeightUpdater([MemoryEngine()])
+    updater = WeightUpdater([StockToyEngine()])
     updater.close()
     updater.close()
     with pytest.raises(RuntimeError, match="closed"):
         updater.update([("a", torch.zeros(1))], 1)
 
 
-def test_a_handle_is_small_and_a_dead_sender_is_an_error():
+def test_bucket_handle_is_small_and_a_closed_sender_is_an_error():
     handles = []
 
-    class Keeping(MemoryEngine):
+    class Keeping(StockToyEngine):
         def load_bucket(self, bucket: BucketHandle) -> None:
             super().load_bucket(bucket)
             handles.append(bucket)

@@ -1,4 +1,4 @@
-"""The updater on the stock path, from several trainer ranks. What begins with an underscore runs on all of them."""
+"""Stock path from several trainer ranks. Functions with a leading underscore run on all ranks."""
 
 import re
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_engines import serve, trainers
-from stock_engine import MemoryEngine, assert_same
+from stock_engine import StockToyEngine, assert_same
 from tidemill_testing import run_ranks
 from tidemill_weight_update import WeightUpdater
 
 
 def layouts() -> dict[str, torch.Tensor]:
-    """DTensors in the layouts that trainers have, and a plain tensor."""
+    """DTensors in common layouts, and a plain tensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -46,7 +46,7 @@ def _send_layouts(bucket_bytes: int, dtype: torch.dtype | None):
     tensors = layouts()
     expected = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     expected = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in expected.items()}
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     updater = WeightUpdater([engine] if dist.get_rank() == 0 else [], bucket_bytes=bucket_bytes, dtype=dtype)
     stats = updater.update(tensors.items(), 3)
     if dist.get_rank() == 0:
@@ -64,7 +64,7 @@ def _send_all(cases):
     ("world_size", "cases"),
     [(2, [(1, None), (256, torch.bfloat16)]), (4, [(256, None), (1 << 20, torch.bfloat16)])],
 )
-def test_every_layout_arrives_bit_for_bit(world_size, cases):
+def test_every_dtensor_layout_arrives_bitwise(world_size, cases):
     for results in zip(*run_ranks(_send_all, world_size, cases), strict=True):
         assert len({result[:2] for result in results}) == 1
         assert [loads for _, _, loads in results] == [True] + [False] * (world_size - 1)
@@ -78,7 +78,7 @@ def _outcome(items, engines=(), bucket_bytes=128) -> str:
         first = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     else:
         first = "ok"
-    again = [("t", torch.zeros(4))]  # whatever happened, ranks and updater can go on together
+    again = [("t", torch.zeros(4))]  # the ranks can update again after the error
     for engine in engines:
         engine.fail_at = None
     updater.update(again, 2)
@@ -97,78 +97,80 @@ def _iterator_raises(bad_rank: int):
                 raise KeyError("lost")
             yield f"t{i}", DTensor.from_local(torch.zeros(8), mesh, [Shard(0)])
 
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     return _outcome(items(), [engine] if dist.get_rank() == 0 else []), engine.version
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_an_iterator_that_raises_on_one_rank_raises_on_all(bad_rank):
+def test_iterator_that_raises_on_one_rank_is_an_error_on_all(bad_rank):
     results = run_ranks(_iterator_raises, 2, bad_rank, timeout_s=60)
     assert results[bad_rank][0] == f"KeyError: 'lost'; raised on rank {bad_rank} of 2 of this weight update"
     assert results[1 - bad_rank][0] == f"RuntimeError: weight update failed on rank {bad_rank} of 2: KeyError: 'lost'"
     assert results[0][1] == "2"
 
 
-def _part_does_not_fit(bad_rank: int):
+def _wrong_local_shape(bad_rank: int):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (2,))
     local = torch.zeros(5 if dist.get_rank() == bad_rank else 4, 3)
     tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, 3)), stride=(3, 1), run_check=False)
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     items = [("good", torch.zeros(40)), ("uneven", tensor)]
-    told = _outcome(items, [engine] if dist.get_rank() == 0 else [])
-    dist.barrier()  # nobody waits in another collective
-    return told, engine.calls
+    message = _outcome(items, [engine] if dist.get_rank() == 0 else [])
+    dist.barrier()  # no rank is left in another collective
+    return message, engine.calls
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_part_that_does_not_fit_on_one_rank_is_an_error_on_all(bad_rank):
-    results = run_ranks(_part_does_not_fit, 2, bad_rank, timeout_s=60)
-    told = "ValueError: tensor 'uneven' has local shape (5, 3) on this rank, but its placements"
-    assert results[bad_rank][0].startswith(told)
-    assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {told}")
+def test_wrong_local_shape_on_one_rank_is_an_error_on_all(bad_rank):
+    results = run_ranks(_wrong_local_shape, 2, bad_rank, timeout_s=60)
+    message = "ValueError: tensor 'uneven' has local shape (5, 3) on this rank, but its placements"
+    assert results[bad_rank][0].startswith(message)
+    assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {message}")
     assert results[0][1] == ["load 0 None", "pause abort", "load 0 2", "flush", "resume"]
 
 
 def _engine_fails():
     items = [(f"t{i}", torch.zeros(32)) for i in range(4)]
-    return _outcome(items, [MemoryEngine(fail_at=2)] if dist.get_rank() == 0 else [])
+    return _outcome(items, [StockToyEngine(fail_at=2)] if dist.get_rank() == 0 else [])
 
 
-def test_an_engine_that_fails_on_rank_0_is_an_error_on_all():
+def test_failed_engine_is_an_error_on_all_ranks():
     first, second = run_ranks(_engine_fails, 2, timeout_s=60)
-    assert re.match(r"RuntimeError: engine 0 of 1 \(MemoryEngine\): did not load bucket 2", first)
+    assert re.match(r"RuntimeError: engine 0 of 1 \(StockToyEngine\): did not load bucket 2", first)
     assert re.match(r"RuntimeError: weight update failed on rank 0 of 2: RuntimeError: engine 0 of 1", second)
 
 
 def _different_order():
     items = [("a", torch.zeros(4)), ("b", torch.zeros(4))]
-    engine = MemoryEngine()
-    told = _outcome(items if dist.get_rank() == 0 else items[::-1], [engine] if dist.get_rank() == 0 else [])
-    return told, engine.calls
+    engine = StockToyEngine()
+    message = _outcome(items if dist.get_rank() == 0 else items[::-1], [engine] if dist.get_rank() == 0 else [])
+    return message, engine.calls
 
 
-def test_ranks_that_pass_different_tensors_are_told_so():
+def test_different_tensor_order_on_ranks_is_an_error():
     results = run_ranks(_different_order, 2, timeout_s=60)
-    for told, _ in results:
-        assert re.match(r"RuntimeError: the ranks disagree .*rank 0: .*'a' .. 'b'.*rank 1: .*'b' .. 'a'", told), told
+    for message, _ in results:
+        assert re.match(r"RuntimeError: the ranks disagree .*rank 0: .*'a' .. 'b'.*rank 1: .*'b' .. 'a'", message), (
+            message
+        )
     assert results[0][1] == ["load 0 2", "flush"]
 
 
-def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
-    engine = MemoryEngine()
+def test_killed_rank_is_an_error(tmp_path):
+    engine = StockToyEngine()
     with trainers(2, str(tmp_path / "store"), 1, "streaming") as connection:
-        told = serve(engine, connection)
-    assert told is not None
-    assert told.startswith("RankLostError: a trainer rank does not respond"), told
+        message = serve(engine, connection)
+    assert message is not None
+    assert message.startswith("RankLostError: a trainer rank does not respond"), message
     assert engine.version == "default"
 
 
 def _subgroup():
     group = dist.new_group([1, 2])
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match="not a member of process_group"):
             WeightUpdater([engine], process_group=group)
@@ -182,7 +184,7 @@ def _subgroup():
     return engine.weights["a"].tolist() if dist.get_rank() == 1 else None
 
 
-def test_some_ranks_of_a_larger_job_can_update():
+def test_subgroup_of_ranks_can_update():
     assert run_ranks(_subgroup, 3) == [None, [0.0, 1.0, 2.0, 3.0, 4.0], None]
 
 
@@ -195,13 +197,13 @@ def _fsdp2():
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    engine = MemoryEngine()
+    engine = StockToyEngine()
     WeightUpdater([engine] if dist.get_rank() == 0 else []).update(model.state_dict().items(), 1)
     if dist.get_rank() == 0:
         assert_same(engine.weights, expected)
-    model(torch.zeros(2, 7)).sum().backward()  # the model is none the worse for it
+    model(torch.zeros(2, 7)).sum().backward()  # the model still trains
     return True
 
 
-def test_an_fsdp2_model_arrives_bit_for_bit():
+def test_fsdp2_model_arrives_bitwise():
     assert run_ranks(_fsdp2, 2) == [True, True]

@@ -1,4 +1,4 @@
-"""The SGLang clients without SGLang: an HTTP server of this file, an engine object of this file."""
+"""SGLang clients without SGLang: with a small HTTP server and a small engine object defined here."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ from tidemill_weight_update.sglang.payload import stock_payload
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Speaks SGLang's HTTP protocol as far as the client uses it."""
+    """Server with the part of SGLang's HTTP protocol that the client uses."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
@@ -47,7 +47,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         pass
 
     def handle(self):
-        with contextlib.suppress(BrokenPipeError):  # a client that no longer waits
+        with contextlib.suppress(BrokenPipeError):  # a client that timed out
             super().handle()
 
     def do_GET(self):
@@ -100,7 +100,7 @@ def server() -> Iterator[FakeServer]:
 ITEMS = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
 
 
-def test_an_update_over_http(server):
+def test_http_update(server):
     engine = HttpEngine(server.url + "/", api_key="secret")
     WeightUpdater([engine], bucket_bytes=128).update(ITEMS, 5)
     assert engine.tp_size == 2
@@ -111,11 +111,11 @@ def test_an_update_over_http(server):
     assert (first["weight_version"], last["weight_version"]) == (None, "5")
     for body in (first, last):
         assert (body["load_format"], body["flush_cache"]) == ("flattened_bucket", False)
-        assert len(body["serialized_named_tensors"]) == 2  # one payload for each tensor-parallel rank
+        assert len(body["serialized_named_tensors"]) == 2  # one payload per tensor-parallel rank
     assert {name: tensor.tolist() for name, tensor in server.weights.items()} == {n: t.tolist() for n, t in ITEMS}
 
 
-def test_what_the_server_answers_reaches_the_user(server):
+def test_server_errors_are_reported(server):
     updater = WeightUpdater([HttpEngine(server.url, api_key="secret")])
     server.failing["/update_weights_from_tensor"] = (400, '{"success":false,"message":"no such layer"}')
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(HttpEngine\(http://.*HTTP 400 .*no such layer"):
@@ -127,14 +127,14 @@ def test_what_the_server_answers_reaches_the_user(server):
         updater.update(ITEMS, 1)
 
 
-def test_a_wrong_key_is_told_and_the_key_is_not(server):
+def test_wrong_api_key_is_reported_without_the_key(server):
     engine = HttpEngine(server.url, api_key="wrong")
     with pytest.raises(RuntimeError, match=r"HTTP 401 Unauthorized; check api_key") as caught:
         WeightUpdater([engine]).update(ITEMS, 1)
     assert "wrong" not in str(caught.value) + repr(engine)
 
 
-def test_a_server_that_is_down_or_slow_is_an_error(server):
+def test_unreachable_or_slow_server_is_an_error(server):
     server.delay_s = 0.5
     with pytest.raises(RuntimeError, match=r"GET /server_info: no response within 0.1 s"):
         WeightUpdater([HttpEngine(server.url, api_key="secret", timeout_s=0.1)]).update(ITEMS, 1)
@@ -142,7 +142,7 @@ def test_a_server_that_is_down_or_slow_is_an_error(server):
         WeightUpdater([HttpEngine("http://127.0.0.1:9")]).update(ITEMS, 1)
 
 
-def test_a_client_remembers_its_pause_until_it_has_ended(server):
+def test_http_client_remembers_its_pause_until_resume_succeeds(server):
     engine = HttpEngine(server.url, api_key="secret")
     assert isinstance(engine, PausingClient)
     assert engine.paused is None
@@ -165,13 +165,13 @@ def test_a_client_remembers_its_pause_until_it_has_ended(server):
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
-def test_what_is_not_an_http_url_is_refused(url):
+def test_invalid_url_is_refused(url):
     with pytest.raises(ValueError, match="expected a URL like"):
         HttpEngine(url)
 
 
 class FakeManager:
-    """`tokenizer_manager` of an engine object."""
+    """`tokenizer_manager` of the engine object."""
 
     def __init__(self) -> None:
         self.answer = (True, "")
@@ -207,7 +207,7 @@ def local() -> Iterator[SimpleNamespace]:
         ({"dp_size": 2, "enable_dp_attention": True}, None),
     ],
 )
-def test_ranks_that_would_be_taken_for_one_are_refused(local, server, arguments, message):
+def test_data_and_pipeline_parallel_engines_are_refused(local, server, arguments, message):
     vars(local.server_args).update(arguments, custom_weight_loader=[LOADER])
     server.arguments = {**arguments, "custom_weight_loader": [LOADER]}
     for engine in (LocalEngine(local), HttpEngine(server.url, api_key="secret")):
@@ -220,7 +220,7 @@ def test_ranks_that_would_be_taken_for_one_are_refused(local, server, arguments,
             WeightUpdater([engine]).update(ITEMS, 1)
 
 
-def test_a_local_engine_tells_why_it_cannot(local):
+def test_local_engine_errors(local):
     engine = LocalEngine(local, timeout_s=0.1)
     assert (repr(engine), engine.tp_size) == ("LocalEngine(tiny, tp_size=2)", 2)
     engine.flush_cache()
@@ -250,7 +250,7 @@ def handle(arena: HostArena) -> BucketHandle:
     return BucketHandle(index=0, entries=bucket.entries, memory=arena.publish(), weight_version=None)
 
 
-def test_a_payload_maps_the_senders_memory_and_copies_nothing():
+def test_payload_maps_the_memory_of_the_trainer_without_a_copy():
     arena = HostArena(1000)
     payload = pickle.loads(stock_payload(handle(arena)))
     arena.data[3] = 77
@@ -262,7 +262,7 @@ def test_a_payload_maps_the_senders_memory_and_copies_nothing():
     arena.close()
 
 
-def test_a_payload_of_gpu_memory_waits_for_the_last_one_before_it_maps_the_next(monkeypatch):
+def test_gpu_payload_synchronizes_before_it_maps_memory(monkeypatch):
     called = []
     monkeypatch.setattr(torch.cuda, "synchronize", fence := lambda: called.append("fence"))
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", rebuild := lambda *a: called.append(a))

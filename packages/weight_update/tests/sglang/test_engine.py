@@ -1,4 +1,4 @@
-"""The real thing: stock SGLang, its weights replaced from other processes."""
+"""Stock SGLang engine, updated from other processes and from its own."""
 
 import re
 from pathlib import Path
@@ -17,21 +17,21 @@ SAMPLING = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
 
 class StockEngine(LocalEngine):
-    """Of an engine that somebody else launched."""
+    """Client of an engine that was launched without the fast loader."""
 
     has_loader = False
 
 
 @pytest.fixture(scope="module")
 def checkpoints(checkpoint, tmp_path_factory) -> list[Path]:
-    """Three checkpoints of one architecture: what the engine starts with, and two to send."""
+    """Three checkpoints of one architecture: the engine starts with the first, the others are sent."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return [checkpoint, *(tiny_model(folder / str(s), "qwen3", seed=s, num_hidden_layers=3) for s in (1, 2))]
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints) -> dict[Path, list[int]]:
-    """Transformers' greedy continuation of PROMPT for each checkpoint."""
+    """Greedy continuation of PROMPT by transformers, for each checkpoint."""
     return {path: greedy(path) for path in checkpoints}
 
 
@@ -67,7 +67,7 @@ def parameters(engine, path: Path) -> dict[str, torch.Tensor]:
 
 
 def send_one_call_per_tensor(engine, path: Path) -> None:
-    """SGLang's own simplest path, which the bucketed one must agree with."""
+    """Update with SGLang's simplest call, once per tensor, as a reference."""
     for name, tensor in state(path).items():
         success, message = engine.update_weights_from_tensor([(name, tensor)], flush_cache=False)
         assert success, message
@@ -78,7 +78,7 @@ def send_one_call_per_tensor(engine, path: Path) -> None:
     ("client", "world_size", "bucket_bytes"),
     [(StockEngine, 1, 1), (StockEngine, 2, 1 << 16), (LocalEngine, 1, 1 << 16), (LocalEngine, 2, 1000)],
 )
-def test_an_update_from_other_processes_equals_one_call_per_tensor(
+def test_update_from_other_processes_equals_one_call_per_tensor(
     engine, send, checkpoints, expected, tmp_path, client, world_size, bucket_bytes
 ):
     _, one, two = checkpoints
@@ -97,15 +97,13 @@ def test_an_update_from_other_processes_equals_one_call_per_tensor(
     num_bytes = sum(tensor.nbytes for tensor in state(two).values())
     is_fast = client is LocalEngine
     assert stats[-1]["verified"] == is_fast
-    # On the fast path each rank sends what it holds: here halves.
+    # On the fast path each rank sends its own shards, here half of the bytes.
     assert stats[-1]["num_bytes"] == (num_bytes // world_size if is_fast else num_bytes)
     assert stats[-1]["num_buckets"] > 1
 
 
 @pytest.mark.parametrize(("world_size", "bucket_bytes"), [(1, 1 << 18), (2, 1 << 16)])
-def test_an_engine_on_another_machine_is_updated_over_a_link(
-    engine, send, checkpoints, expected, tmp_path, world_size, bucket_bytes
-):
+def test_engine_is_updated_over_a_link(engine, send, checkpoints, expected, tmp_path, world_size, bucket_bytes):
     _, one, two = checkpoints
     send_one_call_per_tensor(engine, two)
     wanted = parameters(engine, tmp_path / "reference")
@@ -120,7 +118,7 @@ def test_an_engine_on_another_machine_is_updated_over_a_link(
     assert stats[-1]["sent"] >= stats[-1]["num_bytes"] == sum(t.nbytes for t in state(two).values()) // world_size
 
 
-def test_the_prefix_cache_never_serves_old_weights(engine, checkpoints, expected):
+def test_prefix_cache_is_flushed_by_updates(engine, checkpoints, expected):
     updater = WeightUpdater([LocalEngine(engine)])
     for path in (*checkpoints, *checkpoints):
         updater.update(state(path).items(), path.name)
@@ -131,12 +129,12 @@ def test_the_prefix_cache_never_serves_old_weights(engine, checkpoints, expected
     updater.close()
 
 
-def test_weights_are_cast_on_the_way(engine, send, checkpoints):
+def test_weights_are_cast_before_they_are_sent(engine, send, checkpoints):
     send(LocalEngine(engine), checkpoints[1], world_size=2, dtype="bfloat16")
     assert generate(engine)["output_ids"] == greedy(checkpoints[1], torch.bfloat16)
 
 
-def test_a_sender_in_the_engines_own_process(engine, checkpoints, expected):
+def test_update_from_the_process_of_the_engine(engine, checkpoints, expected):
     updater = WeightUpdater([LocalEngine(engine)])
     updater.update(state(checkpoints[1]).items(), 42)
     out = generate(engine)
@@ -144,7 +142,7 @@ def test_a_sender_in_the_engines_own_process(engine, checkpoints, expected):
     updater.close()
 
 
-def test_the_readme_example_runs(engine, checkpoints, capsys):
+def test_readme_example_runs(engine, checkpoints, capsys):
     import transformers
 
     example = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
@@ -157,7 +155,7 @@ def test_the_readme_example_runs(engine, checkpoints, capsys):
     assert out["meta_info"]["weight_version"] == "1"
 
 
-def test_an_engine_is_not_hurt_by_a_sender_that_is_gone(engine, checkpoints, expected):
+def test_engine_keeps_its_weights_after_the_updater_is_closed(engine, checkpoints, expected):
     handles = []
 
     class Keeping(StockEngine):

@@ -1,4 +1,4 @@
-"""GPU memory shared by CUDA IPC: first with a plain process as the receiver, then with a stock SGLang engine."""
+"""GPU memory shared by CUDA IPC: with a plain process as the receiver, and with a stock SGLang engine."""
 
 import json
 import subprocess
@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Loads as SGLang's scheduler does: torch's rebuild function patched to find the device by UUID, copies queued and not
-# waited for. Each copy is made slow, so that memory that is overwritten too early is noticed.
+# Loads as SGLang's scheduler does: torch's rebuild function is patched to find the device by UUID, and copies are
+# asynchronous. Each copy is delayed, so that memory that is overwritten too early changes the result.
 RECEIVER = """
 import base64, json, pickle, sys, torch
 from torch.multiprocessing import reductions
@@ -41,12 +41,12 @@ for line in sys.stdin:
         torch.cuda._sleep(20_000_000)  # about 10 ms
         target.copy_(view)
     print("ok", flush=True)
-    kept = payload  # a receiver that is slow to let go of the memory, too
+    kept = payload  # the receiver also releases the memory late
 """
 
 
 class PlainReceiver:
-    """An engine client whose engine is RECEIVER."""
+    """Engine client whose engine is RECEIVER."""
 
     has_loader = False
 
@@ -81,7 +81,7 @@ class PlainReceiver:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_bucket_is_overwritten_before_it_was_copied(device):
+def test_bucket_is_not_overwritten_before_it_is_copied(device):
     receiver = PlainReceiver()
     updater = WeightUpdater([receiver], bucket_bytes=4 << 20, device=device)
     try:
@@ -104,7 +104,7 @@ SAMPLING = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.mark.sglang
-def test_a_stock_engine_on_a_gpu_gets_every_tensor(send, tmp_path):
+def test_stock_engine_on_a_gpu_gets_every_tensor(send, tmp_path):
     sglang = pytest.importorskip("sglang")
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Stock SGLang with requests that run while its weights are replaced, and with tensors that it must not load."""
+"""Stock SGLang engine with requests during updates, and with tensors that it must not load."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def checkpoints(checkpoint, tmp_path_factory) -> list[Path]:
-    """Two of one architecture: what requests begin with, and what is sent while they run."""
+    """Two checkpoints of one architecture: requests start with the first, the second is sent while they run."""
     return [checkpoint, tiny_model(tmp_path_factory.mktemp("sent"), "qwen3", seed=3, num_hidden_layers=3)]
 
 
@@ -34,9 +34,9 @@ def models(checkpoints) -> list[Any]:
     return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in checkpoints]
 
 
-def continued(models: list[Any], tokens: list[int], count: int, num_read: int) -> list[int]:
-    """What the second model would have answered in the place of `tokens[count:]`, if the first one has read the first
-    `num_read` tokens of prompt and answer for it."""
+def greedy_after_switch(models: list[Any], tokens: list[int], count: int, num_read: int) -> list[int]:
+    """Greedy tokens of the second model at the positions of `tokens[count:]`, with a KV cache in which the first model
+    computed the first `num_read` tokens of prompt and answer."""
     sequence = torch.tensor([PROMPT + tokens])
     with torch.no_grad():
         cache = models[0](sequence[:, :num_read], use_cache=True).past_key_values
@@ -45,7 +45,7 @@ def continued(models: list[Any], tokens: list[int], count: int, num_read: int) -
 
 
 def generate(engine, **fields: Any) -> dict[str, Any]:
-    """Through the tokenizer's request, which has fields that `engine.generate` lacks."""
+    """Generate with a tokenizer request, which has fields that `engine.generate` lacks."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     request = GenerateReqInput(input_ids=PROMPT, sampling_params=GREEDY | {"max_new_tokens": 24}, **fields)
@@ -53,20 +53,20 @@ def generate(engine, **fields: Any) -> dict[str, Any]:
 
 
 class Running:
-    """A request that has answered its first tokens, and goes on whenever the engine's loop runs."""
+    """Request that has returned its first tokens, and continues whenever the event loop of the engine runs."""
 
     def __init__(self, engine) -> None:
         self._engine = engine
-        stream = engine.loop.run_until_complete(self._begin())
-        self._task = engine.loop.create_task(self._go_on(stream))
+        stream = engine.loop.run_until_complete(self._start())
+        self._task = engine.loop.create_task(self._collect(stream))
 
-    async def _begin(self):
+    async def _start(self):
         sampling = GREEDY | {"max_new_tokens": NUM_TOKENS}
         stream = await self._engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
         self._last = await anext(stream)
         return stream
 
-    async def _go_on(self, stream) -> dict[str, Any]:
+    async def _collect(self, stream) -> dict[str, Any]:
         tokens = list(self._last["output_ids"])
         async for self._last in stream:
             tokens = self._last["output_ids"]
@@ -77,8 +77,8 @@ class Running:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_cached(engine) -> Iterator[None]:
-    """Paused engines keep their prefix caches. A scheduler may need a moment after its last answer to be idle."""
+def flush_after_test(engine) -> Iterator[None]:
+    """Flush the prefix cache, which paused engines keep. The scheduler becomes idle shortly after its last answer."""
     yield
     deadline = time.monotonic() + 10
     while not engine.flush_cache().success:
@@ -88,8 +88,10 @@ def nothing_is_cached(engine) -> Iterator[None]:
 
 @pytest.fixture
 def updated_while_running(engine, models):
-    """`updated_while_running(in_flight)`: what becomes of a request that began with the first model's weights when the
-    second's come; as the number of its tokens that the first model may have answered, the tokens, and why it ended."""
+    """`updated_while_running(in_flight)`: update from the first model to the second while a request runs.
+
+    Returns the number of its tokens that agree with the first model, its tokens, and its finish reason.
+    """
 
     def run(in_flight: str) -> tuple[int, list[int], dict[str, Any]]:
         updater = WeightUpdater([LocalEngine(engine)], bucket_bytes=1 << 16, in_flight=in_flight)
@@ -100,21 +102,21 @@ def updated_while_running(engine, models):
         result = running.result()
         updater.close()
         tokens = result["output_ids"]
-        of_old = [a == b for a, b in zip(tokens, most_likely(models[0], PROMPT, tokens), strict=True)]
-        count = of_old.index(False) if False in of_old else len(tokens)
+        is_old = [a == b for a, b in zip(tokens, most_likely(models[0], PROMPT, tokens), strict=True)]
+        count = is_old.index(False) if False in is_old else len(tokens)
         return count, tokens, result["meta_info"]["finish_reason"]
 
     return run
 
 
-def test_requests_that_are_waited_for_end_with_the_weights_they_began_with(engine, models, updated_while_running):
+def test_wait_finishes_requests_with_the_old_weights(engine, models, updated_while_running):
     count, tokens, reason = updated_while_running("wait")
     assert (count, len(tokens), reason["type"]) == (NUM_TOKENS, NUM_TOKENS, "length")
     after = generate(engine)["output_ids"]
     assert after == most_likely(models[1], PROMPT, after) != most_likely(models[0], PROMPT, after)
 
 
-def test_requests_that_are_aborted_end_at_once(engine, models, updated_while_running):
+def test_abort_ends_running_requests(engine, models, updated_while_running):
     count, tokens, reason = updated_while_running("abort")
     assert 0 < count == len(tokens) < NUM_TOKENS
     assert reason["type"] == "abort"
@@ -122,23 +124,23 @@ def test_requests_that_are_aborted_end_at_once(engine, models, updated_while_run
     assert after == most_likely(models[1], PROMPT, after)
 
 
-def test_requests_that_are_retracted_are_computed_anew_but_for_the_prefix_cache(models, updated_while_running):
-    """SGLang has put their prompts there, and finds them again."""
+def test_retract_recomputes_requests_except_for_cached_prefixes(models, updated_while_running):
+    """The prompt is found in the prefix cache, computed with the old weights."""
     count, tokens, reason = updated_while_running("retract")
     assert 0 < count < len(tokens) == NUM_TOKENS
     assert reason["type"] == "length"
-    assert tokens[count:] == continued(models, tokens, count, num_read=len(PROMPT))
+    assert tokens[count:] == greedy_after_switch(models, tokens, count, num_read=len(PROMPT))
 
 
-def test_requests_that_stay_in_place_go_on_from_what_they_have_computed(models, updated_while_running):
+def test_in_place_continues_requests_with_their_kv_cache(models, updated_while_running):
     count, tokens, reason = updated_while_running("in_place")
     assert 0 < count < len(tokens) == NUM_TOKENS
     assert reason["type"] == "length"
-    assert tokens[count:] == continued(models, tokens, count, num_read=len(PROMPT) + count - 1)
+    assert tokens[count:] == greedy_after_switch(models, tokens, count, num_read=len(PROMPT) + count - 1)
 
 
 @pytest.mark.parametrize("in_flight", ["retract", "in_place"])
-def test_with_the_version_as_extra_key_no_old_entry_of_the_cache_is_found(engine, models, in_flight):
+def test_version_as_extra_key_prevents_stale_cache_hits(engine, models, in_flight):
     updater = WeightUpdater([LocalEngine(engine)], in_flight=in_flight)
     for version in range(4):
         model = models[version % 2]
@@ -151,7 +153,7 @@ def test_with_the_version_as_extra_key_no_old_entry_of_the_cache_is_found(engine
 
 
 class Traffic:
-    """Requests that come and go whenever the engine's loop runs."""
+    """Short requests of several callers whenever the event loop of the engine runs."""
 
     def __init__(self, engine, num_callers: int) -> None:
         self._engine = engine
@@ -177,8 +179,8 @@ class Traffic:
         await anext(stream)
         await stream.aclose()
 
-    def go_on(self) -> None:
-        """For a moment, in the end of which a caller goes away; its request runs."""
+    def run_and_abandon_one(self) -> None:
+        """Run the callers for a moment, then start a request and abandon it."""
         self._engine.loop.run_until_complete(asyncio.sleep(self._random.random() * 0.03))
         self._engine.loop.run_until_complete(self._leave())
 
@@ -189,19 +191,19 @@ class Traffic:
 
 
 class StockEngine(LocalEngine):
-    """Of an engine that somebody else launched."""
+    """Client of an engine that was launched without the fast loader."""
 
     has_loader = False
 
 
 @pytest.mark.parametrize("client", [LocalEngine, StockEngine])
 @pytest.mark.parametrize("in_flight", ["wait", "abort", "retract", "in_place"])
-def test_requests_come_and_go_during_updates(engine, models, in_flight, client):
-    """SGLang ends if it is to flush its cache while a request runs, and one that its caller has left does."""
+def test_updates_with_concurrent_and_abandoned_requests(engine, models, in_flight, client):
+    """SGLang crashes if it flushes its cache while a request runs; an abandoned request still runs for a while."""
     updater = WeightUpdater([client(engine)], in_flight=in_flight)
     traffic = Traffic(engine, num_callers=4)
-    for version in range(6):
-        traffic.go_on()
+    for version in range(3 if in_flight == "abort" else 6):  # SGLang waits a second for aborted requests
+        traffic.run_and_abandon_one()
         model = models[version % 2]
         assert updater.update(state(model), version).quarantined == {}
         out = generate(engine, extra_key=None if in_flight in ("wait", "abort") else str(version))
@@ -211,7 +213,7 @@ def test_requests_come_and_go_during_updates(engine, models, in_flight, client):
     updater.close()
 
 
-def refused(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, torch.Tensor]]:
+def bad_tensors(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, torch.Tensor]]:
     name = "model.layers.1.mlp.down_proj.weight"
     if kind == "missing":
         del changed[name]
@@ -238,12 +240,12 @@ def refused(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, torc
     ],
 )
 def test_bad_tensors_are_refused_by_name(engine, models, kind, error, message):
-    """Before anything changes: the engine answers what it did, to the last bit. But values are looked at as they are
-    sent; then it is paused until it has been sent others."""
+    """The answers are bitwise the same as before. NaN is found while tensors are sent; then the engine is paused until
+    the next complete update."""
     updater = WeightUpdater([LocalEngine(engine)], bucket_bytes=1 << 16)
     updater.update(state(models[0]), "good")
     wanted = generate(engine, return_logprob=True)
-    bad = refused({name: tensor.clone() for name, tensor in state(models[1])}, kind)
+    bad = bad_tensors({name: tensor.clone() for name, tensor in state(models[1])}, kind)
     with pytest.raises(error, match=message):
         updater.update(bad, "bad")
     if kind == "nan":

@@ -1,4 +1,4 @@
-"""A stock SGLang engine that does not answer, beside another that does."""
+"""A stopped SGLang engine beside a toy engine that works."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ from toy_engines import ToyEngine
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
-class Mirror(nn.Module):
-    """Takes the tensors of a checkpoint as they are."""
+class MirrorModel(nn.Module):
+    """Model with one parameter for each tensor of a checkpoint."""
 
     def __init__(self, checkpoint: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Mirror(nn.Module):
 
 
 def scheduler() -> int:
-    """The process id of the engine's scheduler."""
+    """Process id of the engine's scheduler."""
     (pid,) = (p.pid for p in psutil.Process().children(recursive=True) if "sglang::scheduler" in " ".join(p.cmdline()))
     return pid
 
@@ -45,39 +45,40 @@ def generate(engine) -> tuple[list[int], str]:
     return out["output_ids"], out["meta_info"]["weight_version"]
 
 
-def test_an_engine_that_hangs_is_fenced_and_brought_up_to_date_alone(engine, tmp_path):
+def test_stopped_engine_is_quarantined_and_updated_alone_later(engine, tmp_path):
     checkpoints = [
         load_file(tiny_model(tmp_path / str(seed), "qwen3", seed=seed, num_hidden_layers=3) / "model.safetensors")
         for seed in range(3)
     ]
-    hanging, other = (
+    stopped, other = (
         LocalEngine(engine, timeout_s=4.0),
-        ToyEngine(1, "other", lambda rank, size: Mirror(checkpoints[0])),
+        ToyEngine(1, "other", lambda rank, size: MirrorModel(checkpoints[0])),
     )
-    updater = WeightUpdater([hanging, other], bucket_bytes=1 << 16, timeout_s=1.5)
+    patient = WeightUpdater([stopped, other], bucket_bytes=1 << 16)
     answers = []
     for version, checkpoint in enumerate(checkpoints):
-        assert updater.update(checkpoint.items(), version).quarantined == {}
+        assert patient.update(checkpoint.items(), version).quarantined == {}
         answers.append(generate(engine)[0])
+    patient.close()
+    updater = WeightUpdater([stopped, other], bucket_bytes=1 << 16, timeout_s=1.5)
     pid = scheduler()
 
-    def stopping():
+    def items_with_stop():
         for index, item in enumerate(checkpoints[0].items()):
             if index == 8:
                 os.kill(pid, signal.SIGSTOP)
             yield item
 
     try:
-        stats = updater.update(stopping(), "stopped")
-        assert list(stats.quarantined) == [f"engine 0 of 2 ({hanging!r})"]
+        stats = updater.update(items_with_stop(), "stopped")
+        assert list(stats.quarantined) == [f"engine 0 of 2 ({stopped!r})"]
         assert other.version == "stopped"
         assert other.models[0].holds(checkpoints[0])
-        stats = updater.update(checkpoints[1].items(), "without it")
-        assert (stats.quarantined, stats.seconds < 1) == ({}, True)
+        assert updater.update(checkpoints[1].items(), "without it").quarantined == {}  # it would time out again
     finally:
         os.kill(pid, signal.SIGCONT)
     for version in (1, 2):
-        assert updater.update(checkpoints[version].items(), version, engines=[hanging]).quarantined == {}
+        assert updater.update(checkpoints[version].items(), version, engines=[stopped]).quarantined == {}
         assert generate(engine) == (answers[version], str(version))
     assert updater.update(checkpoints[0].items(), "both").quarantined == {}
     assert generate(engine) == (answers[0], "both")

@@ -1,4 +1,4 @@
-"""Engines with quantised weights on a GPU: what they hold is compared with SGLang's own load of the same files."""
+"""Engines with quantized weights on a GPU, compared with SGLang's own load of the same files."""
 
 import json
 import sys
@@ -32,12 +32,12 @@ def bf16_checkpoint(folder: Path, family: str, seed: int) -> Path:
 
 
 def fp8_checkpoint(folder: Path, family: str, seed: int) -> Path:
-    """As DeepSeek-V3 and Qwen3-FP8 are published: matrices of layers in float8, with a float32 scale for each block."""
+    """Checkpoint in the format of DeepSeek-V3 and Qwen3-FP8: float8 matrices with a float32 scale for each block."""
     path = bf16_checkpoint(folder, family, seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         if name.endswith("_proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantised(tensor)
+            tensors[name], tensors[f"{name}_scale_inv"] = quantized(tensor)
         else:
             tensors[name] = tensor
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -52,8 +52,8 @@ def fp8_checkpoint(folder: Path, family: str, seed: int) -> Path:
     return path
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix in float8, and the factor of each of its blocks, float32 [rows / 128, columns / 128]."""
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrix in float8, and the scales of its blocks, float32 [rows / 128, columns / 128]."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scale = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
@@ -61,7 +61,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Probed:
-    """An engine whose parameters can be looked at."""
+    """Engine with access to its parameters."""
 
     def __init__(self, model_path: Path, folder: Path, **fields: Any) -> None:
         import sglang
@@ -93,7 +93,7 @@ class Probed:
         assert done[0], done
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """As bytes: float8 numbers cannot be compared."""
+        """Parameters as bytes, because float8 tensors cannot be compared."""
         path = self._folder / "parameters"
         self.probe("dump", str(path))
         return {name: tensor.contiguous().view(torch.uint8) for name, tensor in torch.load(path).items()}
@@ -120,7 +120,7 @@ def probed(tmp_path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_float8_weights_and_their_scales_arrive_as_they_are(probed, tmp_path, family):
+def test_float8_weights_and_scales_arrive_bitwise(probed, tmp_path, family):
     first, second = (fp8_checkpoint(tmp_path, family, seed) for seed in (0, 1))
     stock = probed(first)
     wanted = {first: (stock.parameters(), stock.log_probs())}
@@ -143,7 +143,7 @@ def test_float8_weights_and_their_scales_arrive_as_they_are(probed, tmp_path, fa
     updater.close()
 
 
-def test_an_engine_that_quantises_what_it_loads_is_refused_and_keeps_its_weights(probed, tmp_path):
+def test_engine_with_online_quantization_refuses_and_keeps_its_weights(probed, tmp_path):
     first, second = (bf16_checkpoint(tmp_path, "qwen3", seed) for seed in (0, 1))
     online = probed(first, quantization="fp8")
     log_probs = online.log_probs()

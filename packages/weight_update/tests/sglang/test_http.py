@@ -1,4 +1,4 @@
-"""SGLang's HTTP server, stock, its weights replaced from this process."""
+"""Stock SGLang HTTP server, updated from this process."""
 
 import contextlib
 import json
@@ -19,21 +19,21 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class StockHttpEngine(HttpEngine):
-    """Of a server that somebody else launched."""
+    """Client of a server that was launched without the fast loader."""
 
     has_loader = False
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> list[Path]:
-    """Three of one architecture: what the server starts with, and two to send."""
+    """Three checkpoints of one architecture: the server starts with the first, the others are sent."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return [tiny_model(folder / str(seed), "qwen3", seed=seed, num_hidden_layers=3) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints) -> dict[Path, list[int]]:
-    """Transformers' greedy continuation of PROMPT for each checkpoint."""
+    """Greedy continuation of PROMPT by transformers, for each checkpoint."""
     import transformers
 
     def greedy(path: Path) -> list[int]:
@@ -56,7 +56,7 @@ def state(path: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, list[int]], tp_size: int) -> None:
-    """Both paths, and a link, give the same weights: to the last bit of the log-probabilities."""
+    """Check that both paths and a link give bitwise the same log-probabilities."""
     logprobs = []
     for client, link in ((HttpEngine, None), (StockHttpEngine, None), (HttpEngine, GroupLink())):
         engine = client(server.url, api_key=KEY)
@@ -72,17 +72,17 @@ def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, 
     assert logprobs[:2] == logprobs[2:4] == logprobs[4:]
 
 
-def test_updates_over_http(server, checkpoints, expected):
+def test_http_updates(server, checkpoints, expected):
     check_updates(server, checkpoints, expected, tp_size=1)
 
 
-def test_updates_of_two_tensor_parallel_ranks(checkpoints, expected):
+def test_http_updates_of_two_tensor_parallel_ranks(checkpoints, expected):
     with serving(checkpoints[0], tp_size=2) as two:
         check_updates(two, checkpoints, expected, tp_size=2)
 
 
-def leave(server: Server) -> None:
-    """A client goes away from a request that runs."""
+def abandon_request(server: Server) -> None:
+    """Start a request and close the connection while it runs."""
     with contextlib.closing(server.connect()) as connection:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 60}, "stream": True}
         connection.request("POST", "/generate", json.dumps(body), HEADERS)
@@ -90,39 +90,39 @@ def leave(server: Server) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
-def test_requests_come_and_go_during_updates(server, checkpoints, expected, in_flight):
-    """SGLang ends if it is to flush its cache while a request runs, and one that its client has left does."""
-    ended = threading.Event()
+def test_updates_with_concurrent_and_abandoned_requests(server, checkpoints, expected, in_flight):
+    """SGLang crashes if it flushes its cache while a request runs; an abandoned request still runs for a while."""
+    stop = threading.Event()
 
-    def call_on(num_tokens: int) -> set[int]:
+    def call_repeatedly(num_tokens: int) -> set[int]:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": num_tokens}}
         statuses = set()
-        while not ended.is_set():
+        while not stop.is_set():
             statuses.add(server.request("POST", "/generate", body)[0])
         return statuses
 
     updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], in_flight=in_flight)
     with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(call_on, num_tokens) for num_tokens in (3, 7, 12)]
+        calls = [pool.submit(call_repeatedly, num_tokens) for num_tokens in (3, 7, 12)]
         try:
             for version in range(6):
-                leave(server)
+                abandon_request(server)
                 path = checkpoints[1 + version % 2]
                 assert updater.update(state(path), version).quarantined == {}
                 out = server.generate()
                 assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[path], str(version))
         finally:
-            ended.set()
-    assert all(200 in call.result() for call in calls)  # others were ended
+            stop.set()
+    assert all(200 in call.result() for call in calls)  # others were aborted
     updater.close()
 
 
-def test_a_server_refuses_a_wrong_key(server):
+def test_wrong_key_is_refused(server):
     with pytest.raises(RuntimeError, match=r"HTTP 401 .*check api_key"):
         HttpEngine(server.url, api_key="wrong").flush_cache()
 
 
-def test_a_cache_that_running_requests_hold_is_an_error(server, checkpoints, expected):
+def test_cache_that_cannot_be_flushed_is_an_error(server, checkpoints, expected):
     updater = WeightUpdater([StockHttpEngine(server.url, api_key=KEY, timeout_s=10)])
     with contextlib.closing(server.connect()) as running:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}

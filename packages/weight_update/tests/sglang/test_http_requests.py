@@ -1,4 +1,4 @@
-"""SGLang's HTTP server with requests that come, run and are left while its weights are replaced."""
+"""SGLang HTTP server with requests that start, run and are abandoned during updates."""
 
 import _thread
 import contextlib
@@ -30,7 +30,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> list[Path]:
-    """Two of one architecture."""
+    """Two checkpoints of one architecture."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return [tiny_model(folder / str(seed), "qwen3", seed=seed, num_hidden_layers=3) for seed in range(2)]
 
@@ -61,8 +61,8 @@ def version_of(out: dict[str, Any]) -> str:
 
 
 @contextmanager
-def running(server: Server, num_tokens: int) -> Iterator[Callable[[], bytes]]:
-    """A request that has answered its first token; its client goes away in the end. Yields what reads on to its end."""
+def running_request(server: Server, num_tokens: int) -> Iterator[Callable[[], bytes]]:
+    """Start a request and wait for its first token; yield a function that reads the rest. Abandon it at the end."""
     with contextlib.closing(server.connect()) as connection:
         connection.request("POST", "/generate", json.dumps(body(num_tokens, stream=True)), HEADERS)
         stream = connection.getresponse()
@@ -74,53 +74,53 @@ def running(server: Server, num_tokens: int) -> Iterator[Callable[[], bytes]]:
 class Answer:
     status: int
     out: dict[str, Any]
-    began: float
+    started_at: float
 
 
 def call(server: Server, num_tokens: int) -> Answer:
-    began = time.monotonic()
-    return Answer(*server.request("POST", "/generate", body(num_tokens)), began)
+    started_at = time.monotonic()
+    return Answer(*server.request("POST", "/generate", body(num_tokens)), started_at)
 
 
 @contextmanager
 def callers(server: Server) -> Iterator[list[Answer]]:
-    """Clients that ask for the same prompt again and again. Their answers are there in the end."""
-    ended = threading.Event()
+    """Run clients that send the same prompt repeatedly; yield the list that gets their answers."""
+    stop = threading.Event()
     answers: list[Answer] = []
 
-    def call_on(num_tokens: int) -> None:
-        while not ended.is_set():
+    def call_repeatedly(num_tokens: int) -> None:
+        while not stop.is_set():
             answers.append(call(server, num_tokens))
 
     with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(call_on, num_tokens) for num_tokens in (1, 3, 12, 40)]
+        calls = [pool.submit(call_repeatedly, num_tokens) for num_tokens in (1, 3, 12, 40)]
         try:
             yield answers
         finally:
-            ended.set()
+            stop.set()
     for each in calls:
         each.result()
 
 
-class Slow(HttpEngine):
-    """Comes to its version late, as if there were other engines."""
+class SlowVersionEngine(HttpEngine):
+    """Client that sets its version late, as if there were other engines."""
 
     def set_weight_version(self, version: str) -> None:
         time.sleep(0.2)
         super().set_weight_version(version)
 
 
-def check(answers: list[Answer], models: list[Any]) -> None:
-    """Each is of one version, the one that it names: nothing of it was read by other weights. None was ended."""
-    given = {(int(version_of(a.out)), tuple(a.out["output_ids"])) for a in answers if a.status == 200}
-    assert [each for each in given if list(each[1]) != most_likely(models[each[0] % 2], PROMPT, list(each[1]))] == []
+def check_answers(answers: list[Answer], models: list[Any]) -> None:
+    """Check that each answer was computed completely by the version that it reports, and that none was aborted."""
+    answered = {(int(version_of(a.out)), tuple(a.out["output_ids"])) for a in answers if a.status == 200}
+    assert [each for each in answered if list(each[1]) != most_likely(models[each[0] % 2], PROMPT, list(each[1]))] == []
     assert {a.status for a in answers} == {200}
 
 
 @pytest.mark.parametrize("link", [None, GroupLink()], ids=["on this machine", "as if on another"])
-def test_every_answer_is_of_the_version_that_it_names(server, models, link):
-    """Also of requests that run when the update begins, and of those that come meanwhile."""
-    updater = WeightUpdater([Slow(server.url, api_key=KEY)], link=link)
+def test_every_answer_is_computed_by_the_version_that_it_reports(server, models, link):
+    """Including requests that run when the update starts, and requests that arrive during it."""
+    updater = WeightUpdater([SlowVersionEngine(server.url, api_key=KEY)], link=link)
     updater.update(state(models[0]), 0)
     started, updated = {0: time.monotonic()}, {0: time.monotonic()}
     with callers(server) as answers:
@@ -131,21 +131,23 @@ def test_every_answer_is_of_the_version_that_it_names(server, models, link):
             updated[version] = time.monotonic()
             assert version_of(generate(server)) == str(version)
     updater.close()
-    check(answers, models)
+    check_answers(answers, models)
     versions = [(a, int(version_of(a.out))) for a in answers]
-    assert {version for a, version in versions if started[version] < a.began < updated[version]} == set(range(1, 9))
+    assert {version for a, version in versions if started[version] < a.started_at < updated[version]} == set(
+        range(1, 9)
+    )
     assert len(answers) > 40
 
 
-def test_requests_that_come_while_one_without_a_client_still_runs_find_no_old_cache(server, models):
-    """SGLang's lock does not wait for it, and cannot empty the cache before it has ended."""
+def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(server, models):
+    """SGLang's lock does not wait for abandoned requests, and cannot flush the cache before they end."""
     updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], bucket_bytes=1 << 16)
     updater.update(state(models[0]), 0)
     answers = []
 
-    def sent(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def items_with_requests(version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(state(models[version % 2])):
-            if index == 20:  # the load has begun
+            if index == 20:  # the load has started
                 calls.extend(pool.submit(call, server, num_tokens) for num_tokens in [2] * 4 + [12] * 4)
                 time.sleep(0.2)
             yield item
@@ -156,22 +158,22 @@ def test_requests_that_come_while_one_without_a_client_still_runs_find_no_old_ca
             calls: list[Future[Answer]] = []
             clients = contextlib.ExitStack()
             for _ in range(8):
-                clients.enter_context(running(server, 400))
-            leaving = threading.Timer(0.1, clients.close)  # while the load waits for them
-            leaving.start()
-            assert updater.update(sent(version), version).quarantined == {}
-            leaving.join()
+                clients.enter_context(running_request(server, 400))
+            abandoning = threading.Timer(0.1, clients.close)  # while the load waits for them
+            abandoning.start()
+            assert updater.update(items_with_requests(version), version).quarantined == {}
+            abandoning.join()
             answers += [each.result(60) for each in calls]
             assert {version_of(a.out) for a in answers[-8:]} == {str(version)}
     updater.close()
-    check(answers, models)
+    check_answers(answers, models)
 
 
-def test_a_request_that_keeps_the_cache_from_being_emptied_is_ended(server, models):
-    """With those that came since: SGLang cannot tell them apart. One that runs stands for one that SGLang did not end
-    in time when its client left."""
+def test_request_that_blocks_the_cache_flush_is_aborted(server, models):
+    """Requests that arrived since are aborted as well: SGLang cannot distinguish them. The running request stands for
+    one whose client is gone and that SGLang has not aborted in time."""
     engine = HttpEngine(server.url, api_key=KEY)
-    with running(server, 400) as read, ThreadPoolExecutor(1) as pool:
+    with running_request(server, 400) as read, ThreadPoolExecutor(1) as pool:
         engine.hold()
         waiting: Future[tuple[int, Any]] = pool.submit(server.request, "POST", "/generate", body(24))
         with pytest.raises(TimeoutError):
@@ -187,7 +189,7 @@ def test_a_request_that_keeps_the_cache_from_being_emptied_is_ended(server, mode
 
 @pytest.fixture
 def updater(server, models) -> Iterator[WeightUpdater]:
-    """Has sent the first model as version "good"; in the end the server goes on with it."""
+    """Updater that has sent the first model as version "good"; at the end the server must run with it."""
     updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], bucket_bytes=1 << 16)
     updater.update(state(models[0]), "good")
     yield updater
@@ -197,7 +199,7 @@ def updater(server, models) -> Iterator[WeightUpdater]:
     updater.close()
 
 
-def test_a_refused_update_leaves_the_server_going(updater, models, monkeypatch):
+def test_refused_update_leaves_the_server_running(updater, models, monkeypatch):
     with pytest.raises(RuntimeError, match="no tensor was sent for these parameters"):
         updater.update(state(models[1])[1:], "bad")
     monkeypatch.setenv(TOKEN_VARIABLE, new_token())
@@ -205,7 +207,7 @@ def test_a_refused_update_leaves_the_server_going(updater, models, monkeypatch):
         updater.update(state(models[1]), "bad")
 
 
-def test_a_trainer_that_fails_half_way_leaves_the_server_paused(server, updater, models):
+def test_trainer_that_fails_during_an_update_leaves_the_server_paused(server, updater, models):
     def failing():
         yield from state(models[1])[:20]
         raise OSError("no space left")
@@ -220,8 +222,8 @@ def test_a_trainer_that_fails_half_way_leaves_the_server_paused(server, updater,
         assert version_of(waiting.result(20)) == "good"
 
 
-class Interrupted(HttpEngine):
-    """The trainer is interrupted when requests are held back and the server has begun to copy."""
+class InterruptingEngine(HttpEngine):
+    """Client that interrupts the trainer while requests are held and the server copies weights."""
 
     def hold(self) -> None:
         super().hold()
@@ -229,8 +231,8 @@ class Interrupted(HttpEngine):
         _thread.interrupt_main()
 
 
-def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater, ctrl_c):
-    interrupted = WeightUpdater([Interrupted(server.url, api_key=KEY)])
+def test_interrupt_during_the_load_leaves_the_server_paused(server, models, updater, ctrl_c):
+    interrupted = WeightUpdater([InterruptingEngine(server.url, api_key=KEY)])
     with pytest.raises(KeyboardInterrupt):
         interrupted.update(state(models[1]), "bad")
     interrupted.close()
@@ -242,8 +244,8 @@ def test_an_interrupted_trainer_leaves_the_server_paused(server, models, updater
         assert version_of(waiting.result(20)) == "good"
 
 
-def test_a_trainer_that_is_interrupted_before_the_load_begins_leaves_the_server_going(server, updater, ctrl_c, models):
-    with running(server, 400) as read:
+def test_interrupt_before_the_load_leaves_the_server_running(server, updater, ctrl_c, models):
+    with running_request(server, 400) as read:
         timer = threading.Timer(0.1, _thread.interrupt_main)
         timer.start()
         with pytest.raises(KeyboardInterrupt):

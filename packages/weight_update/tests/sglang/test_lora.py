@@ -1,4 +1,4 @@
-"""Adapters in stock SGLang, compared with the same adapters merged into its weights."""
+"""Adapters in a stock SGLang server, compared with the same adapters merged into its weights."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = LoraConfig(r=4, lora_alpha=6, target_modules=MODULES, use_rslora=True)
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32: W x + scale * B (A x) is rounded in other places than (W + scale * B A) x."""
+"""For log-probabilities in float32: W x + scale * B (A x) is rounded differently than (W + scale * B A) x."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def base(checkpoint) -> dict[str, torch.Tensor]:
 
 
 def adapter(base: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Large enough to change what is answered from the first tokens on."""
+    """Adapter large enough to change the answers from the first tokens on."""
     generator = torch.Generator().manual_seed(seed)
     named = []
     for name, weight in base.items():
@@ -73,7 +73,7 @@ def check_same(got: tuple[list[int], torch.Tensor], wanted: tuple[list[int], tor
 
 @pytest.fixture
 def updater(server, base) -> Iterator[WeightUpdater]:
-    """Of a server that has its own weights and no adapters."""
+    """Updater of a server with its base weights and no adapters."""
     engine = HttpEngine(server.url, api_key=KEY)
     for name in engine.adapters():
         engine.unload_adapter(name)
@@ -83,7 +83,7 @@ def updater(server, base) -> Iterator[WeightUpdater]:
     made.close()
 
 
-def test_an_adapter_answers_as_the_merged_model_does_and_a_new_one_takes_its_place(server, base, updater):
+def test_adapter_answers_as_the_merged_model_and_can_be_replaced(server, base, updater):
     own = answer(server)
     merged = []
     for seed in (1, 2):
@@ -93,14 +93,14 @@ def test_an_adapter_answers_as_the_merged_model_does_and_a_new_one_takes_its_pla
     assert len({tuple(tokens) for tokens, _ in [own, *merged]}) == 3
     for seed in (1, 2, 1):
         updater.update_adapter(adapter(base, seed), "policy", CONFIG, seed)
-        assert cached(server, lora_path="policy") == 0  # of the adapter before nothing is found
+        assert cached(server, lora_path="policy") == 0  # no entry of the previous adapter is found
         assert cached(server, lora_path="policy") > 0
         check_same(answer(server, lora_path="policy"), merged[seed - 1])
-        check_same(answer(server), own)  # requests that name none
+        check_same(answer(server), own)  # requests without an adapter
         assert server.generate()["meta_info"]["weight_version"] == str(seed)
 
 
-def test_a_new_name_replaces_an_old_one_that_a_request_still_uses(server, base, updater):
+def test_new_name_replaces_an_adapter_that_a_request_still_uses(server, base, updater):
     updater.update_adapter(adapter(base, 1), "policy-1", CONFIG, 1)
     long = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 300}, "lora_path": "policy-1"}
     whole = server.generate(**long)["output_ids"]
@@ -112,7 +112,7 @@ def test_a_new_name_replaces_an_old_one_that_a_request_still_uses(server, base, 
         lines = [line for line in stream.read().splitlines() if line.startswith(b"data: {")]
     last = json.loads(lines[-1].removeprefix(b"data: "))
     assert last["meta_info"]["finish_reason"]["type"] == "length"
-    assert whole[-len(last["output_ids"]) :] == last["output_ids"]  # to its end with the weights it began with
+    assert whole[-len(last["output_ids"]) :] == last["output_ids"]  # completed with the weights it started with
     assert HttpEngine(server.url, api_key=KEY).adapters() == ["policy-2"]
     status, _ = server.request(
         "POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING, "lora_path": "policy-1"}
@@ -120,7 +120,7 @@ def test_a_new_name_replaces_an_old_one_that_a_request_still_uses(server, base, 
     assert status == 400
 
 
-def test_an_adapter_that_the_engine_refuses_leaves_its_own_weights(server, base, updater):
+def test_refused_adapter_leaves_the_weights_unchanged(server, base, updater):
     own = answer(server)
     wide = LoraConfig(r=16, lora_alpha=16, target_modules=MODULES)
     matrices = [(name, torch.cat([tensor] * 4, dim=0 if "lora_A" in name else 1)) for name, tensor in adapter(base, 1)]

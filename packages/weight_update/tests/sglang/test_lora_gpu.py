@@ -1,4 +1,4 @@
-"""Adapters in stock SGLang on a GPU, in bfloat16, compared with a model in float32 that has them merged."""
+"""Adapters in a stock SGLang engine on a GPU in bfloat16, compared with a merged model in float32."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +24,9 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 CONFIG = LoraConfig(r=16, lora_alpha=16, target_modules=MODULES)
 PROMPT = torch.randint(128, (96,), generator=torch.Generator().manual_seed(0)).tolist()
 MARGIN = 2.0
-"""What is served may be so many times as far from float32 as the base model, which is there because of bfloat16 alone:
-with an adapter a layer rounds x A and (x A) B besides x W, three times for once, and errors add as squares do; merged,
-W + B A is rounded besides x W."""
+"""Allowed distance from float32, in units of that of the base model, which is due to bfloat16 alone. With an adapter, a
+layer rounds x A and (x A) B in addition to x W, three times instead of once, and errors add as squares; merged, W + B A
+is rounded in addition to x W."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def engine(checkpoint) -> Iterator[LocalEngine]:
         skip_tokenizer_init=True,
         sampling_backend="pytorch",
         disable_cuda_graph=True,
-        disable_radix_cache=True,  # a prompt that is found there is computed in other pieces
+        disable_radix_cache=True,  # cached prompts are computed in other chunks
         log_level="warning",
         enable_lora=True,
         max_lora_rank=CONFIG.r,
@@ -62,7 +62,7 @@ def engine(checkpoint) -> Iterator[LocalEngine]:
 
 
 def adapter(base: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.Tensor]]:
-    """In bfloat16; B @ A is about half as large as the weights that it is added to."""
+    """Adapter in bfloat16; B @ A is about half as large as the weights that it is added to."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def adapter(base: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.T
 
 
 def served(engine, **fields) -> torch.Tensor:
-    """Log-probabilities of PROMPT's tokens but the first."""
+    """Log-probabilities of all tokens of PROMPT except the first."""
     sampling = {"max_new_tokens": 1, "temperature": 0.0}
     (out,) = engine.generate(
         input_ids=[PROMPT], sampling_params=sampling, return_logprob=True, logprob_start_len=0, **fields
@@ -104,7 +104,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-def test_adapters_answer_as_merged_weights_do_and_leave_the_base_as_it_was(engine, checkpoint, base):
+def test_adapters_answer_as_merged_weights_and_leave_the_base_unchanged(engine, checkpoint, base):
     updater = WeightUpdater([LocalEngine(engine)])
     own = served(engine)
     wanted = [exact(checkpoint, base)]
@@ -114,13 +114,13 @@ def test_adapters_answer_as_merged_weights_do_and_leave_the_base_as_it_was(engin
         matrices = adapter(base, seed)
         in_float32 = {name: weight.float() for name, weight in base.items()}
         wanted.append(exact(checkpoint, dict(merge_lora(in_float32.items(), matrices, CONFIG))))
-        # The adapter must be told from none and from the one before, not only be near to what is wanted.
+        # The answers with this adapter must differ clearly from those without and with the previous one.
         apart = min(distance(wanted[-1], other) for other in wanted[:-1])
         assert apart > 10 * MARGIN * rounding
 
         updater.update_adapter(matrices, "policy", CONFIG, f"adapter {seed}")
         as_adapter = served(engine, lora_path="policy")
-        assert torch.equal(served(engine), own)  # of requests that name none
+        assert torch.equal(served(engine), own)  # requests without an adapter
 
         assert updater.update(merge_lora(base.items(), matrices, CONFIG), f"merged {seed}").verified
         as_merged = served(engine)

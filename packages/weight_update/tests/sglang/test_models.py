@@ -1,4 +1,4 @@
-"""SGLang's own model classes: a plan, replayed or used by an update, gives what a fresh `load_weights` gives."""
+"""SGLang's own model classes: replays and updates give the same parameters as a fresh `load_weights`."""
 
 import json
 import os
@@ -27,7 +27,7 @@ MODELS = [
 ]
 RANKS = [(1, 0), (2, 0), (2, 1)]
 PADDED = (1, 0), (2, 1)
-"""Ranks whose embeddings have rows beyond the vocabulary."""
+"""(tp_size, rank) of ranks with padded embeddings."""
 
 
 def run_script(*arguments: str) -> dict[str, list]:
@@ -35,7 +35,7 @@ def run_script(*arguments: str) -> dict[str, list]:
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])["found"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def result(request, found):
     return model, (tp_size, rank), found[str(tp_size)][rank][model]
 
 
-def test_a_replay_equals_a_fresh_load_bit_for_bit(result):
+def test_replay_equals_a_fresh_load_bitwise(result):
     model, rank, got = result
     missing = ["lm_head.weight"] if model == "qwen3 moe tied" else []
     assert got["differs_from_stock"] == missing
@@ -64,13 +64,13 @@ def test_a_replay_equals_a_fresh_load_bit_for_bit(result):
     assert got["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
 
 
-def test_an_update_equals_a_fresh_load_bit_for_bit(result):
-    """Through a `WeightUpdater` and a receiver in each rank: a whole model at once, in small buckets, and streamed."""
+def test_update_equals_a_fresh_load_bitwise(result):
+    """With a `WeightUpdater` and a receiver in each rank: in one bucket, in small buckets, and streamed."""
     model, (_, rank), got = result
     if model == "qwen3 moe tied":
         lacks = "no tensor was sent for these parameters of the engine: 'lm_head.weight'"
         assert len(got["updated"]["refused"]) == (3 if rank == 0 else 0)
-        assert all(lacks in told for told in got["updated"]["refused"])
+        assert all(lacks in message for message in got["updated"]["refused"])
         assert got["updated"]["differs_from_stock"] == ["lm_head.weight"]
     else:
         assert got["updated"]["refused"] == []
@@ -78,14 +78,14 @@ def test_an_update_equals_a_fresh_load_bit_for_bit(result):
     assert got["updated"]["derived_differs"] == []
 
 
-def test_recording_leaves_the_model_as_it_was(result):
+def test_recording_leaves_the_model_unchanged(result):
     _, _, got = result
     assert got["changed_by_recording"] == []
     assert got["same_plan_on_meta"]
 
 
-def test_each_element_is_written_exactly_once_or_reported(result):
-    """SGLang's Qwen3-MoE has an lm_head of its own even where the embeddings are tied, and nothing fills it."""
+def test_each_element_is_written_once_or_reported_as_uncovered(result):
+    """SGLang's Qwen3-MoE has its own lm_head even with tied embeddings, and nothing fills it."""
     model, (tp_size, _), got = result
     assert got["wrong_counts"] == list(got["uncovered"])
     assert got["uncovered"] == ({"lm_head.weight": 192 * 64 // tp_size} if model == "qwen3 moe tied" else {})
@@ -94,7 +94,7 @@ def test_each_element_is_written_exactly_once_or_reported(result):
 
 
 @pytest.mark.slow
-def test_the_published_deepseek_v3_is_nothing_but_copies():
+def test_published_deepseek_v3_is_loaded_by_copies_only():
     for ranks in run_script("--full-size").values():
         for got in ranks:
             assert isinstance(got, dict), got

@@ -1,4 +1,4 @@
-"""What a rank says it holds of a tensor, compared with what it holds indeed."""
+"""Piece of a tensor that a rank sends, compared with the values that it holds."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def box_of(tensor: torch.Tensor, box) -> torch.Tensor:
 
 
 def _boxes(shape: tuple[int, ...]) -> int:
-    """On each rank: the number of layouts that were compared, after all have been."""
+    """Compare all layouts on each rank; return their number."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
@@ -39,7 +39,7 @@ def _boxes(shape: tuple[int, ...]) -> int:
         for placements in placements_of(mesh):
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             sent = torch.zeros(4, *size)
-            for name, times in zip("abcd", sent, strict=True):  # which of equal copies is sent depends on the name
+            for name, times in zip("abcd", sent, strict=True):  # the replica that sends depends on the name
                 piece = piece_to_send(name, tensor, None, dist.get_rank())
                 if piece is not None:
                     assert piece.spec.shape == size
@@ -52,14 +52,14 @@ def _boxes(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
-def test_boxes_of_dtensors_hold_each_element_once(shape):
+def test_dtensor_pieces_cover_each_element_once(shape):
     world_size = torch.Size(shape).numel()
     layouts = 4 if len(shape) == 1 else 16
     assert run_ranks(_boxes, world_size, shape) == [len(SIZES) * layouts * 4] * world_size
 
 
 def _fsdp_over_tp_of(rows: int) -> list[str]:
-    """The placements of a linear layer under FSDP over tensor parallelism; its boxes are right."""
+    """Check the pieces of linear layers under FSDP with tensor parallelism; return the placements."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -86,13 +86,13 @@ def _fsdp_over_tp() -> list[list[str]]:
     return [_fsdp_over_tp_of(rows) for rows in (8, 12, 10, 6, 2)]
 
 
-def test_boxes_of_fsdp_over_tensor_parallelism():
+def test_pieces_of_fsdp_with_tensor_parallelism_cover_each_element_once():
     for models in run_ranks(_fsdp_over_tp, 4):
         for placements in models:
             assert any("StridedShard" in text for text in placements)
 
 
-def _strides_without_reason() -> str:
+def _strided_shard_alone() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -104,8 +104,8 @@ def _strides_without_reason() -> str:
     return str(caught.value)
 
 
-def test_rows_that_are_no_box_are_refused():
-    for message in run_ranks(_strides_without_reason, 2):
+def test_strided_shard_without_tensor_parallelism_is_refused():
+    for message in run_ranks(_strided_shard_alone, 2):
         assert message.startswith("tensor 'w' has unsupported placements (_StridedShard(dim=0, sf=2)")
 
 
@@ -118,7 +118,7 @@ def _partial_sums() -> tuple[int, ...] | None:
     return None if piece is None else tuple(piece.local.tolist())
 
 
-def test_partial_sums_are_summed():
+def test_partial_dtensor_is_reduced():
     assert sorted(run_ranks(_partial_sums, 2), key=str) == [(3.0, 3.0, 3.0, 3.0), None]
 
 
@@ -133,16 +133,16 @@ def _other_mesh() -> bool:
         found = (
             piece_to_send("a", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), None, dist.get_rank()) is not None
         )
-    dist.barrier()  # rank 2 is not to end while the others still connect
+    dist.barrier()  # rank 2 must not exit while the others still connect
     return found
 
 
-def test_ranks_outside_a_tensors_mesh_hold_nothing_of_it():
+def test_rank_outside_the_mesh_sends_nothing():
     assert run_ranks(_other_mesh, 3) == [True, True, True]
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
-def test_local_shards_tile_the_tensor(dim):
+def test_even_local_shards_tile_the_tensor(dim):
     whole = torch.arange(24.0).view(4, 6)
     parts = [whole] if dim is None else whole.chunk(2, dim)
     covered = torch.zeros(4, 6)
@@ -158,7 +158,7 @@ def test_local_shards_tile_the_tensor(dim):
 
 
 @pytest.mark.parametrize("rows", [(3, 1), (2, 0, 2), (1, 2, 1)])
-def test_local_shards_that_begin_anywhere_tile_the_tensor(rows):
+def test_local_shards_with_start_tile_the_tensor(rows):
     whole = torch.arange(24.0).view(4, 6)
     covered = torch.zeros(4, 6)
     for part, start in zip(whole.split(rows), (sum(rows[:i]) for i in range(len(rows))), strict=True):
@@ -172,7 +172,7 @@ def test_local_shards_that_begin_anywhere_tile_the_tensor(rows):
     assert (covered == 1).all()
 
 
-def test_one_of_several_replicas_is_sent_and_names_take_turns():
+def test_one_replica_sends_each_tensor_and_all_replicas_take_part():
     senders = []
     for name in map(str, range(40)):
         shard = {"tensor": torch.ones(2), "global_shape": (2,), "num_replicas": 4}
@@ -182,7 +182,7 @@ def test_one_of_several_replicas_is_sent_and_names_take_turns():
     assert set(senders) == {0, 1, 2, 3}
 
 
-def test_a_plain_tensor_is_that_of_the_first_rank():
+def test_plain_tensor_is_sent_by_the_first_rank():
     assert piece_to_send("a", torch.zeros(2), None, 0) is not None
     assert piece_to_send("a", torch.zeros(2), None, 1) is None
 
@@ -206,14 +206,13 @@ def test_a_plain_tensor_is_that_of_the_first_rank():
         ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica must be in .*, got 2 of 2"),
     ],
 )
-def test_a_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
+def test_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
     with pytest.raises(ValueError, match=message):
         piece_to_send("w", LocalShard(global_shape=(4, 6), **shard), None, 0)
 
 
 class Wrapping(Tensor):
-    """A tensor with further methods around another one, and a scale beside it, as torchao's weights for the float8
-    all-gather of FSDP2."""
+    """Wrapper subclass with an inner tensor and a scale, as torchao's weights for the float8 all-gather of FSDP2."""
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "Wrapping":
@@ -236,7 +235,7 @@ class Wrapping(Tensor):
         return cls(inner["inner"])
 
 
-def test_of_a_tensor_around_another_the_inner_one_is_sent():
+def test_inner_tensor_of_a_wrapper_subclass_is_sent():
     values = torch.randn(6, 4)
     for wrapped in (Wrapping(values), torch.nn.Parameter(Wrapping(values)), Wrapping(Wrapping(values))):
         for tensor in (wrapped, LocalShard(tensor=wrapped, global_shape=(6, 4))):
@@ -264,18 +263,18 @@ def _wrapping_in_dtensors() -> bool:
         return piece.local.data_ptr() == values.data_ptr() and known.matches([("w", tensor)])
 
 
-def test_so_it_is_in_dtensors():
+def test_inner_tensor_of_a_wrapper_subclass_in_a_dtensor_is_sent():
     assert run_ranks(_wrapping_in_dtensors, 2) == [True, True]
 
 
-def test_a_tensor_that_hides_where_its_values_are_is_refused_by_name():
+def test_subclass_without_accessible_values_is_refused_by_name():
     hidden = TwoTensor(torch.ones(3), torch.ones(3))
     for tensor in (hidden, Wrapping(hidden), LocalShard(tensor=hidden, global_shape=(3,))):
         with pytest.raises(TypeError, match=r"tensor 'w' is a torch.testing.*TwoTensor without .* plain tensor$"):
             piece_to_send("w", tensor, None, 0)
 
 
-def test_a_tensor_whose_memory_was_freed_is_refused_where_it_would_be_sent():
+def test_tensor_with_freed_storage_is_refused_on_the_sending_rank():
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     with pytest.raises(TypeError, match=r"tensor 'w' is a torch\.Tensor without memory of its own"):
@@ -283,21 +282,21 @@ def test_a_tensor_whose_memory_was_freed_is_refused_where_it_would_be_sent():
     assert piece_to_send("w", freed, None, 1) is None
 
 
-def _on_its_way() -> tuple[type, list[float]]:
+def _async_collective() -> tuple[type, list[float]]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
-    coming = all_reduce(torch.ones(3), "sum", dist.group.WORLD)
-    assert isinstance(coming, AsyncCollectiveTensor)
-    piece = piece_to_send("w", coming, None, 0)
+    pending = all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    assert isinstance(pending, AsyncCollectiveTensor)
+    piece = piece_to_send("w", pending, None, 0)
     assert piece is not None
     return type(piece.local), piece.local.tolist()
 
 
-def test_values_that_a_collective_still_brings_are_waited_for():
-    assert run_ranks(_on_its_way, 2) == [(Tensor, [2.0, 2.0, 2.0])] * 2
+def test_async_collective_tensor_is_waited_for():
+    assert run_ranks(_async_collective, 2) == [(Tensor, [2.0, 2.0, 2.0])] * 2
 
 
-def test_what_torch_has_put_off_is_done_before_a_tensor_is_sent():
+def test_lazy_negation_and_conjugation_are_resolved():
     numbers = torch.complex(torch.randn(4), torch.randn(4))
     for name, tensor in {"negated": numbers.conj().imag, "conjugated": numbers.conj()}.items():
         assert tensor.is_neg() or tensor.is_conj()
@@ -324,13 +323,13 @@ def _uneven() -> tuple[str, str]:
     tensor = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], **sizes)
     with pytest.raises(ValueError, match="tensor 'w' has local shape") as caught:
         piece_to_send("w", tensor, None, 0)
-    told, _, rest = str(caught.value).partition(", but")
-    return told, rest.partition(" (split")[0]
+    message, _, rest = str(caught.value).partition(", but")
+    return message, rest.partition(" (split")[0]
 
 
-def test_a_dtensor_whose_values_do_not_fit_its_placements_is_refused():
-    say = " its placements (Shard(dim=0),) of (8, 2) require (4, 2)"
+def test_dtensor_with_local_shape_unlike_its_placements_is_refused():
+    expected = " its placements (Shard(dim=0),) of (8, 2) require (4, 2)"
     assert run_ranks(_uneven, 2) == [
-        ("tensor 'w' has local shape (5, 2) on rank 0", say),
-        ("tensor 'w' has local shape (3, 2) on rank 1", say),
+        ("tensor 'w' has local shape (5, 2) on rank 0", expected),
+        ("tensor 'w' has local shape (3, 2) on rank 1", expected),
     ]

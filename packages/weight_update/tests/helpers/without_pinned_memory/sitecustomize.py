@@ -1,7 +1,7 @@
-"""For SGLang with `--enable-lora --lora-backend torch_native` where there is no GPU; Python loads it at its start.
+"""Makes SGLang run with `--enable-lora --lora-backend torch_native` without a GPU; Python imports it at startup.
 
-SGLang 0.5.17 asks for pinned memory in its LoRA layers (`lora/layers.py`, `lora/backend/torch_backend.py`) whatever
-the device is, and torch has none without CUDA; tidemill-sglang-cpu therefore refuses adapters. Nothing else is changed.
+SGLang 0.5.17 allocates pinned memory in its LoRA layers (`lora/layers.py`, `lora/backend/torch_backend.py`) for any
+device, which torch does not support without CUDA. tidemill-sglang-cpu therefore refuses adapters. Nothing else changes.
 """
 
 from types import SimpleNamespace
@@ -10,9 +10,9 @@ import torch
 from tidemill_sglang_cpu import support
 
 
-def _unpinned(make):
+def _without_pin_memory(function):
     def plain(*args, pin_memory=False, **kwargs):
-        return make(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return plain
 
@@ -22,5 +22,5 @@ def _check_arguments(server_args, check=support.check_arguments):
 
 
 torch.Tensor.pin_memory = lambda self, device=None: self
-torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
+torch.tensor, torch.zeros = _without_pin_memory(torch.tensor), _without_pin_memory(torch.zeros)
 support.check_arguments = _check_arguments

@@ -1,16 +1,7 @@
-"""A trainer in miniature: sends checkpoints to an engine that lives in another process. Run as a script.
-
-    trainer_script.py JSON   {"folder", "device", "bucket_bytes", "dtype", "checkpoints": [path, ...], "rounds", "link"}
-
-Started once per rank, with RANK and WORLD_SIZE in the environment. Rank 0 sends what it asks of the engine through the
-unix socket `folder/engine`, and at the end the statistics of each update. With `link` it says that it is on another
-machine, and counts in `sent` the bytes that it sends over the link.
-"""
+"""Small trainer that sends checkpoints to an engine in the process of the test."""
 
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 
@@ -21,9 +12,36 @@ from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, 
 from tidemill_weight_update.remote import store_mailbox
 from tidemill_weight_update.transport import gloo as wire
 
+AUTHKEY = b"test"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """What the trainer does.
+
+    Attributes:
+        folder: folder of the socket of the engine, shared by the ranks.
+        world_size: number of trainer ranks.
+        checkpoints: folders of the checkpoints that are sent in turn.
+        device: device of the trainer's tensors.
+        bucket_bytes: as in `WeightUpdater`.
+        dtype: name of the dtype that is sent, or None for no cast.
+        rounds: how many times the checkpoints are sent.
+        link: whether the trainer pretends to be on another machine; then `sent` counts the bytes sent over the link.
+    """
+
+    folder: str
+    world_size: int
+    checkpoints: tuple[str, ...]
+    device: str = "cpu"
+    bucket_bytes: int = 1 << 16
+    dtype: str | None = None
+    rounds: int = 1
+    link: bool = False
+
 
 class EngineProxy:
-    """An engine behind a connection, as one behind a Ray actor would be."""
+    """Client of an engine behind a connection, as it would be for an engine in a Ray actor."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -69,7 +87,7 @@ class EngineProxy:
 
 
 def tensors(path: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors, sharded over all ranks if there are several; tied output embeddings left out."""
+    """Yield the checkpoint's tensors without tied output embeddings, sharded over the ranks if there are several."""
     state = load_file(os.path.join(path, "model.safetensors"), device=device)
     if dist.is_initialized():
         from torch.distributed.device_mesh import init_device_mesh
@@ -80,8 +98,8 @@ def tensors(path: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield from state.items()
 
 
-def be_elsewhere() -> list[int]:
-    """Makes links believe that this process is on another machine; the sizes of what is sent come into the list."""
+def pretend_to_be_remote() -> list[int]:
+    """Pretend that this process is on another machine; return a list that gets the size of each message sent."""
     sent: list[int] = []
 
     def send(self, data, original=wire.GlooWire.send) -> None:
@@ -93,30 +111,32 @@ def be_elsewhere() -> list[int]:
     return sent
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size > 1:
-        store = f"file://{spec['folder']}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    connection = Client(os.path.join(spec["folder"], "engine"), authkey=b"test") if rank == 0 else None
+def main(spec: TrainerSpec, rank: int, environment: dict[str, str]) -> None:
+    """Run one trainer rank.
+
+    Rank 0 sends its calls of the engine through the unix socket `folder/engine`, and at the end the statistics of each
+    update.
+    """
+    os.environ.clear()  # of the server that this process was forked from
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(spec.world_size))
+    torch.set_num_threads(1)
+    if spec.world_size > 1:
+        store = f"file://{spec.folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=spec.world_size)
+    connection = Client(os.path.join(spec.folder, "engine"), authkey=AUTHKEY) if rank == 0 else None
     engines = [] if connection is None else [EngineProxy(connection)]
-    dtype = None if spec["dtype"] is None else getattr(torch, spec["dtype"])
-    link = GroupLink() if spec["link"] else None
-    updater = WeightUpdater(engines, bucket_bytes=spec["bucket_bytes"], dtype=dtype, link=link)
-    sent = be_elsewhere() if spec["link"] else []
+    dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+    link = GroupLink() if spec.link else None
+    updater = WeightUpdater(engines, bucket_bytes=spec.bucket_bytes, dtype=dtype, link=link)
+    sent = pretend_to_be_remote() if spec.link else []
     stats = []
-    for version in range(spec["rounds"]):
-        for path in spec["checkpoints"]:
-            done = updater.update(tensors(path, spec["device"]), f"{path}#{version}")
+    for version in range(spec.rounds):
+        for path in spec.checkpoints:
+            done = updater.update(tensors(path, spec.device), f"{path}#{version}")
             stats.append(dataclasses.asdict(done) | {"sent": sum(sent)})
             sent.clear()
     updater.close()
     if connection is not None:
         connection.send(("done", stats, {}))
-    if world_size > 1:
+    if spec.world_size > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
