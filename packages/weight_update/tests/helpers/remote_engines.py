@@ -158,7 +158,7 @@ class RankProcess:
 
 
 class NamespacedRankProcess(RankProcess):
-    """RankProcess process in its own PID namespace, where /proc does not show other processes.
+    """Rank process in its own PID namespace, where /proc does not show other processes.
 
     Attributes:
         COMMAND: command that creates the namespace; requires the permission to do so.

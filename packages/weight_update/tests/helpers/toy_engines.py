@@ -84,13 +84,13 @@ class ToyModel(nn.Module):
 
 
 class ToyEngine:
-    """An `EngineClient` whose ranks are threads of this process.
+    """`EngineClient` whose ranks are threads of this process.
 
     Args:
         tp_size: number of ranks.
-        name: in messages.
-        model: makes the model of a rank.
-        receiver: makes the receiver of a rank.
+        name: name in messages.
+        model: function that makes the model of a rank.
+        receiver: class of the receivers.
     """
 
     has_loader = True
