@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,9 @@ class Flops:
 class Meter:
     """Measurement of the last step of an engine.
 
+    Args:
+        clock: returns the time in seconds.
+
     Attributes:
         device: device of the engine.
         seconds: duration of the step.
@@ -53,7 +56,8 @@ class Meter:
         num_outputs: number of response tokens on this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.device = torch.device("cpu")
         self.seconds = 0.0
         self.peak_memory_bytes = 0
@@ -69,14 +73,14 @@ class Meter:
         if on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
             self._rows = None
         if on_gpu:
             torch.cuda.synchronize(self.device)
-        self.seconds = time.perf_counter() - started
+        self.seconds = self._clock() - started
         self.lengths, self.num_outputs = [tokens for tokens, _ in rows], sum(outputs for _, outputs in rows)
         self.peak_memory_bytes = (
             torch.cuda.max_memory_allocated(self.device)
