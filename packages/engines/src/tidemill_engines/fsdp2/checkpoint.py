@@ -75,7 +75,6 @@ def load(
         state_dict_loader.load(tensors | more, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
         raise ValueError(
-            f"could not load the checkpoint {path}; its model and optimizer must be those of this engine: "
-            f"{reasons(error)}"
+            f"could not load the checkpoint {path}: {reasons(error)}; use an engine with the same model and optimizer"
         ) from error
     return more
