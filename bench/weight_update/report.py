@@ -99,13 +99,13 @@ class Report:
         verdict = self.verdict()
         if self.error is not None:
             return f"{self.case.name:14} failed"
-        said = {True: "reached", False: "missed", None: "not measured"}
+        verdicts = {True: "reached", False: "missed", None: "not measured"}
         return (
             f"{self.case.name:14} ours {_ms(verdict['ours_s'])}, floor {_ms(verdict['floor_s'])}; "
             f"{_times(verdict['speedup'])} faster than {verdict['to_beat']} ({_ms(verdict['to_beat_s'])}), "
-            f"wanted {self.case.speedup:g}x: {said[verdict['speedup_reached']]}; "
+            f"wanted {self.case.speedup:g}x: {verdicts[verdict['speedup_reached']]}; "
             f"{_times(verdict['floor_ratio'])} the floor, at most {self.case.floor_ratio:g}x: "
-            f"{said[verdict['floor_ratio_reached']]}"
+            f"{verdicts[verdict['floor_ratio_reached']]}"
         )
 
     def _timing(self, method: str) -> dict[str, Any] | None:

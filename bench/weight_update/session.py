@@ -22,7 +22,7 @@ from weight_update.engine import CALL_TIMEOUT_S, BenchEngine
 from weight_update.floor import floors_of
 from weight_update.shapes import weights_of
 from weight_update.stock import StockTensors
-from weight_update.supervisor import Tell
+from weight_update.supervisor import SendMessage
 from weight_update.trainer import Trainer
 
 OURS = "ours"
@@ -59,7 +59,7 @@ class Effort:
     only: tuple[str, ...] = ()
 
 
-def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> None:
+def run_rank(rank: int, folder: str, send_message: SendMessage, case: Case, effort: Effort) -> None:
     """Measure everything on one rank; rank 0 starts the engine and reports the results."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -69,40 +69,42 @@ def run_rank(rank: int, folder: str, tell: Tell, case: Case, effort: Effort) -> 
         engine = None
         if rank == 0:
             started = time.perf_counter()
-            tell("note", f"{case.name}: starting SGLang, tp_size={case.tp_size}")
-            tell("patience", ENGINE_START_S)
+            send_message("note", f"{case.name}: starting SGLang, tp_size={case.tp_size}")
+            send_message("patience", ENGINE_START_S)
             engine = BenchEngine(case, folder)
             stack.callback(engine.shut_down)
-            tell("file", engine.left_over)
-            tell("fact", {"engine_start_s": time.perf_counter() - started})
-            tell("fact", _versions(case))
+            send_message("file", engine.left_over)
+            send_message("fact", {"engine_start_s": time.perf_counter() - started})
+            send_message("fact", _versions(case))
         weights = weights_of(case.config)
         trainer = Trainer(case, rank, folder, weights)
         stack.callback(trainer.close)
-        stack.push(lambda kind, error, where: _tell_at_once(tell, error))
-        session = Session(case, effort, trainer, engine, tell if rank == 0 else lambda kind, value: None)
+        stack.push(lambda kind, error, where: _report_error(send_message, error))
+        session = Session(case, effort, trainer, engine, send_message if rank == 0 else lambda kind, value: None)
         session.run()
         trainer.synchronize()
         if rank == 0:
             for floor in floors_of(case, weights):
-                tell("floor", dataclasses.asdict(floor) | {"seconds": floor.seconds})
+                send_message("floor", dataclasses.asdict(floor) | {"seconds": floor.seconds})
         trainer.synchronize()
 
 
 class Session:
     """The measurements of one rank."""
 
-    def __init__(self, case: Case, effort: Effort, trainer: Trainer, engine: BenchEngine | None, tell: Tell) -> None:
+    def __init__(
+        self, case: Case, effort: Effort, trainer: Trainer, engine: BenchEngine | None, send_message: SendMessage
+    ) -> None:
         self._case = case
         self._effort = effort
         self._trainer = trainer
         self._engine = engine
-        self._tell = tell
+        self._send_message = send_message
 
     def run(self) -> None:
         """Measure our update, check its result, then measure stock SGLang."""
         num_bytes = sum(weight.num_bytes for weight in self._trainer.weights)
-        self._tell("fact", {"num_tensors": len(self._trainer.weights), "num_bytes": num_bytes})
+        self._send_message("fact", {"num_tensors": len(self._trainer.weights), "num_bytes": num_bytes})
         self._round_trip()
         self._trainer.synchronize()
         engines = [] if self._engine is None else [LocalEngine(self._engine.engine, timeout_s=CALL_TIMEOUT_S)]
@@ -115,7 +117,7 @@ class Session:
         self._measure(OURS, ours, max_s=NO_LIMIT_S)
         middle = self._case.buckets[1]
         found = check_arrival(self._trainer, self._engine, lambda version: stock.flattened(middle, version), ours)
-        self._tell("fact", {"checked": found})
+        self._send_message("fact", {"checked": found})
         updater.close()
         for method, action, share in self._methods(stock):
             self._tidy()
@@ -157,16 +159,16 @@ class Session:
             started = time.perf_counter()
             self._engine.probe("nothing")
             seconds.append(time.perf_counter() - started)
-        self._tell("fact", {"round_trip_s": sorted(seconds)[ROUND_TRIPS // 2]})
+        self._send_message("fact", {"round_trip_s": sorted(seconds)[ROUND_TRIPS // 2]})
 
     def _measure(self, method: str, action: Any, *, max_s: float, share: float = 1.0) -> None:
         def alive(version: str) -> Any:
             result = action(version)
-            self._tell("alive", None)
+            self._send_message("alive", None)
             return result
 
         timing = measure(self._trainer, method, alive, repeats=self._effort.repeats, max_s=max_s, share=share)
-        self._tell("timing", _as_dict(timing))
+        self._send_message("timing", _as_dict(timing))
 
     def _tidy(self) -> None:
         """Release GPU memory of buckets that the engine no longer uses."""
@@ -182,10 +184,10 @@ def label(method: str, num_bytes: int) -> str:
     return f"{method}, {num_bytes >> 20} MB" if num_bytes >> 20 else f"{method}, {num_bytes >> 10} KB"
 
 
-def _tell_at_once(tell: Tell, error: BaseException | None) -> None:
+def _report_error(send_message: SendMessage, error: BaseException | None) -> None:
     """Report an error before the teardown, which may wait for other ranks."""
     if error is not None:
-        tell("failed", "".join(traceback.format_exception(error)))
+        send_message("failed", "".join(traceback.format_exception(error)))
 
 
 def _versions(case: Case) -> dict[str, str]:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-Tell = Callable[[str, Any], None]
-"""`tell(kind, value)` sends a message to the supervisor, which also counts as progress of the rank."""
+SendMessage = Callable[[str, Any], None]
+"""`send_message(kind, value)` sends a message to the supervisor, which also counts as progress of the rank."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,7 +30,7 @@ def run_ranks(
     silence_s: float,
     limit_s: float,
 ) -> None:
-    """Call `main(rank, folder, tell, *args)` in `num_ranks` processes, and `on_message(kind, value)` for their
+    """Call `main(rank, folder, send_message, *args)` in `num_ranks` processes, and `on_message(kind, value)` for their
     messages.
 
     Args:
@@ -123,14 +123,14 @@ def _rank_main(main: Callable[..., None], rank: int, folder: str, sender: Connec
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["TMPDIR"] = tempfile.tempdir = folder  # SGLang leaves sockets there
 
-    def tell(kind: str, value: Any) -> None:
+    def send_message(kind: str, value: Any) -> None:
         sender.send((kind, value))
 
     try:
-        main(rank, folder, tell, *args)
-        tell("done", None)
+        main(rank, folder, send_message, *args)
+        send_message("done", None)
     except BaseException:  # noqa: BLE001 - it is sent to the parent, which raises it
-        tell("failed", traceback.format_exc())
+        send_message("failed", traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # skips the destructors of CUDA, NCCL and SGLang, which may wait for other processes
