@@ -218,7 +218,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=1 << 30
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=1 << 30,
     )
     print(f"{os.cpu_count()} cores, Ray {ray.__version__}, load {os.getloadavg()[0]:.2f} at the start")
     pool = RayResourcePool([NUM_RANKS], num_cpus_per_worker=0.25)

@@ -1,5 +1,7 @@
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +11,51 @@ from hypothesis import settings
 settings.register_profile("dispatch", deadline=None)
 settings.load_profile("dispatch")
 
+_CLUSTER = pytest.StashKey[Any]()
 _MEMORY = {"object_store_memory": 200 << 20}
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Any]:
-    """A Ray cluster with one node of 3 CPUs, in Ray namespace "tests". The only one of the process."""
-    ray = pytest.importorskip("ray")
+@pytest.fixture(scope="module")
+def ray_cluster(request: pytest.FixtureRequest) -> Any:
+    """A Ray cluster with one node of 3 CPUs, in Ray namespace "tests". All tests of this package share it."""
+    pytest.importorskip("ray")
+    stash = request.session.stash
+    if _CLUSTER not in stash:
+        stash[_CLUSTER] = _start_cluster()
+    return stash[_CLUSTER]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _stop_cluster(item.session)  # other packages start their own Ray in this process
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _stop_cluster(session)  # also after an interrupt
+
+
+def _start_cluster() -> Any:
+    import ray
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **_MEMORY})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False, **_MEMORY})
     try:
         ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
-        yield cluster
-    finally:
+    except BaseException:
+        cluster.shutdown()
+        raise
+    return cluster
+
+
+def _stop_cluster(session: pytest.Session) -> None:
+    if _CLUSTER in session.stash:
+        import ray
+
+        cluster = session.stash[_CLUSTER]
+        del session.stash[_CLUSTER]
         ray.shutdown()
         cluster.shutdown()
 
@@ -48,13 +80,7 @@ def two_nodes(ray_cluster: Any) -> Iterator[tuple[str, str]]:
         for node in nodes:
             ray_cluster.remove_node(node)
         remove_placement_group(head_cpus)
-        _wait_until_removed(ray, nodes)
-
-
-def _wait_until_removed(ray: Any, nodes: list[Any]) -> None:
-    import time
-
-    ids, deadline_s = {node.node_id for node in nodes}, time.monotonic() + 30
-    while any(node["Alive"] and node["NodeID"] in ids for node in ray.nodes()):
-        assert time.monotonic() < deadline_s, "nodes were removed, but Ray still lists them as alive after 30 s"
-        time.sleep(0.1)
+        ids, deadline_s = {node.node_id for node in nodes}, time.monotonic() + 30
+        while any(node["Alive"] and node["NodeID"] in ids for node in ray.nodes()):
+            assert time.monotonic() < deadline_s, "Ray still lists removed nodes as alive after 30 s"
+            time.sleep(0.1)

@@ -106,35 +106,44 @@ def group(ray_cluster):
         yield group
 
 
-def test_error_of_one_rank_is_raised_while_its_peer_hangs_in_a_collective(group):
-    group.init_process_group()
-    with pytest.raises(WorkerError) as caught:
-        group.rank_one_raises()
-    error = caught.value
-    assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_raises")
-    assert (error.error_type, error.error_message, error.still_running) == ("ValueError", "row 3 has 900 tokens", (0,))
-    assert re.fullmatch(r"\S+:\d+", error.host)
-    assert 'raise ValueError("row 3 has 900 tokens")' in error.remote_traceback
-    assert "ValueError on rank 1 of group 'failing'" in str(error)
+class TestCollectives:
+    """Tests that share a group with a gloo process group; each leaves it in a state in which the later ones work."""
 
+    @pytest.fixture(scope="class")
+    def group(self, ray_cluster):
+        with start() as group:
+            group.init_process_group()
+            yield group
 
-def test_killed_rank_is_the_error_rather_than_the_failed_collective_of_its_peer(group):
-    group.init_process_group()
-    with pytest.raises(WorkerDiedError) as caught:
-        group.rank_one_is_killed()
-    error = caught.value
-    assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_is_killed")
-    assert "rank 1 of group 'failing' (" in str(error)
-    with pytest.raises(WorkerDiedError):  # a group with a dead rank refuses calls
-        group.both_raise()
+    def test_first_of_several_errors_is_raised_and_others_are_listed(self, group):
+        with pytest.raises(WorkerError) as caught:
+            group.both_raise()
+        assert caught.value.rank == 1
+        assert caught.value.other_errors == ("rank 0: RuntimeError: rank 0",)
+        assert caught.value.still_running == ()
 
+    def test_error_of_one_rank_is_raised_while_its_peer_hangs_in_a_collective(self, group):
+        with pytest.raises(WorkerError) as caught:
+            group.rank_one_raises()
+        error = caught.value
+        assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_raises")
+        assert (error.error_type, error.error_message, error.still_running) == (
+            "ValueError",
+            "row 3 has 900 tokens",
+            (0,),
+        )
+        assert re.fullmatch(r"\S+:\d+", error.host)
+        assert 'raise ValueError("row 3 has 900 tokens")' in error.remote_traceback
+        assert "ValueError on rank 1 of group 'failing'" in str(error)
 
-def test_first_of_several_errors_is_raised_and_others_are_listed(group):
-    with pytest.raises(WorkerError) as caught:
-        group.both_raise()
-    assert caught.value.rank == 1
-    assert caught.value.other_errors == ("rank 0: RuntimeError: rank 0",)
-    assert caught.value.still_running == ()
+    def test_killed_rank_is_the_error_rather_than_the_failed_collective_of_its_peer(self, group):
+        with pytest.raises(WorkerDiedError) as caught:
+            group.rank_one_is_killed()
+        error = caught.value
+        assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_is_killed")
+        assert "rank 1 of group 'failing' (" in str(error)
+        with pytest.raises(WorkerDiedError):  # a group with a dead rank refuses calls
+            group.both_raise()
 
 
 def test_worker_that_exits_has_died(group):
@@ -149,26 +158,18 @@ def test_dead_rank_fails_a_call_of_other_ranks(group):
         group.rank_zero_hangs()
 
 
-def test_check_alive_notices_death_and_accepts_busy_ranks(group):
-    pids = [row[0] for row in group.start_children()]
-    group.check_alive()
-    busy = group.hang()
-    group.check_alive(timeout_s=0.2)  # busy is alive
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
-        group.check_alive(timeout_s=30)
-    with pytest.raises(WorkerDiedError, match="rank 1 of group 'failing'"):
-        busy.get()
-
-
-def test_all_pending_calls_fail_and_children_of_killed_worker_exit(group):
+def test_check_alive_and_all_pending_calls_notice_a_death_and_accept_busy_ranks(group):
     first, second = group.start_children()
+    group.check_alive()
     futures = [group.hang(), group.hang()]
+    group.check_alive(timeout_s=0.2)  # busy ranks are alive
     os.kill(first[0], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 0 of group 'failing'"):
+        group.check_alive(timeout_s=30)
     for future in futures:
         with pytest.raises(WorkerDiedError, match="rank 0 of group 'failing'"):
             future.get(timeout_s=30)
-    assert have_exited(first)
+    assert have_exited(first)  # the worker and its children
     assert alive(second) == second
 
 
