@@ -1,9 +1,9 @@
-"""What a call through a worker group costs beyond Ray's own calls, and what of a chained call visits the driver.
+"""Overhead of a call through a worker group beyond its Ray calls, and bytes of a chained call that reach the driver.
 
     python bench/dispatch.py [--rounds 200]
 
-Both halves of each comparison run in turns in one process over the same actors, on as many cores as there are. The
-limits are those the package promises; the exit status says whether they hold.
+Both halves of each comparison run alternately in one process over the same actors, on all cores. The exit status is 1
+if a result exceeds its limit (`LIMIT_MS`, and 0 bytes).
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Rows:
 
 
 class Echo(Worker):
-    """Ranks in dp x tp; of every pair the second collects. In "halves" they have two shards."""
+    """Ranks in dp 4 x tp 2; the second rank of each pair is collected. The mesh "halves" has two shards."""
 
     def __init__(self) -> None:
         self.register_dispatch_collect_info("mesh", self.rank // 2, self.rank % 2 == 1, dp_size=DP_SIZE)
@@ -79,8 +79,8 @@ class Echo(Worker):
         return float(batch.values.sum())
 
 
-def in_turns(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
-    """Milliseconds of each call of each function."""
+def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
+    """Call the functions alternately and return the milliseconds of each call by function."""
     times: list[list[float]] = [[] for _ in functions]
     for i in range(rounds + 10):
         for function, spent in zip(functions, times, strict=True):
@@ -88,18 +88,18 @@ def in_turns(rounds: int, *functions: Callable[[], object]) -> list[list[float]]
             function()
             if i >= 10:
                 spent.append(1e3 * (time.perf_counter() - started))
-            time.sleep(0.01)  # what Ray still frees of one must not count as the next one's time
+            time.sleep(0.01)  # Ray frees the objects of one call outside the time of the next
     return times
 
 
 def overhead(group: RayWorkerGroup, rounds: int) -> float:
-    """Prints what an nd call costs next to Ray's calls; returns by how many ms at most it takes longer than those.
+    """Print the time of a call over a mesh next to that of Ray's calls; return the largest overhead in ms.
 
-    "its Ray calls" are the ones that the nd call makes: the same puts, the same calls of the same actors, one get.
-    "plain" is what somebody would write by hand, with one return value a call and the results of all ranks.
+    "its Ray calls" are the same puts, the same calls of the same actors and one get, without the group. "plain" is
+    hand-written code with one return value per call and the results of all ranks.
     """
-    print(f"nd call over {NUM_RANKS} actors (dp {DP_SIZE} x tp 2), medians of {rounds} in turns, ms")
-    print(f"{'':34}{'plain':>9}{'its Ray calls':>15}{'nd call':>10}{'more':>8}")
+    print(f"call over {NUM_RANKS} actors (dp {DP_SIZE} x tp 2), medians of {rounds} alternating rounds, ms")
+    print(f"{'':34}{'plain':>9}{'its Ray calls':>15}{'group':>10}{'overhead':>10}")
     workers = group.workers
     small = ListBatch(list(range(64)))
     large = Rows(np.ones((64, 1 << 17), np.float32))  # 32 MiB
@@ -111,7 +111,7 @@ def overhead(group: RayWorkerGroup, rounds: int) -> float:
     def plain_large() -> None:
         shards = [ray.put(shard) for shard in large.chunk(DP_SIZE)]
         results = [worker.rows.remote(shards[rank // 2], 0.5) for rank, worker in enumerate(workers)]
-        del shards  # as in the group: Ray frees them when the last rank is done, within the time that is measured
+        del shards  # as in the group: Ray frees them within the measured time, when the last rank is done
         ray.get(results)
 
     def ray_calls(method: str, shards: list[Any]) -> None:
@@ -129,26 +129,26 @@ def overhead(group: RayWorkerGroup, rounds: int) -> float:
     worst = 0.0
     for name, *functions in [
         (
-            "64 Python rows, there and back",
+            "64 Python rows to workers and back",
             plain_small,
             lambda: ray_calls("echo", list(small_shards)),
             lambda: group.echo(small, temperature=0.5),
         ),
         (
-            "32 MiB there, numbers back",
+            "32 MiB to workers, numbers back",
             plain_large,
             lambda: ray_calls("rows", [ray.put(shard) for shard in large.chunk(DP_SIZE)]),
             lambda: group.rows(large, temperature=0.5),
         ),
     ]:
-        plain, calls, ours = (statistics.median(times) for times in in_turns(rounds, *functions))
-        print(f"{name:34}{plain:9.2f}{calls:15.2f}{ours:10.2f}{ours - calls:8.2f}")
+        plain, calls, ours = (statistics.median(times) for times in alternate(rounds, *functions))
+        print(f"{name:34}{plain:9.2f}{calls:15.2f}{ours:10.2f}{ours - calls:10.2f}")
         worst = max(worst, ours - calls)
     return worst
 
 
-def store_bytes_seen() -> int:
-    """Bytes of Ray's object store in the pages that this process has ever read or written."""
+def store_bytes_touched() -> int:
+    """Return the bytes of Ray's object store in the pages that this process has read or written."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.endswith("kB") and "-" in line.split(" ", 1)[0]:
@@ -159,7 +159,7 @@ def store_bytes_seen() -> int:
 
 
 def tcp_bytes() -> dict[int, int]:
-    """Bytes sent and received by each TCP socket of this process, by inode."""
+    """Return the bytes sent and received by each TCP socket of this process, by inode."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -168,29 +168,28 @@ def tcp_bytes() -> dict[int, int]:
                 continue
             with socket.socket(fileno=os.dup(int(fd))) as copy:
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # not one of TCP, or closed since
+        except OSError:  # no TCP socket, or closed meanwhile
             continue
         found[status.st_ino] = sum(struct.unpack_from("QQ", info, 120))  # tcpi_bytes_acked, tcpi_bytes_received
     return found
 
 
 def chained(group: RayWorkerGroup) -> int:
-    """Prints what of a batch visits the driver when calls are chained; returns its bytes there.
+    """Print the bytes of a batch that reach the driver in chained calls, and their time; return the bytes.
 
-    Comes first: a page of the store that this process has touched before could not tell whether it is touched again.
-    The workers have touched them, in calls that do not count: the first bytes in a page of memory take several times as
-    long as later ones, because the kernel has to provide it. The same calls with the batch on its way through the
-    driver come last.
+    Runs first: a store page that this process has touched before cannot show a second access. A warm-up run of each
+    size lets the workers touch their pages, because the first write to a page is several times slower. The same calls
+    with the batch through the driver run last.
     """
-    print(f"make (dp {DP_SIZE}) -> read (dp 2) of another mesh, of two ranks and of four for each shard")
+    print(f"make (mesh of {DP_SIZE} shards, two ranks each) -> read (mesh of 2 shards, four ranks each)")
     print(f"{'':14}{'bytes at the driver':>28}{'ms, median of ' + str(CHAINED_ROUNDS):>28}")
-    print(f"{'batch':>14}{'store':>14}{'TCP':>14}{'chained':>14}{'by the driver':>14}")
+    print(f"{'batch':>14}{'store':>14}{'TCP':>14}{'chained':>14}{'by driver':>14}")
     sizes = [1 << 13, 1 << 16, 1 << 19]
-    visited = 0
+    driver_bytes = 0
     seen: dict[int, tuple[int, int, float]] = {}
-    for columns in [*sizes[::-1], *sizes]:  # each size twice, and only the second time counts
+    for columns in [*sizes[::-1], *sizes]:  # the first run of each size is a warm-up
         rows = ListBatch([columns] * 64)
-        store, tcp, times = store_bytes_seen(), tcp_bytes(), []
+        store, tcp, times = store_bytes_touched(), tcp_bytes(), []
         for _ in range(CHAINED_ROUNDS):
             started = time.perf_counter()
             total = sum(group.read(group.make(rows)).get())
@@ -198,8 +197,8 @@ def chained(group: RayWorkerGroup) -> int:
             assert total == 64 * columns * 4.0, total  # ranks 1, 3, 5, 7 collect
             time.sleep(0.3)
         control = sum(count - tcp.get(inode, 0) for inode, count in tcp_bytes().items()) // CHAINED_ROUNDS
-        seen[columns] = store_bytes_seen() - store, control, statistics.median(times)
-        visited += seen[columns][0] + (control if columns == sizes[-1] and control > columns else 0)
+        seen[columns] = store_bytes_touched() - store, control, statistics.median(times)
+        driver_bytes += seen[columns][0] + (control if columns == sizes[-1] and control > columns else 0)
     for columns in sizes:
         rows, times = ListBatch([columns] * 64), []
         for _ in range(CHAINED_ROUNDS):
@@ -209,8 +208,8 @@ def chained(group: RayWorkerGroup) -> int:
             time.sleep(0.3)
         store, control, ms = seen[columns]
         print(f"{64 * columns * 4:14,}{store:14,}{control:14,}{ms:14.1f}{statistics.median(times):14.1f}")
-    print("TCP is Ray's control traffic; a 256th of the largest batch would count as the batch's.\n")
-    return visited
+    print("TCP is Ray's control traffic; more than a 256th of the largest batch counts as bytes of the batch.\n")
+    return driver_bytes
 
 
 def main() -> int:
@@ -232,7 +231,7 @@ def main() -> int:
         more_ms = overhead(group, rounds)
     ray.shutdown()
     fast, past = more_ms <= LIMIT_MS, chained_bytes == 0
-    print(f"\nnd call: {more_ms:.2f} ms more than its Ray calls, limit {LIMIT_MS} ms: {'ok' if fast else 'MISSED'}")
+    print(f"\ngroup call: {more_ms:.2f} ms more than its Ray calls, limit {LIMIT_MS} ms: {'ok' if fast else 'MISSED'}")
     print(f"chained call: {chained_bytes} bytes of the batch at the driver, limit 0: {'ok' if past else 'MISSED'}")
     return 0 if fast and past else 1
 
