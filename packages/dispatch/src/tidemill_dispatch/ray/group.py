@@ -251,7 +251,7 @@ class RayWorkerGroup:
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         """Dispatch one call of a registered method and return its future; ignores `spec.blocking`."""
         calls = spec.mode.dispatch_fn(self, args, kwargs)
-        collect_ranks = list(calls) if spec.mode.collect_ranks_fn is None else spec.mode.collect_ranks_fn(self)
+        collect_ranks = sorted(calls) if spec.mode.collect_ranks_fn is None else spec.mode.collect_ranks_fn(self)
         self._check_ranks(spec.mode.name, calls, collect_ranks)
         return self._submit(
             spec.name,
