@@ -106,25 +106,26 @@ def group(ray_cluster):
         yield group
 
 
+@pytest.fixture(scope="class")
+def collective_group(ray_cluster):
+    with start() as group:
+        group.init_process_group()
+        yield group
+
+
 class TestCollectives:
     """Tests that share a group with a gloo process group; each leaves it in a state in which the later ones work."""
 
-    @pytest.fixture(scope="class")
-    def group(self, ray_cluster):
-        with start() as group:
-            group.init_process_group()
-            yield group
-
-    def test_first_of_several_errors_is_raised_and_others_are_listed(self, group):
+    def test_first_of_several_errors_is_raised_and_others_are_listed(self, collective_group):
         with pytest.raises(WorkerError) as caught:
-            group.both_raise()
+            collective_group.both_raise()
         assert caught.value.rank == 1
         assert caught.value.other_errors == ("rank 0: RuntimeError: rank 0",)
         assert caught.value.still_running == ()
 
-    def test_error_of_one_rank_is_raised_while_its_peer_hangs_in_a_collective(self, group):
+    def test_error_of_one_rank_is_raised_while_its_peer_hangs_in_a_collective(self, collective_group):
         with pytest.raises(WorkerError) as caught:
-            group.rank_one_raises()
+            collective_group.rank_one_raises()
         error = caught.value
         assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_raises")
         assert (error.error_type, error.error_message, error.still_running) == (
@@ -136,14 +137,14 @@ class TestCollectives:
         assert 'raise ValueError("row 3 has 900 tokens")' in error.remote_traceback
         assert "ValueError on rank 1 of group 'failing'" in str(error)
 
-    def test_killed_rank_is_the_error_rather_than_the_failed_collective_of_its_peer(self, group):
+    def test_killed_rank_is_the_error_rather_than_the_failed_collective_of_its_peer(self, collective_group):
         with pytest.raises(WorkerDiedError) as caught:
-            group.rank_one_is_killed()
+            collective_group.rank_one_is_killed()
         error = caught.value
         assert (error.group, error.rank, error.method) == ("failing", 1, "rank_one_is_killed")
         assert "rank 1 of group 'failing' (" in str(error)
         with pytest.raises(WorkerDiedError):  # a group with a dead rank refuses calls
-            group.both_raise()
+            collective_group.both_raise()
 
 
 def test_worker_that_exits_has_died(group):
