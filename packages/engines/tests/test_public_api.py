@@ -189,9 +189,9 @@ def test_registry_requires_config_objects():
     settings = {"model_type": "language_model", "backend": "fsdp2", "model": ModelConfig(path="x")}
     settings["engine"] = FSDP2Config(device="cpu")
     for wrong, message in (
-        ({"model": "x"}, "model must be a ModelConfig; got 'x'"),
-        ({"engine": {}}, r"engine must be an EngineConfig of the backend, such as FSDP2Config\(\); got {}"),
-        ({"optimizer": {"lr": 1}}, "optimizer must be a OptimizerConfig; got {'lr': 1}"),
+        ({"model": "x"}, "model must be of type ModelConfig; got 'x'"),
+        ({"engine": {}}, r"engine must be the configuration of the backend, such as FSDP2Config\(\); got {}"),
+        ({"optimizer": {"lr": 1}}, "optimizer must be of type OptimizerConfig; got {'lr': 1}"),
     ):
         with pytest.raises(TypeError, match=message):
             EngineRegistry.new(**settings | wrong)
@@ -203,7 +203,7 @@ def test_configs_are_frozen():
 
 
 def test_config_of_another_backend_is_rejected():
-    with pytest.raises(TypeError, match="FSDP2LanguageModel requires a FSDP2Config as engine, got a MegatronConfig"):
+    with pytest.raises(TypeError, match="engine of FSDP2LanguageModel must be of type FSDP2Config, got MegatronConfig"):
         EngineRegistry.new(
             model_type="language_model",
             backend="fsdp2",

@@ -87,9 +87,9 @@ class EngineRegistry:
             ("checkpoint", checkpoint, CheckpointConfig),
         ):
             if not isinstance(config, kind) and (config is not None or name == "model"):
-                raise TypeError(f"{name} must be a {kind.__name__}; got {config!r}")
+                raise TypeError(f"{name} must be of type {kind.__name__}; got {config!r}")
         if not isinstance(engine, EngineConfig):
-            raise TypeError(f"engine must be an EngineConfig of the backend, such as FSDP2Config(); got {engine!r}")
+            raise TypeError(f"engine must be the configuration of the backend, such as FSDP2Config(); got {engine!r}")
         device = engine.device
         if device == "auto":
             import torch

@@ -50,7 +50,7 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
     ) -> None:
         if not isinstance(engine, self.config_class):
             required, received = self.config_class.__name__, type(engine).__name__
-            raise TypeError(f"{type(self).__name__} requires a {required} as engine, got a {received}")
+            raise TypeError(f"engine of {type(self).__name__} must be of type {required}, got {received}")
         self.model_config = model
         self.engine_config: ConfigT = engine
         self.optimizer_config = optimizer

@@ -211,4 +211,5 @@ def _check_filled(name: str, shape: Shape, pieces: list[Piece]) -> None:
         raise ValueError(
             f"{name} has shape {list(shape)} in the model, but the checkpoint has {stored}"
             + (f" and {len(pieces) - 3} more" if len(pieces) > 3 else "")
+            + "; use config.json and weights of the same model"
         )
