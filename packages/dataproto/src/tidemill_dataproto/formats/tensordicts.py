@@ -34,7 +34,8 @@ def to_tensordict(
     entries: dict[str, Any] = {name: as_tensor(column) for name, column in columns.items()}
     dtypes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, array in arrays.items():
-        entries[name] = NonTensorStack.from_list([NonTensorData(row) for row in array])
+        rows: list[Any] = [NonTensorData(row) for row in array]
+        entries[name] = NonTensorStack.from_list(rows)
         if array.dtype != object:
             dtypes[name] = array.dtype, array.shape[1:]
     meta = {**copy.deepcopy(dict(meta_info)), **({DTYPES: dtypes} if dtypes else {})}
@@ -62,7 +63,7 @@ def of_tensordict(
             f"expected a TensorDict with batch_size [B], got {type(data).__name__}{size}; set td.batch_size = [B], or "
             f"flatten the batch dims with td.reshape(-1)"
         )
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}  # `as_column` checks their types
     objects: dict[str, list[Any]] = {}
     meta = dict(meta_info)
     for name, value in data.items():

@@ -215,7 +215,7 @@ def find_processes(name: str, timeout_s: float) -> tuple[WorkerProcesses, dict[s
         raise _incomplete(name, ranks[name])
     workers = [ray.get_actor(actor_name(name, rank)) for rank in ranks[name]]
     identity = workers[0].tidemill_identity.remote()  # answered before tidemill_describe of rank 0
-    infos = [worker.tidemill_describe.remote() for worker in workers]
+    infos: list[Any] = [worker.tidemill_describe.remote() for worker in workers]
     ready, _ = ray.wait(infos, num_returns=len(infos), timeout=timeout_s)
     if busy := [rank for rank, info in zip(ranks[name], infos, strict=True) if info not in ready]:
         raise TimeoutError(

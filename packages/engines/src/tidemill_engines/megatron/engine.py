@@ -261,10 +261,11 @@ class MegatronEngine(BaseEngine[MegatronConfig]):
             reset_state(self.optimizer, optimizer)
 
     def _counted_model(self) -> PreTrainedModel:
-        if self._hf_model is None:
+        model = self._hf_model
+        if model is None:
             with torch.device("meta"):
-                self._hf_model = self.counted_model.from_config(self.export_config())
-        return self._hf_model
+                self._hf_model = model = self.counted_model.from_config(self.export_config())
+        return model
 
     def get_per_tensor_param(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         with self._weights_onloaded():

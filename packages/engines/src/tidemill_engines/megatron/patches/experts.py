@@ -38,7 +38,7 @@ class GroupedExperts(SequentialMLP):
     """
 
     accumulates_gradients = False
-    on_gradient_ready: "Callable[[torch.Tensor], None] | None" = None
+    on_gradient_ready: "Callable[[torch.nn.Parameter], None] | None" = None
     _weights: "tuple[ExpertWeights, ExpertWeights] | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +125,9 @@ class ExpertWeights:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], on_gradient_ready: Callable[[torch.Tensor], None] | None = None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        on_gradient_ready: Callable[[torch.nn.Parameter], None] | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.anchor = self.parameters[0].new_empty(0).requires_grad_()
@@ -144,8 +146,9 @@ class ExpertWeights:
             view = self._gradients.get(buffers)
             for target, value in zip(buffers, values, strict=True) if view is None else [(view, values)]:
                 add(target, value)
-        for parameter in self.parameters if self._on_gradient_ready is not None else ():
-            self._on_gradient_ready(parameter)
+        if self._on_gradient_ready is not None:
+            for parameter in self.parameters:
+                self._on_gradient_ready(parameter)
 
 
 class _ViewCache:
