@@ -351,7 +351,7 @@ def main(full_size):
                 process.start()
             values = {}
             while len(values) < tp_size:
-                rank, values[rank] = results.get(timeout=200)
+                rank, values[rank] = results.get(timeout=400)
                 if isinstance(values[rank], str):  # the other ranks would wait for it
                     raise RuntimeError(f"rank {rank} of {tp_size}: {values[rank]}")
             found[tp_size] = [values[rank] for rank in range(tp_size)]
