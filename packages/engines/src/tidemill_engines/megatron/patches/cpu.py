@@ -6,9 +6,9 @@ see torch unchanged, except for two methods of Tensor. Importing this module cha
 Upstream does:
     1. Create tensors on `torch.cuda.current_device()` (`tensor_parallel/mappings.py`, `layers.py`, ...).
     2. Write `device="cuda"` and `pin_memory=True` literally (`schedules.py:596`, `optimizer.py:473`,
-       `clip_grads.py:90`, `moe_utils.py:998`).
-    3. Use CUDA streams and events (`token_dispatcher.py`, `shared_experts.py`).
-    4. Call `synchronize` and `empty_cache` (`p2p_communication.py`, `parallel_state.py`).
+       `rope_utils.py:63`).
+    3. Use CUDA streams (`token_dispatcher.py`, `shared_experts.py`).
+    4. Call `synchronize` (`p2p_communication.py`, `parallel_state.py`).
     5. Save and restore the random state of the GPU (`tensor_parallel/random.py:47` to 110).
     6. Call `Tensor.cuda()` (`language_module.py:244`, tied embeddings; `dist_checkpointing/exchange_utils.py:336`).
     7. Compare dtypes by the name that `Tensor.type()` returns, which starts with `torch.cuda.` on a GPU
@@ -72,7 +72,7 @@ def _apply(attributes: Attributes) -> None:
 
 
 class _NoStream:
-    """A stream or an event that does nothing, also as a context; every method returns the object itself."""
+    """A stream that does nothing, also as a context; every method returns the object itself."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -103,18 +103,14 @@ def _torch() -> types.ModuleType:
         torch.cuda,
         current_device=lambda: _CPU,
         synchronize=lambda *args, **kwargs: None,
-        empty_cache=lambda: None,
         Stream=_NoStream,
-        Event=_NoStream,
         stream=_NoStream,
         current_stream=_NoStream,
-        default_stream=_NoStream,
         manual_seed=torch.manual_seed,
         get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
     )
-    factories = ("zeros", "ones", "empty", "full", "tensor", "empty_like")
-    return _StandIn(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in factories})
+    return _StandIn(torch, cuda=cuda, zeros=_on_cpu(torch.zeros), tensor=_on_cpu(torch.tensor))
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
