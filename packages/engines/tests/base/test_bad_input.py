@@ -71,7 +71,7 @@ BAD = {
     "other response": (
         lambda b: with_column(b, "responses", ragged.like(ragged.values(b["responses"]) + 1, b["responses"])),
         ValueError,
-        "does not end with its response",
+        "must end with its response",
     ),
     "no prompt": (lambda b: with_column(b, "input_ids", b["responses"]), ValueError, "at least one prompt token"),
     "padded": (
