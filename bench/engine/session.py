@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tidemill_engines.throughput import known_peak_tflops, training_flops
-from weight_update.supervisor import Tell
+from weight_update.supervisor import SendMessage
 
 from engine.case import ENVIRONMENT, PATIENCE_S, Case, Effort
 from engine.data import LONGEST, SHORTEST, TINY_LONGEST, TINY_SHORTEST, make_batch, row_lengths, warm_up_rows
@@ -22,7 +22,9 @@ from engine.shapes import MODELS
 from engine.subject import Subject, count_outputs, make_subject, write_config
 
 
-def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: int, effort: Effort) -> None:
+def run_rank(
+    rank: int, folder: str, send_message: SendMessage, cases: Sequence[Case], port: int, effort: Effort
+) -> None:
     """Run cases with the same number of GPUs and environment, and report their results from rank 0.
 
     The process groups are not destroyed before the processes exit, as NCCL's groups may wait for one another.
@@ -39,12 +41,12 @@ def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: in
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-    report: Tell = tell if rank == 0 else lambda kind, value: None
+    report: SendMessage = send_message if rank == 0 else lambda kind, value: None
     report("fact", _facts(device))
     for number, case in enumerate(cases):
         report("begin", number)
         torch._dynamo.reset()  # otherwise new sizes cause slower kernels for dynamic sizes
-        tell("patience", PATIENCE_S)
+        send_message("patience", PATIENCE_S)
         result, problem = {}, None
         try:
             result = _head(case, device) if "logprobs" in case.words else _train(case, folder, device, effort, report)
@@ -59,7 +61,7 @@ def run_rank(rank: int, folder: str, tell: Tell, cases: Sequence[Case], port: in
         report("result", {"number": number, "out_of_memory": problem} | ({} if problem else result))
 
 
-def _train(case: Case, folder: str, device: torch.device, effort: Effort, report: Tell) -> dict[str, Any]:
+def _train(case: Case, folder: str, device: torch.device, effort: Effort, report: SendMessage) -> dict[str, Any]:
     started = time.perf_counter()
     subject = make_subject(case, write_config(case.model, folder), device)
     try:
@@ -69,7 +71,7 @@ def _train(case: Case, folder: str, device: torch.device, effort: Effort, report
 
 
 def _measure(
-    case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, report: Tell
+    case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, report: SendMessage
 ) -> dict[str, Any]:
     shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
     share = case.tokens * case.num_gpus // subject.num_parts  # constant work per GPU
