@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.formats.wire import as_bytes, from_bytes
 from tidemill_dataproto.proto import DataProto
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["agree", "all_gather"]
 

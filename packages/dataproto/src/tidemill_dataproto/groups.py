@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tidemill_dataproto.numpy_columns import object_column
+from tidemill_dataproto.columns.numpy_columns import object_column
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["fold", "split_rows", "unfold"]
 

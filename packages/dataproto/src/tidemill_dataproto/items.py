@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto import ragged
-from tidemill_dataproto.checks import pick
-from tidemill_dataproto.equality import same
+from tidemill_dataproto.columns.checks import pick
+from tidemill_dataproto.columns.equality import same
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.ragged.layout import JaggedColumn
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["DataProtoItem", "columns_of_items"]
 

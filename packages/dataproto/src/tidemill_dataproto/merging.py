@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from tidemill_dataproto import numpy_columns, tensor_columns
-from tidemill_dataproto.equality import same
+from tidemill_dataproto.columns import numpy_columns, tensor_columns
+from tidemill_dataproto.columns.equality import same
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.ragged.layout import JaggedColumn
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["MergeRule", "join_columns", "merge_meta"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tidemill_dataproto import numpy_columns, tensor_columns
+from tidemill_dataproto.columns import numpy_columns, tensor_columns
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.proto import DataProto
 from tidemill_dataproto.ragged.layout import JaggedColumn
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["pad_dataproto_to_divisor", "unpad_dataproto"]
 

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_dataproto import checks, groups, tensor_columns
-from tidemill_dataproto.equality import same
-from tidemill_dataproto.index import as_counts, as_row_index
+from tidemill_dataproto import groups
+from tidemill_dataproto.columns import checks, tensor_columns
+from tidemill_dataproto.columns.equality import same
 from tidemill_dataproto.items import DataProtoItem
 from tidemill_dataproto.iterator import BatchIterator
 from tidemill_dataproto.merging import MergeRule, join_columns, merge_meta
+from tidemill_dataproto.ragged.index import as_counts, as_row_index
 from tidemill_dataproto.storage import BatchStorage
 
 __all__ = ["DataProto"]

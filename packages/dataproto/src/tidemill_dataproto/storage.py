@@ -11,11 +11,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import checks, numpy_columns, tensor_columns
-from tidemill_dataproto.equality import same
+from tidemill_dataproto.columns import checks, numpy_columns, tensor_columns
+from tidemill_dataproto.columns.equality import same
+from tidemill_dataproto.columns.tensor_columns import Column, TensorColumns
 from tidemill_dataproto.formats import arrow, disk, tensordicts, wire
 from tidemill_dataproto.items import DataProtoItem, columns_of_items
-from tidemill_dataproto.tensor_columns import Column, TensorColumns
 
 __all__ = ["BatchStorage"]
 
@@ -114,22 +114,22 @@ class BatchStorage:
         return cls.from_dict(*columns_of_items(items, dense))
 
     @classmethod
-    def from_tensordict(cls, data: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> Self:
+    def from_tensordict(cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> Self:
         """Make a batch from a TensorDict; the inverse of `to_tensordict`.
 
         Tensors, dense or jagged, become tensor columns without a copy, NonTensorStacks object columns, NonTensorData
         items of meta_info, deep-copied.
 
         Args:
-            data: a TensorDict of batch_size [B], or of batch_size [] if it holds NonTensorData only.
+            tensor_dict: a TensorDict of batch_size [B], or of batch_size [] if it holds NonTensorData only.
             meta_info: more items of meta_info.
 
         Raises:
             TypeError: not a TensorDict, another batch_size, or an entry of another type; the error names it.
             ValueError: a key is in meta_info and in the TensorDict, or a tensor is not a column (`check_consistency`).
         """
-        tensors, arrays, meta, padding = tensordicts.of_tensordict(data, {} if meta_info is None else meta_info)
-        num_rows = data.batch_size[0] if data.batch_dims == 1 else 0
+        tensors, arrays, meta, padding = tensordicts.of_tensordict(tensor_dict, {} if meta_info is None else meta_info)
+        num_rows = tensor_dict.batch_size[0] if tensor_dict.batch_dims == 1 else 0
         new = cls._of(num_rows, tensor_columns.as_columns(tensors), arrays, meta, padding)
         new.check_consistency()
         return new
@@ -196,11 +196,11 @@ class BatchStorage:
         return (cls.from_dict(tensors, objects) for tensors, objects in batches)
 
     @classmethod
-    def load_from_disk(cls, path: str | Path, allow_pickle: bool = False) -> Self:
+    def load_from_disk(cls, filepath: str | Path, allow_pickle: bool = False) -> Self:
         """Read a file of `save_to_disk`; tensors are on the CPU and read lazily.
 
         Args:
-            path: the file.
+            filepath: the file.
             allow_pickle: whether to load pickled objects. Unpickling runs code: allow it only for files you trust.
 
         Raises:
@@ -208,15 +208,15 @@ class BatchStorage:
                 allow_pickle is False.
             FileNotFoundError, IsADirectoryError: the file does not exist.
         """
-        return cls._of(*disk.read(Path(path), allow_pickle))
+        return cls._of(*disk.read(Path(filepath), allow_pickle))
 
-    def save_to_disk(self, path: str | Path, allow_pickle: bool = False) -> None:
+    def save_to_disk(self, filepath: str | Path, allow_pickle: bool = False) -> None:
         """Write the batch as one safetensors file, with everything that is not a tensor as JSON in it.
 
         The file appears, or replaces an older one, when it is complete.
 
         Args:
-            path: the file; its folder must exist.
+            filepath: the file; its folder must exist.
             allow_pickle: whether to pickle objects that have no JSON form.
 
         Raises:
@@ -224,7 +224,7 @@ class BatchStorage:
                 allow_pickle; the error names the column and the row.
         """
         disk.write(
-            Path(path), len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding, allow_pickle
+            Path(filepath), len(self), self._read(), self.non_tensor_batch, self.meta_info, self._padding, allow_pickle
         )
 
     @property

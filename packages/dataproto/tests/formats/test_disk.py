@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tidemill_dataproto import DataProto, pad_dataproto_to_divisor, ragged
-from tidemill_dataproto.equality import same
+from tidemill_dataproto.columns.equality import same
 from tidemill_dataproto.formats import disk
 from tidemill_dataproto.formats.objects import Decoder, Encoder
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto import ragged
-from tidemill_dataproto.checks import check_known
+from tidemill_dataproto.columns.checks import check_known
 
 __all__ = ["columns_of_table", "iter_parquet", "read_parquet"]
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from tidemill_dataproto.columns.tensor_columns import Column, num_rows_of
 from tidemill_dataproto.formats.objects import Decoder, Encoder, storable
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensor_columns import Column, num_rows_of
 
 __all__ = ["read", "write"]
 

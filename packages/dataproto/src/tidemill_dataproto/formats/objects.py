@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_dataproto import ragged
-from tidemill_dataproto.numpy_columns import object_column
+from tidemill_dataproto.columns.numpy_columns import object_column
 
 __all__ = ["Decoder", "Encoder", "storable"]
 

@@ -15,8 +15,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto.numpy_columns import object_column
-from tidemill_dataproto.tensor_columns import Column, as_tensor
+from tidemill_dataproto.columns.numpy_columns import object_column
+from tidemill_dataproto.columns.tensor_columns import Column, as_tensor
 
 __all__ = ["DTYPES", "PADDING", "of_tensordict", "to_tensordict"]
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.formats import pieces
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
-from tidemill_dataproto.tensor_columns import Column
 
 __all__ = ["Packed", "as_bytes", "from_bytes", "pack", "unpack"]
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill_dataproto.index import as_counts
 from tidemill_dataproto.ragged.columns import describe, open_column
+from tidemill_dataproto.ragged.index import as_counts
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 
 __all__ = ["from_padded", "from_prompt_response", "to_padded", "to_prompt_response"]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tidemill_dataproto.index import as_counts, as_row_index
 from tidemill_dataproto.ragged.columns import describe, is_ragged, open_column
+from tidemill_dataproto.ragged.index import as_counts, as_row_index
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout
 from tidemill_dataproto.ragged.row_copy import RowCopy
 

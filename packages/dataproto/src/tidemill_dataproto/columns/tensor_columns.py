@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tidemill_dataproto import checks
+from tidemill_dataproto.columns import checks
 from tidemill_dataproto.ragged.columns import is_ragged, open_column
 from tidemill_dataproto.ragged.layout import JaggedColumn, Layout, on_device
 from tidemill_dataproto.ragged.row_copy import RowCopy

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill_dataproto import checks
+from tidemill_dataproto.columns import checks
 
 __all__ = ["as_array", "check_array", "cut", "fill", "join", "kind_of", "object_column", "take"]
 

@@ -1,0 +1,1 @@
+"""Tensor and numpy columns: row operations, checks and equality."""
