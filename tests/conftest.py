@@ -57,7 +57,7 @@ def make_config(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(make_config, quiet, tmp_path_factory):
     with Cluster(make_config(), RunDir(tmp_path_factory.mktemp("cluster")), quiet) as cluster:
         cluster.wait_ready()

@@ -26,7 +26,7 @@ _TIMES = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def train_in(cluster, make_config, quiet):
     """Train in a folder, from its newest checkpoint, or else from the cluster's current weights after a warm-up."""
 
@@ -41,7 +41,7 @@ def train_in(cluster, make_config, quiet):
     return train
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def eight_steps(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("eight"))
 
