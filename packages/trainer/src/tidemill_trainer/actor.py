@@ -91,7 +91,7 @@ class ActorWorker(Worker):
         Returns:
             Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
-        metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
+        metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._config.actor.entropy_coeff != 0.0)
         engine_metrics = ("loss", "grad_norm", "grad_nonfinite", "lr")
         named = {f"actor/{name}" if name in engine_metrics else name: value for name, value in metrics.items()}
         return named | self._engine.performance()

@@ -14,7 +14,10 @@ class WireError(RuntimeError):
 
 
 class Wire(Protocol):
-    """A connection that carries one transfer at a time: `send` or `recv` starts it, `wait` completes it."""
+    """A connection that carries one transfer at a time: `send` or `recv` starts it, `wait` completes it.
+
+    `data` is a contiguous uint8 tensor. If it is on a GPU, the caller has synchronized the device.
+    """
 
     def send(self, data: Tensor) -> None: ...
 
