@@ -108,7 +108,7 @@ def test_all_packages_are_covered():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_metadata(wheels, package):
+def test_metadata_matches_the_project_and_bounds_requirements(wheels, package):
     metadata = metadata_of(wheels[package])
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
     assert metadata["Name"] == f"tidemill-{package.replace('_', '-')}" == project["name"]

@@ -48,7 +48,7 @@ def test_replay_reduces_the_log_prob_difference(seen):
 
 
 @pytest.mark.parametrize("mode", ["R3", "R2"])
-def test_replay_trains_on_policy(seen, mode):
+def test_first_update_with_replay_has_ratio_one(seen, mode):
     tolerance = 1e-4 if seen["dtype"] == "float32" else 0.1
     assert len(seen[mode]) == 2
     for row in seen[mode]:
