@@ -28,7 +28,7 @@ def _defaults(cls, prefix=""):
         default = field.default if factory is dataclasses.MISSING else factory()
         if has_section:
             yield from _defaults(section, f"{prefix}{field.name}.")
-        if field.name != "backend" and (not has_section or default is None):
+        if not has_section or default is None:
             yield f"{prefix}{field.name}", "required" if default is dataclasses.MISSING else _toml(default)
 
 

@@ -12,7 +12,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
 
-# More workers per CPU are a typing error and would exhaust the memory of the machine.
+# More workers per CPU are almost certainly a typo and would exhaust memory.
 _MAX_WORKERS_PER_CPU = 8
 
 

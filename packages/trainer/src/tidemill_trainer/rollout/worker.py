@@ -104,8 +104,8 @@ class RolloutWorker(Worker):
         actual = self._engine.port_args.instance_id
         if actual != instance_id:  # SGLang only logs a hook that it cannot apply
             raise RuntimeError(
-                f"expected SGLang to name its shared memory {instance_id!r}, got {actual!r}, so its files would not be "
-                "removed; install a version that calls hooks on PortArgs.init_new, such as 0.5.17"
+                "this SGLang version ignores the plugin hook that names its shared memory "
+                f"(expected {instance_id!r}, got {actual!r}); install sglang==0.5.17"
             )
         unlink_mapped_files()
         self._engine.freeze_gc()  # otherwise each weight update collects all objects that SGLang's imports created
