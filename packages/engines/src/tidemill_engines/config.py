@@ -288,7 +288,8 @@ class EngineConfig:
         """Check that the engine can train the model at `model.path` on `world_size` ranks. Reads `config.json` only.
 
         Raises:
-            ValueError: a size does not divide what it has to divide, or the engine does not support a setting.
+            ValueError: a parallel size does not divide a size of the model or the world size, or the engine
+                does not support a setting.
         """
         self.check_world_size(world_size)
 

@@ -18,17 +18,17 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 SP = {"sequence_parallel": True}
 CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("dense", {TP: 4}, "tp x pp x cp = 4 does not divide the 2 ranks"),
-    ("dense", {CP: 3}, "tp x pp x cp = 3 does not divide the 2 ranks"),
-    ("three heads", {TP: 2}, "tensor_model_parallel_size = 2 does not divide the 3 attention heads"),
-    ("three layers", {PP: 2}, "pp x vpp = 2 does not divide the 3 layers"),
-    ("dense", {PP: 2, VPP: 2}, "pp x vpp = 4 does not divide the 2 layers"),
+    ("dense", {TP: 4}, "tp x pp x cp must divide the world size 2, got 4"),
+    ("dense", {CP: 3}, "tp x pp x cp must divide the world size 2, got 3"),
+    ("three heads", {TP: 2}, "tensor_model_parallel_size must divide the 3 attention heads, got 2"),
+    ("three layers", {PP: 2}, "pp x vpp must divide the 3 layers, got 2"),
+    ("dense", {PP: 2, VPP: 2}, "pp x vpp must divide the 2 layers, got 4"),
     ("dense", {EP: 2}, "expert_model_parallel_size must be 1: qwen3 has no experts; got 2"),
-    ("three experts", {EP: 2}, "expert_model_parallel_size = 2 does not divide the 3 experts"),
+    ("three experts", {EP: 2}, "expert_model_parallel_size must divide the 3 experts, got 2"),
     (
         "odd experts",
         {TP: 2, **SP, "moe_token_dispatcher_type": "allgather"},
-        "does not divide the 33 moe_inter",
+        "must divide the moe_intermediate_size 33, got",
     ),
     ("three experts", {TP: 2}, "requires sequence_parallel=True"),
     ("dense", {"transformer_impl": "transformer_engine"}, "it has no kernels for a CPU"),

@@ -9,9 +9,14 @@ from tidemill_testing import tiny_model
 @pytest.mark.parametrize(
     ("family", "sizes", "world_size", "message"),
     [
-        ("qwen3", {"tensor_model_parallel_size": 2}, 3, "tp x pp x cp = 2 does not divide the 3 ranks"),
-        ("qwen3", {"tensor_model_parallel_size": 4}, 4, "= 4 does not divide the 2 key and value heads"),
-        ("qwen3", {"pipeline_model_parallel_size": 3}, 3, "pp x vpp = 3 does not divide the 2 layers"),
+        (
+            "qwen3",
+            {"tensor_model_parallel_size": 2},
+            3,
+            r"tp x pp x cp must divide the world size 3, got 2; .*actor\.num_workers",
+        ),
+        ("qwen3", {"tensor_model_parallel_size": 4}, 4, "must divide the 2 key and value heads, got 4; choose"),
+        ("qwen3", {"pipeline_model_parallel_size": 3}, 3, "pp x vpp must divide the 2 layers, got 3"),
         (
             "qwen3",
             {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 2},
@@ -22,14 +27,14 @@ from tidemill_testing import tiny_model
             "qwen3",
             {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1},
             3,
-            "pp - 1 = 2 does not divide the 1 layers of the stages before the last",
+            "pp - 1 must divide the 1 layers of the stages before the last, got 2",
         ),
         ("qwen3", {"expert_model_parallel_size": 2}, 2, "must be 1: qwen3 has no experts; got 2"),
         (
             "qwen3_moe",
             {"expert_model_parallel_size": 3},
             3,
-            "expert_model_parallel_size = 3 does not divide the 4",
+            "expert_model_parallel_size must divide the 4 experts, got 3",
         ),
     ],
 )
@@ -39,7 +44,7 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, family, sizes, world_siz
         MegatronConfig(**sizes).check_architecture(architecture, world_size)
 
 
-def test_parallelism_without_its_ranks_is_refused():
+def test_settings_that_require_parallelism_and_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="sequence_parallel requires tensor_model_parallel_size > 1"):
         MegatronConfig(sequence_parallel=True)
     with pytest.raises(ValueError, match="requires pipeline_model_parallel_size > 1"):

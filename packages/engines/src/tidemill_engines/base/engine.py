@@ -122,7 +122,10 @@ class BaseEngine(EnginePersistence[ConfigT]):
                 raise ValueError("a backward pass requires a loss_fn; pass one, or forward_only=True")
             self.check_trains()
         if calculate_entropy and not self.has_entropy:
-            raise ValueError("a value model has no entropy; leave calculate_entropy at False")
+            raise ValueError(
+                "a value model has no entropy; call infer_batch(batch, entropy=False), or "
+                "forward_backward_batch(..., calculate_entropy=False)"
+            )
 
     @abstractmethod
     def forward_step(

@@ -82,7 +82,7 @@ def local_box(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return weight.detach(), (0,) * weight.dim()
     shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     local = weight.to_local().detach()
-    assert tuple(local.shape) == tuple(shape), f"{tuple(local.shape)} is here, {tuple(shape)} was expected"
+    assert tuple(local.shape) == tuple(shape), f"expected local shape {tuple(shape)}, got {tuple(local.shape)}"
     return local, tuple(start)
 
 

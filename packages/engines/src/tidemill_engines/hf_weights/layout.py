@@ -117,6 +117,7 @@ def plan_layout(
                 for what, names in (("it lacks", missing), ("the model does not have", left_over))
                 if names
             )
+            + "; use config.json and weights of the same model"
         )
     return layout
 

@@ -51,7 +51,7 @@ class Architecture:
 
     Attributes:
         head_dim: size of a head of queries and keys.
-        rotary: rotary embedding; None for latent attention, where Megatron applies it.
+        rotary: rotary embedding; None for MLA, where Megatron applies it.
         num_experts: routed experts of each layer; 0 for a dense model.
         num_dense_layers: number of first layers without experts, of a MoE model.
         num_nextn_predict_layers: multi-token prediction (MTP) layers, which follow the others in the checkpoint and are

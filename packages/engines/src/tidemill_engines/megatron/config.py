@@ -164,7 +164,7 @@ class MegatronConfig(EngineConfig):
         """Check that the model and the ranks can be divided as configured. No communication.
 
         Raises:
-            ValueError: a size does not divide what it has to divide; the message names both.
+            ValueError: a parallel size does not divide a size of the model or the world size; the message names both.
         """
         a = architecture
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
@@ -174,38 +174,55 @@ class MegatronConfig(EngineConfig):
         if a.num_experts and tp > 1 and not self.sequence_parallel:
             raise ValueError(
                 f"Megatron requires sequence_parallel=True to train a MoE model with tensor_model_parallel_size = {tp}"
+                "; set sequence_parallel=True"
             )
         has_dense_mlp = a.num_dense_layers or not a.num_experts
         for divisor, number, size, divided in (
-            (tp * pp * cp, world_size, "tp x pp x cp", "ranks"),
-            (tp, a.num_attention_heads, "tensor_model_parallel_size", "attention heads"),
-            (tp, a.num_key_value_heads, "tensor_model_parallel_size", "key and value heads"),
-            (tp if has_dense_mlp else 1, a.intermediate_size, "tensor_model_parallel_size", "intermediate_size"),
-            (tp, a.shared_intermediate_size, "tensor_model_parallel_size", "intermediate size of the shared experts"),
+            (tp * pp * cp, world_size, "tp x pp x cp", f"world size {world_size}"),
+            (tp, a.num_attention_heads, "tensor_model_parallel_size", f"{a.num_attention_heads} attention heads"),
+            (tp, a.num_key_value_heads, "tensor_model_parallel_size", f"{a.num_key_value_heads} key and value heads"),
+            (
+                tp if has_dense_mlp else 1,
+                a.intermediate_size,
+                "tensor_model_parallel_size",
+                f"intermediate_size {a.intermediate_size}",
+            ),
+            (
+                tp,
+                a.shared_intermediate_size,
+                "tensor_model_parallel_size",
+                f"intermediate size {a.shared_intermediate_size} of the shared experts",
+            ),
             self._layer_division(a),
-            (etp * ep * pp, world_size, "etp x ep x pp", "ranks"),
-            (ep if a.num_experts else 1, a.num_experts, "expert_model_parallel_size", "experts"),
+            (etp * ep * pp, world_size, "etp x ep x pp", f"world size {world_size}"),
+            (ep if a.num_experts else 1, a.num_experts, "expert_model_parallel_size", f"{a.num_experts} experts"),
             (
                 etp if a.num_experts else 1,
                 a.moe_intermediate_size,
                 "expert_tensor_parallel_size",
-                "moe_intermediate_size",
+                f"moe_intermediate_size {a.moe_intermediate_size}",
             ),
         ):
             if number % divisor:
-                raise ValueError(f"{size} = {divisor} does not divide the {number} {divided}")
+                advice = (
+                    "lower a parallel size or start more ranks (in the trainer: actor.num_workers)"
+                    if divided.startswith("world size")
+                    else "choose other parallel sizes"
+                )
+                raise ValueError(f"{size} must divide the {divided}, got {divisor}; {advice}")
 
     def _layer_division(self, architecture: Architecture) -> tuple[int, int, str, str]:
         """Return how the layers are divided among the pipeline stages: divisor, number, and the names of both."""
         pp, last = self.pipeline_model_parallel_size, self.num_layers_in_last_pipeline_stage
         num_layers = architecture.num_hidden_layers
         if last is None:
-            return pp * (self.virtual_pipeline_model_parallel_size or 1), num_layers, "pp x vpp", "layers"
+            return pp * (self.virtual_pipeline_model_parallel_size or 1), num_layers, "pp x vpp", f"{num_layers} layers"
         if last >= num_layers:
             raise ValueError(
                 f"num_layers_in_last_pipeline_stage must be below the {num_layers} layers of the model; got {last}"
             )
-        return pp - 1, num_layers - last, "pp - 1", "layers of the stages before the last"
+        before_last = num_layers - last
+        return pp - 1, before_last, "pp - 1", f"{before_last} layers of the stages before the last"
 
 
 def check_settings(model: ModelConfig, optimizer: OptimizerConfig | None) -> None:

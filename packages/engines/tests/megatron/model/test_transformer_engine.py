@@ -59,7 +59,7 @@ def test_latent_attention_does_not_use_transformer_engine(latent, monkeypatch):
 
     set_installed(monkeypatch, True)
     assert implementation("auto", latent, CUDA, torch.bfloat16) == "local"
-    with pytest.raises(ValueError, match="it does not support the latent attention of deepseek_v3"):
+    with pytest.raises(ValueError, match="it does not support the MLA of deepseek_v3"):
         implementation("transformer_engine", latent, CUDA, torch.bfloat16)
 
 

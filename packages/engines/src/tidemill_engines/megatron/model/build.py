@@ -122,7 +122,7 @@ def _moe_fields(a: Architecture) -> dict[str, Any]:
 
 
 def _deepseek_fields(a: Architecture) -> dict[str, Any]:
-    """Fields of latent attention and its router."""
+    """Fields of MLA and its router."""
     if a.latent is None or a.router is None:
         return {}
     latent, yarn = a.latent, dict(a.latent.yarn)

@@ -43,7 +43,7 @@ def implementation(
     if device.type != "cuda":
         obstacle = f"it has no kernels for a {device.type.upper()}; use 'auto' or 'local'"
     elif architecture.latent is not None:
-        obstacle = f"it does not support the latent attention of {architecture.model_type}; use 'auto' or 'local'"
+        obstacle = f"it does not support the MLA of {architecture.model_type}; use 'auto' or 'local'"
     elif not IS_INSTALLED:
         obstacle = (
             f"it is not installed, not built for this version of torch, or older than 2.1; install it with "

@@ -20,7 +20,7 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = _Choice(self)  # Megatron asks this object for the experts
+        self.router_replay = _Choice(self)  # Megatron calls its get_replay_topk to choose the experts
 
     @property
     def layer(self) -> int:

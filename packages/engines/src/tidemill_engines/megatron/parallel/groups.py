@@ -144,7 +144,7 @@ def close_groups(groups: MegatronGroups) -> None:
     """Destroy the groups, and the default group if no other engine uses it."""
     made = parallel_state._global_process_group_list or []
     own = (groups.control, groups.checkpoint, groups.stages, groups.last_stage)
-    for group in (*own, *made):  # Megatron only drops its references to groups, whose threads then live on
+    for group in (*own, *made):  # Megatron only drops its references, which leaves the groups' threads running
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -81,9 +81,15 @@ class MegatronWeights:
         unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set()) - set(unused)
         unknown = {name for name in unknown if not name.startswith(self._ignored)}
         if missing:
-            raise ValueError(f"the checkpoint lacks {_list_some(missing)}, which the model of its config.json has")
+            raise ValueError(
+                f"the checkpoint lacks {_list_some(missing)}, which the model of its config.json has; "
+                "use config.json and weights of the same model"
+            )
         if unknown:
-            raise ValueError(f"the checkpoint has {_list_some(unknown)}, but the model of its config.json does not")
+            raise ValueError(
+                f"the checkpoint has {_list_some(unknown)}, but the model of its config.json does not; "
+                "use config.json and weights of the same model"
+            )
         for parameter, blocks in self._blocks + self._copies:
             end = 0
             for block in blocks:
