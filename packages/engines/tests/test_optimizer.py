@@ -10,7 +10,7 @@ from tidemill_engines.optimizer import build_adamw, group_params, learning_rate
 from tidemill_testing import run_ranks, tiny_model
 
 
-def test_learning_rate():
+def test_learning_rate_follows_each_schedule():
     constant = OptimizerConfig(lr=2.0, lr_warmup_steps=4)
     assert [learning_rate(constant, step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     linear = OptimizerConfig(lr=2.0, lr_scheduler="linear", lr_warmup_steps=1, total_steps=5, min_lr_ratio=0.5)

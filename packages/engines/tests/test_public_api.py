@@ -17,7 +17,7 @@ from tidemill_engines import (
 from tidemill_engines.megatron.config import MegatronConfig
 
 
-def test_all_is_pinned():
+def test_public_names_are_unchanged():
     assert tidemill_engines.__all__ == [
         "BaseEngine",
         "CheckpointConfig",

@@ -294,7 +294,7 @@ def test_incomplete_environment_is_an_error(tmp_path, monkeypatch):
         build_engine(tmp_path)
 
 
-def test_resolve_device(monkeypatch):
+def test_missing_cuda_device_is_refused_and_a_single_visible_one_is_used(monkeypatch):
     from tidemill_engines.distributed.device import resolve_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

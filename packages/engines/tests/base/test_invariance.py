@@ -1,7 +1,7 @@
 """The same global batch gives the same step as a plain loop, however the engine is laid out and the batch is split.
 
-Layouts are combinations of factors, for each backend its own (`layouts.SUITES`). By default they are chosen such that
-every two values of two factors occur together at least once; all of them run as `slow`.
+A layout is a combination of factors, such as world size or micro-batch size; `layouts.SUITES` lists those of each
+backend. The default layouts cover each pair of values of two factors at least once; `slow` runs all combinations.
 """
 
 from collections import defaultdict
@@ -85,8 +85,8 @@ def check_inference(of_ranks, rows, layout):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """For each backend the folder of each family's model, what training it plainly gives, by family and tuning, and
-    what it says of the first batch before."""
+    """Per backend: paths of the models by family, results of plain training by family and tuning, and the plain
+    log-probabilities of the first batch by family, before training."""
     return {backend: make_models(suite, tmp_path_factory.mktemp(backend)) for backend, suite in SUITES.items()}
 
 

@@ -94,7 +94,8 @@ def vision_model(path, family):
 def vision_batch(images, *, seed=0, temperature=1.0, frames_apart=False):
     """A row for each element: the [t, h, w] of its images, a video if t is above 1, among random tokens.
 
-    The frames of a video are apart in the models that say the time before each of them.
+    With `frames_apart`, other tokens separate the frames of a video, as in Qwen3-VL, which inserts a timestamp before
+    each frame.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -197,7 +198,7 @@ def run_videos(path, batches):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_videos(tmp_path, family):
+def test_training_on_images_and_videos_equals_a_plain_loop(tmp_path, family):
     """Each rank computes the layers of images and videos, even if its rows have none."""
     path = vision_model(tmp_path / "model", family)
     batches = [
@@ -243,7 +244,7 @@ def run_inference(path, batch, output):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_position_ids_padding_and_export(tmp_path, family):
+def test_outputs_with_position_ids_or_padding_and_exports_equal_the_plain_model(tmp_path, family):
     path = vision_model(tmp_path / "model", family)
     (path / "preprocessor_config.json").write_text("{}")
     batch = with_positions(BATCHES[0], change=2)
@@ -296,7 +297,7 @@ def run_frozen(path, batches):
     return trained, engine_training(path, [])[1]
 
 
-def test_frozen_vision_tower(tmp_path):
+def test_frozen_vision_tower_keeps_its_weights(tmp_path):
     path = vision_model(tmp_path / "model", "qwen3_vl")
     for (history, weights), before in run_ranks(run_frozen, 2, path, BATCHES[:2]):
         assert all(metrics["grad_norm"] > 0 for metrics in history)

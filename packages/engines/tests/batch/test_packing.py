@@ -10,7 +10,7 @@ from tidemill_engines.batch.packing import pack_rows
 CPU = torch.device("cpu")
 
 
-def test_pack_rows():
+def test_rows_are_packed_without_padding_and_predictors_precede_labels():
     prompts = ragged.ragged(torch.tensor([10, 11, 12, 20, 30, 31]), [3, 1, 2, 0])
     responses = ragged.ragged(torch.tensor([13, 21, 22]), [1, 2, 0, 0])
     batch = DataProto.from_dict(

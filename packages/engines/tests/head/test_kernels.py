@@ -81,7 +81,7 @@ class TestKernels:
     @pytest.mark.parametrize("with_entropy", [True, False])
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("rule", RULES)
-    def test_values_and_gradients(self, rule, bias, with_entropy):
+    def test_values_and_gradients_equal_float64(self, rule, bias, with_entropy):
         logits, bias, labels, grads = draw(5, 1003, bias=bias)
         wanted = grads if with_entropy else grads[:1]
         compare(logits, bias, labels, RULES[rule], [0], wanted, tolerance=1e-5)
@@ -103,7 +103,7 @@ class TestKernels:
         compare(logits, bias, labels, RULES["temperature"], starts, grads, tolerance=1e-5)
 
     @pytest.mark.parametrize("starts", [[0], [0, 10, 40]])
-    def test_large_logits(self, starts):
+    def test_large_logits_equal_float64(self, starts):
         logits, _, labels, grads = draw(6, 50)
         logits[0, 0], logits[1, 3], logits[2] = 1e4, -1e4, 1e4
         logits[3, :25], logits[4, 25:] = -1e4, -1e4

@@ -83,7 +83,7 @@ def test_values_and_gradients_equal_the_plain_computation(device, dtype, toleran
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_gradcheck():
+def test_gradients_equal_finite_differences():
     hidden, head, labels = make(torch.float64, num_tokens=4, bias=True, softcap=3.0)
 
     def run(hidden, weight, bias):

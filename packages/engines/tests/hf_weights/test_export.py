@@ -46,7 +46,7 @@ DIVIDED = {"backend": "megatron", "tensor_model_parallel_size": 2}
     [("qwen3", True, GATHERED), ("qwen2", False, GATHERED), ("llama", False, GATHERED), ("qwen2", True, DIVIDED)],
     ids=str,
 )
-def test_export(tmp_path, family, tied, settings):
+def test_export_is_bitwise_and_loads_in_transformers(tmp_path, family, tied, settings):
     path = tiny_model(tmp_path / "model", family, vocab_size=VOCAB, tie_word_embeddings=tied)
     (path / "tokenizer.json").write_text("{}")
     original = load_file(path / "model.safetensors")

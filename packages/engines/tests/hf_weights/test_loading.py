@@ -268,7 +268,7 @@ def test_fused_experts_are_exported_by_checkpoint_names(tmp_path, world_size):
         assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
 
 
-def test_safetensors_files(tmp_path):
+def test_safetensors_slices_are_read_and_a_wrong_index_is_refused(tmp_path):
     tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsFiles(tmp_path) as files:
@@ -280,7 +280,7 @@ def test_safetensors_files(tmp_path):
         SafetensorsFiles(tmp_path)
 
 
-def test_piece_overlap():
+def test_overlap_returns_slices_of_both_tensors():
     piece = Piece(name="x", start=(2, 4, 0), shape=(1, 3, 5), stacked=True)
     assert piece.overlap((0, 0, 0), (2, 9, 5)) is None
     assert piece.overlap((1, 5, 0), (4, 9, 5)) == (

@@ -196,7 +196,7 @@ def largest_errors(actual: Any, expected: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("world_size", "index"), numbered(CASES))
-def test_training_equals_a_plain_loop_to_bfloat16(results, references, world_size, index):
+def test_training_equals_a_plain_loop_within_bfloat16_rounding(results, references, world_size, index):
     """The bounds are those of bfloat16 without Transformer Engine."""
     for rank in results(world_size):
         of_metrics, of_weights = largest_errors(rank["te"][index], references[CASES[world_size][index][0]])
@@ -205,7 +205,7 @@ def test_training_equals_a_plain_loop_to_bfloat16(results, references, world_siz
 
 
 @pytest.mark.parametrize("world_size", IN_TF32)
-def test_float32_uses_tf32(results, references, world_size):
+def test_float32_training_has_the_rounding_errors_of_tf32(results, references, world_size):
     """TF32 has three bits more than bfloat16, so the bounds are an eighth of those."""
     family = CASES[world_size][IN_TF32[world_size]][0]
     for rank in results(world_size):
@@ -215,14 +215,14 @@ def test_float32_uses_tf32(results, references, world_size):
 
 
 @pytest.mark.parametrize("index", range(len(ON_ONE)))
-def test_weights_are_as_exact_as_with_local_layers(results, references, index):
+def test_weight_errors_are_below_twice_those_of_local_layers(results, references, index):
     """Both differ from the plain loop only by rounding."""
     expected = references[ON_ONE[index][0]]
     local, te = (largest_errors(results(1)[0][kind][index], expected)[1] for kind in ("local", "te"))
     assert te < 2 * local
 
 
-def test_auto_uses_it_for_bfloat16_only(results):
+def test_auto_uses_transformer_engine_for_bfloat16_only(results):
     norms = "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
     for names, own, other in zip(results(1)[0]["names"], norms, reversed(norms), strict=True):
         assert any(name.endswith(own) for name in names)
