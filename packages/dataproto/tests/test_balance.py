@@ -59,7 +59,7 @@ def test_equal_size_partitions_against_brute_force(k: int, size: int, partition,
     assert largest(lengths, parts) <= 2 * best(lengths, k, equal_size=True)
 
 
-def test_known_partitions() -> None:
+def test_partitions_of_small_examples_are_exact() -> None:
     assert balance.karmarkar_karp([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]  # 16 and 14: the textbook's result
     assert balance.karmarkar_karp([4, 4, 4, 4], 2, equal_size=True) == [[0, 3], [1, 2]]
     assert balance.greedy_partition([8, 7, 6, 5, 4], 2) == [[0, 3, 4], [1, 2]]
@@ -154,6 +154,6 @@ def test_rows_with_group_none_are_independent() -> None:
         (lambda: balance.balance_rows([1, 2, 3], 2, ["a", "b", "c"]), ValueError, "3 groups of .* into 2 parts"),
     ],
 )
-def test_error_message(call, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_balance_are_refused_with_a_message(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -166,7 +166,9 @@ GROUPED = DataProto.from_dict({"input_ids": BATCH["input_ids"]}, {"g": ["a", "a"
         (lambda: prepare_dynamic_batch(BATCH, 8, length_key="none"), KeyError, "no column 'none'"),
     ],
 )
-def test_error_message(call, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_micro_batches_are_refused_with_a_message(
+    call, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()
 

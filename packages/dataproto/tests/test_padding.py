@@ -45,7 +45,7 @@ def test_padding_rows_copy_the_shortest_row_without_mask_and_group() -> None:
     assert ragged.offsets(padded["responses"]) is ragged.offsets(padded["response_mask"])
 
 
-def test_blank_keys() -> None:
+def test_blank_keys_are_zero_or_empty_in_padding_rows() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 2, blank_keys=["score", "ground_truth", "none"])
     assert padded["score"].tolist()[4:] == [14.0, 0.0]
     assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
@@ -78,7 +78,7 @@ def test_padding_rows_are_in_no_group_for_any_dtype_of_uid(uid) -> None:
     assert unpad_dataproto(padded, size) == batch
 
 
-def test_group_keys() -> None:
+def test_group_keys_put_padding_rows_in_no_group() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 2, group_keys=["ground_truth", "score", "none"])
     assert padded["uid"].tolist()[4:] == ["u4", "u4"]
     assert padded["ground_truth"].tolist()[4:] == ["g4", ""]
@@ -190,7 +190,7 @@ def test_padding_a_padded_batch() -> None:
     assert (len(empty), none) == (0, 0)
 
 
-def test_error_messages() -> None:
+def test_invalid_padding_calls_are_refused_with_a_message() -> None:
     padded, _ = pad_dataproto_to_divisor(make(), 4)
     with pytest.raises(ValueError, match="size_divisor >= 1, got 0"):
         pad_dataproto_to_divisor(make(), 0)

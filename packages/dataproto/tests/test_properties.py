@@ -93,7 +93,7 @@ def test_reorder_then_its_inverse_is_the_identity(batch: DataProto, random: Any)
 
 
 @given(batches(), st.integers(0, 3), st.data())
-def test_repeat(batch: DataProto, times: int, data: st.DataObject) -> None:
+def test_repeat_equals_repeated_rows_in_either_order(batch: DataProto, times: int, data: st.DataObject) -> None:
     rows = rows_of(batch)
     check(batch.repeat(times), [row for row in rows for _ in range(times)], batch)
     check(batch.repeat(np.int64(times), interleave=False), rows * times, batch)

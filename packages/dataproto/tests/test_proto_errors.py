@@ -106,7 +106,7 @@ from tidemill_dataproto import DataProto, karmarkar_karp
         (lambda: make().select(meta_info_keys=["none"]), KeyError, "no meta_info key 'none'"),
     ],
 )
-def test_error_message(call, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_a_batch_are_refused_with_a_message(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

@@ -59,7 +59,7 @@ def test_like_shares_the_layout() -> None:
 
 
 @given(row_lengths, st.data(), trailing_shapes)
-def test_concat_rows(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+def test_concat_rows_joins_each_pair_of_rows(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
     other = data.draw(st.lists(st.integers(0, 4), min_size=len(counts), max_size=len(counts)))
     a, b = column(counts, trailing), column(other, trailing, start=1)
     assert_rows(ragged.concat_rows(a, b), [torch.cat(pair) for pair in zip(rows(a), rows(b), strict=True)])
@@ -129,7 +129,9 @@ def test_split_rows_then_concat_rows_is_the_identity(
 
 
 @given(row_lengths, st.data(), trailing_shapes)
-def test_response_predictions(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+def test_response_predictions_are_the_outputs_one_position_before_each_token(
+    counts: list[int], data: st.DataObject, trailing: tuple[int, ...]
+) -> None:
     prompt = [data.draw(st.integers(1 if count else 0, 3)) for count in counts]
     responses = column(counts)
     outputs = column([a + b for a, b in zip(prompt, counts, strict=True)], trailing)
@@ -141,7 +143,7 @@ def test_response_predictions(counts: list[int], data: st.DataObject, trailing: 
 
 
 @given(st.lists(st.integers(0, 900), max_size=12), st.data())
-def test_index_rows_of_long_rows(counts: list[int], data: st.DataObject) -> None:
+def test_index_rows_copies_long_rows_of_any_dtype_and_stride(counts: list[int], data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(counts) - 1), max_size=20)) if counts else []
     for dtype in (torch.int32, torch.bfloat16, torch.bool):
         flat = (torch.arange(sum(counts)) * 7 % 251).to(dtype)
@@ -152,7 +154,9 @@ def test_index_rows_of_long_rows(counts: list[int], data: st.DataObject) -> None
 
 
 @given(row_lengths, st.data(), trailing_shapes)
-def test_index_rows(counts: list[int], data: st.DataObject, trailing: tuple[int, ...]) -> None:
+def test_index_rows_takes_rows_in_any_order_and_number(
+    counts: list[int], data: st.DataObject, trailing: tuple[int, ...]
+) -> None:
     index = data.draw(st.lists(st.integers(0, len(counts) - 1), max_size=8)) if counts else []
     col = column(counts, trailing)
     taken = ragged.index_rows(col, torch.tensor(index, dtype=torch.int64))
@@ -287,7 +291,9 @@ with warnings.catch_warnings():
         (lambda: ragged.segment_mean(FLAT[1:], COLUMN), ValueError, "flat values"),
     ],
 )
-def test_error_message(call, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_ragged_functions_are_refused_with_a_message(
+    call, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()
 
