@@ -36,9 +36,7 @@ def part_slices(lengths: Sequence[int], start: int, stop: int) -> tuple[PartSlic
         ValueError: the rows are out of range.
     """
     if not 0 <= start <= stop <= sum(lengths):
-        raise ValueError(
-            f"rows {start} to {stop} must lie within the {sum(lengths)} rows of parts of lengths {list(lengths)}"
-        )
+        raise ValueError(f"expected rows within 0 to {sum(lengths)}, got {start} to {stop}")
     ends = list(accumulate(lengths))
     if start == stop:
         part = next((i for i, end in enumerate(ends) if start < end), len(ends) - 1)

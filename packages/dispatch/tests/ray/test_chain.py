@@ -251,7 +251,7 @@ def test_replicated_future_reaches_every_rank_whole(groups):
         assert second.padded_with(ListBatch(list(range(5))), whole).get().items == [(row, 9) for row in range(5)]
 
 
-def test_future_can_be_got_awaited_and_passed_in_any_order(groups):
+def test_get_await_and_chaining_of_a_future_work_in_any_order(groups):
     first, second = groups
     future = first.pass2(ListBatch([1, 2, 3]))
     assert isinstance(future, CallFuture)

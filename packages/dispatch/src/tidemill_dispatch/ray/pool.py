@@ -15,8 +15,8 @@ class RayResourcePool:
 
     Args:
         process_on_nodes: processes per node. The processes of one entry share a node; two entries may share a node too
-            if it has room. Ranks are numbered through the entries; entries of one size are in the order of their nodes'
-            addresses.
+            if it has room. Ranks are numbered entry by entry. Entries with the same number of processes are sorted by
+            the IP addresses of their nodes.
         num_cpus_per_worker, num_gpus_per_worker: resources of each process; processes with fractions share a device.
         max_colocate_count: number of groups that may use the pool at a time. Each of their workers has this fraction of
             a process's resources, so that rank r of every group is on the same device.
