@@ -42,7 +42,7 @@ def test_public_names():
         (True, "yes", False, PLATFORM),
     ],
 )
-def test_activate(machine, gpu, choice, own_mode, expected):
+def test_plugin_is_active_only_without_a_gpu_or_when_required(machine, gpu, choice, own_mode, expected):
     machine(gpu=gpu, choice=choice, own_mode=own_mode)
     assert tidemill_sglang_cpu.activate() == expected
 
@@ -61,7 +61,7 @@ def test_forcing_the_cpu_with_a_visible_gpu_is_refused(machine):
 
 
 @pytest.mark.parametrize("choice", [None, "0", "1"])
-def test_valid_values_pass(machine, choice):
+def test_valid_values_of_the_variable_are_accepted(machine, choice):
     machine(choice=choice)
     activation.check_environment()
 
