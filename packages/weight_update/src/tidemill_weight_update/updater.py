@@ -60,10 +60,10 @@ class WeightUpdater:
         link: connection to engines on other machines, and between trainer ranks on several machines; the same on all
             ranks. All ranks and engines need the run's token.
         timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
-            the other engines load without that engine; `update` returns, and paused engines resume, when the client of
-            that engine has timed out too. Must be less than the timeout of the clients, otherwise they time out for all
-            engines while these wait for one. An engine waits as long for a trainer rank that is alive with a link,
-            three times as long without; trainer ranks that have sent everything wait three times as long for others.
+            the other engines load without it; `update` returns, and paused engines resume, when its client has timed
+            out too. Must be less than the clients' timeouts; otherwise the clients of healthy engines time out while
+            their engines wait for the slow one. An engine waits `timeout_s` for a live trainer rank with a `GroupLink`,
+            3 x `timeout_s` without. Trainer ranks that have sent everything wait 3 x `timeout_s` for the others.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ def test_one_changed_moved_or_lost_element_changes_the_checksum():
     assert all(changed)
 
 
-def test_positions_beyond_32_bits():
+def test_checksum_factors_repeat_after_16_gib_and_not_before():
     row = random_tensor((1, 50), torch.bfloat16)
     far = checksum_rows(row, 2**33 + 6, 0)
     assert far == checksum_rows(row, 6, 0)  # the factors repeat after 16 GiB

@@ -92,7 +92,7 @@ def serving(checkpoint: Path, *, python_path: Path | None = None, **arguments: A
         deadline = time.monotonic() + 500
         while not server.is_healthy():
             assert process.poll() is None, f"the server exited with {process.returncode}"
-            assert time.monotonic() < deadline, "the server did not come up within 500 s"
+            assert time.monotonic() < deadline, "the server did not start within 500 s"
             time.sleep(0.5)
         yield server
     finally:

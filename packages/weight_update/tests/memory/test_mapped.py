@@ -41,7 +41,7 @@ for line in sys.stdin:
 """
 
 
-def test_mapping_shows_later_writes_of_the_trainer():
+def test_mapped_memory_sees_later_trainer_writes():
     """In pages that were empty when mapped, pages that were read while empty, and pages that had content."""
     size = 40 * 4096 + 100
     arena = HostArena(size)
@@ -75,7 +75,7 @@ def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes)
     try:
         assert memory.path == f"/proc/{os.getpid()}/fd/{number}"
         mapped = MappedMemories(torch.device("cpu"))
-        with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ was closed and another file has its number"):
+        with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is closed \(its file descriptor was reused\)"):
             mapped.tensor(memory)
         # Even if it was mistaken for the same file, the mapping is private: the file does not change.
         mapped.tensor(replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)).fill_(0)

@@ -45,7 +45,7 @@ class BreakingEngine(ToyEngine):
     def resume(self):
         super().resume()
         if self.broken == "resume":
-            raise RuntimeError("cannot go on")
+            raise RuntimeError("cannot resume")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ class BreakingEngine(ToyEngine):
         ("reported", "it reports version 'older', expected '2'", True),
         ("loader", "cannot reach the server", False),
         ("pause", "cannot pause", False),
-        ("resume", "it was not resumed after its pause: cannot go on", None),
+        ("resume", "it was not resumed after its pause: cannot resume", None),
     ],
 )
 def test_failed_engine_is_quarantined_and_others_are_updated(broken, message, is_mixed):
@@ -167,9 +167,9 @@ def test_errors_of_pause_and_resume_are_both_reported():
         broken = "pause"
 
         def resume(self):
-            raise RuntimeError("cannot go on")
+            raise RuntimeError("cannot resume")
 
-    message = r"^engine 0 of 1 \(toy\): cannot pause; it was not resumed after its pause: cannot go on$"
+    message = r"^engine 0 of 1 \(toy\): cannot pause; it was not resumed after its pause: cannot resume$"
     with pytest.raises(RuntimeError, match=message):
         WeightUpdater([Broken(1)], in_flight="retract").update(tensors(1).items(), 1)
 

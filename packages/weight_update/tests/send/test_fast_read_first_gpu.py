@@ -75,7 +75,7 @@ def updater(engine):
 
 
 @pytest.mark.parametrize("as_parameters", [True, False])
-def test_third_update_reads_tensors_before_they_are_recognized(engine, updater, read, as_parameters):
+def test_from_the_third_update_tensors_are_read_before_python_compares_them(engine, updater, read, as_parameters):
     trainer = Trainer(as_parameters=as_parameters)
     for version in range(5):
         trainer.change(version)

@@ -100,7 +100,7 @@ def server() -> Iterator[FakeServer]:
 ITEMS = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
 
 
-def test_http_update(server):
+def test_http_engine_sends_one_payload_per_rank_and_flushes_once(server):
     engine = HttpEngine(server.url + "/", api_key="secret")
     WeightUpdater([engine], bucket_bytes=128).update(ITEMS, 5)
     assert engine.tp_size == 2
@@ -220,7 +220,7 @@ def test_data_and_pipeline_parallel_engines_are_refused(local, server, arguments
             WeightUpdater([engine]).update(ITEMS, 1)
 
 
-def test_local_engine_errors(local):
+def test_local_engine_reports_why_it_cannot_flush(local):
     engine = LocalEngine(local, timeout_s=0.1)
     assert (repr(engine), engine.tp_size) == ("LocalEngine(tiny, tp_size=2)", 2)
     engine.flush_cache()

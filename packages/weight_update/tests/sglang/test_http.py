@@ -72,11 +72,11 @@ def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, 
     assert logprobs[:2] == logprobs[2:4] == logprobs[4:]
 
 
-def test_http_updates(server, checkpoints, expected):
+def test_all_paths_give_the_same_logprobs_over_http(server, checkpoints, expected):
     check_updates(server, checkpoints, expected, tp_size=1)
 
 
-def test_http_updates_of_two_tensor_parallel_ranks(checkpoints, expected):
+def test_all_paths_give_the_same_logprobs_over_http_with_two_ranks(checkpoints, expected):
     with serving(checkpoints[0], tp_size=2) as two:
         check_updates(two, checkpoints, expected, tp_size=2)
 

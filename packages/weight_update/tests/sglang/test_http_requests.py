@@ -170,7 +170,7 @@ def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(serve
 
 
 def test_request_that_blocks_the_cache_flush_is_aborted(server, models):
-    """Requests that arrived since are aborted as well: SGLang cannot distinguish them. The running request stands for
+    """Requests that arrived since are aborted as well: SGLang cannot distinguish them. The running request simulates
     one whose client is gone and that SGLang has not aborted in time."""
     engine = HttpEngine(server.url, api_key=KEY)
     with running_request(server, 400) as read, ThreadPoolExecutor(1) as pool:

@@ -119,8 +119,9 @@ class Mailbox:
         if str(os.fstat(fd).st_ino) != inode:
             os.close(fd)
             raise RuntimeError(
-                f"the trainer's memory {file} does not exist any more and another file has its number: the "
-                f"WeightUpdater was closed, or runs in another PID namespace"
+                f"the trainer's memory {file} is closed (its file descriptor was reused): the WeightUpdater was "
+                f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
+                f"link=GroupLink(...)"
             )
         return cls(fd, path)
 
@@ -230,7 +231,10 @@ class Mailbox:
     def num_buckets(self, sequence: int) -> int | None:
         total = int(self._words[_TOTAL])
         if total >> 32 != sequence:
-            raise RuntimeError(f"the trainer cancelled update {sequence} before this engine started it")
+            raise RuntimeError(
+                f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
+                f"the trainer's log"
+            )
         if int(self._words[_FAILED]) == _stamp(sequence, 1):
             raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
         return None if total & _LOW == _LOW else total & _LOW

@@ -40,7 +40,10 @@ class PollingWait:
             self._checked = now
             self._check()
             if now - self._started > self._timeout_s:
-                raise TimeoutError(f"timed out: waited {self._timeout_s:g} s without progress for {self._what}")
+                raise TimeoutError(
+                    f"timed out: waited {self._timeout_s:g} s without progress for {self._what}; raise timeout_s of "
+                    f"WeightUpdater, or check those processes"
+                )
 
 
 def has_exited(pid: int) -> bool:

@@ -6,7 +6,7 @@ The checksum of a tensor is, modulo 2**64 and stored as a signed 64-bit number,
 
 where `bits` reads the element as an unsigned integer and `position` is its index in the flattened *global* tensor, so
 the sharding does not matter. An element of 8 bytes counts as two of 4. The factors of the `lanes = 4 / itemsize`
-elements that share 4 bytes come from one 32-bit mix:
+elements that share 4 bytes are derived from one 32-bit mix:
 
     g(position) = (mix32(position // lanes) | 1) * LANE_FACTOR ** (position % lanes)  mod 2**32
 

@@ -141,6 +141,6 @@ def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int, na
     if offset < 0 or pitch < 0 or end > elements.numel():
         raise ValueError(
             f"a copy needs elements {offset} to {end} of {name}, which has {elements.numel()} of {elements.dtype}; "
-            f"the plan may have been recorded for other parameters"
+            f"the parameters may have changed after the plan was recorded; restart the engine"
         )
     return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)

@@ -49,8 +49,8 @@ class TileGroup:
         src_dtype, dst_dtype: dtypes of the table.
         packed: elements per number that a thread processes: 4-byte words with one or more whole elements if nothing is
             cast and everything is aligned (an 8-byte element is two words), else 1.
-        unit: src, src_pitch, dst, dst_pitch and cols are multiples of this many numbers and counted in them; 1 if the
-            group is not aligned. pos and pos_pitch are always counted in numbers.
+        unit: src, src_pitch, dst, dst_pitch and cols are in units of this many numbers; 1 if the group is not aligned.
+            pos and pos_pitch are always in numbers.
         shape: R, C of a tile, in numbers.
         segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
         tile_segment: int32 [num_blocks], segment of each block of `steps` tiles. The blocks of a segment are
@@ -165,9 +165,9 @@ def _fold(
 ) -> NDArray[np.intp]:
     """Fold single rows to many short ones, in place, where the other copies have short rows; return the new shapes.
 
-    One launch then does them all, in their order. In a model that is split along both dims, copies of whole rows come
-    from this GPU and copies of parts of rows from all others: in sequence they would need the time of the memory plus
-    that of the link, together only the longer of the two.
+    One launch then does them all, in their order. In a model that is split along both dims, whole rows are read from
+    this GPU and partial rows from the others. Separate launches take local time + link time; one launch takes the
+    maximum.
     """
     others = np.bincount(chosen[chosen > 0], weights=(part["rows"] * part["cols"])[chosen > 0], minlength=len(shapes))
     index = int(others.argmax())

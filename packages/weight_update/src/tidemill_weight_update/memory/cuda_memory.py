@@ -170,7 +170,10 @@ class ImportedMemory:
             self._mapped = False
             with _current(self._device):
                 torch.cuda.current_stream().synchronize()
-                _check(_driver().cuIpcCloseMemHandle(self.address), "cannot unmap another process's GPU memory")
+                _check(
+                    _driver().cuIpcCloseMemHandle(self.address),
+                    f"{self._device} cannot unmap another process's GPU memory",
+                )
 
 
 class DeviceArena:
@@ -209,7 +212,7 @@ class DeviceArena:
         """Free the memory; other processes must have unmapped it. Views of `data` become invalid."""
         del self.data
         with _current(self._device):
-            _check(_driver().cuMemFree_v2(self._address), "cannot free a bucket")
+            _check(_driver().cuMemFree_v2(self._address), f"cannot free a bucket on {self._device}")
 
 
 class _Bytes:

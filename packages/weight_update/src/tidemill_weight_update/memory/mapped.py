@@ -44,7 +44,9 @@ class MappedMemories:
             ) from error
         if (found.st_ino, found.st_size) != (memory.inode, memory.num_bytes):
             raise RuntimeError(
-                f"the trainer's memory {memory.path} was closed and another file has its number now; start a new update"
+                f"the trainer's memory {memory.path} is closed (its file descriptor was reused): the WeightUpdater was "
+                f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
+                f"link=GroupLink(...)"
             )
         if key not in self._host:
             # A private mapping neither writes to nor grows the file; unwritten pages are shared with the trainer.

@@ -125,7 +125,9 @@ class _CellGrid:
 
     def _check_size(self) -> None:
         if Box.whole(self.shape).numel > MAX_ELEMENTWISE:
-            raise UntraceableError(f"more than {MAX_ELEMENTWISE} cells")
+            raise UntraceableError(
+                f"the copies split the parameter into more than {MAX_ELEMENTWISE} boxes (limit of tracing)"
+            )
 
     def hit(self, index: int, cells: NDArray) -> Iterator[NDArray]:
         """Yield the cells that the write hits, of an array in the shape of the grid."""

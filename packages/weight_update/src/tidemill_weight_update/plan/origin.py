@@ -102,7 +102,7 @@ def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -
         dim, step, split = dim_of[stride], 1, []
         while size > base[dim] and dim > 0:
             if size % base[dim]:
-                raise UntraceableError("a flattened dim ends within a row")
+                raise UntraceableError("a view cuts a flattened dimension in the middle of a row")
             if base[dim] > 1:
                 split.append(Run(view_dim, step, base[dim], dim))
             size, step, dim = size // base[dim], step * base[dim], dim - 1
@@ -124,9 +124,9 @@ def _box(base: tuple[int, ...], first: int, runs: tuple[Run, ...]) -> tuple[Box,
         if dim is None:
             continue
         if dim in run_of_dim:
-            raise UntraceableError("two dims of the view follow the same dim")
+            raise UntraceableError("two dimensions of the view index the same source dimension")
         if start[dim] + run.size > base[dim]:
-            raise UntraceableError("a flattened dim does not start with a row")
+            raise UntraceableError("a view cuts a flattened dimension in the middle of a row")
         run_of_dim[dim], box_shape[dim] = number, run.size
     return Box(tuple(start), tuple(box_shape)), run_of_dim
 

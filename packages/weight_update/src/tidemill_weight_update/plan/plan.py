@@ -12,7 +12,7 @@ class Copy:
     """A copy of a box of source `name` into `parameter`, cast to the parameter's dtype `dtype`.
 
     Element `(i_0, i_1, ...)` of the source, with `i` in `box`, is copied to element `offset + sum((i_d - box.start[d])
-    * strides[d])` of the parameter, counted from `data_ptr()`. The stride of a dim of size 1 is 0.
+    * strides[d])` of the parameter, relative to `data_ptr()`. The stride of a dim of size 1 is 0.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Copy:
 class Fill:
     """Elements of `parameter` that loading sets to a constant, such as padding. Written before any copy.
 
-    The elements are `offset + sum(i_d * strides[d])` for all `i` below `shape`, counted as in `Copy`.
+    The elements are `offset + sum(i_d * strides[d])` for all `i` below `shape`, relative to `data_ptr()`.
     """
 
     parameter: str

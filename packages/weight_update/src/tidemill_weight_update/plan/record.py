@@ -57,7 +57,7 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
 
 
 class _Progress:
-    """Iterates over the sources and knows how far loading has progressed."""
+    """Iterates over the sources and records which source is being loaded."""
 
     def __init__(self, sources: Sequence[SourceSpec], tracer: Tracer) -> None:
         self._sources = sources

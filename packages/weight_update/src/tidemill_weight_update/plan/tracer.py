@@ -18,6 +18,7 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 
 _aten = torch.ops.aten
 _CLONES = (_aten.clone.default, _aten._to_copy.default)
+_USE_STOCK_PATH = "launch this engine without the tidemill loader, so that it is updated on the stock path"
 
 
 class Tracer:
@@ -191,14 +192,18 @@ class Tracer:
         try:
             out = func(*args, **options)
         except (RuntimeError, NotImplementedError) as error:
-            raise RuntimeError(f"{func} of {sorted(names)[:5]} cannot be traced without data: {error}") from error
+            raise RuntimeError(
+                f"{func} of {sorted(names)[:5]} cannot be traced without data ({error}); {_USE_STOCK_PATH}"
+            ) from error
         return tree_map(lambda leaf: Traced(self, leaf, None, names) if isinstance(leaf, Tensor) else leaf, out)
 
     def _value(self, tensor: Tensor, names: frozenset[str]) -> float | bool:
         """Return a placeholder for a value that loading reads from a source."""
         if threading.get_ident() != self._thread:
             # It may be written to a parameter next, and operations of another thread are not traced.
-            raise RuntimeError(f"the value of {sorted(names)[:5]} is read in another thread than the one that loads")
+            raise RuntimeError(
+                f"the value of {sorted(names)[:5]} is read in another thread than the one that loads; {_USE_STOCK_PATH}"
+            )
         self._read = tuple(sorted(names))
         return float("nan") if tensor.is_floating_point() else False
 

@@ -66,7 +66,7 @@ class Peers:
             for row in list(pending):
                 reached = self._control.state(self._sequence, row)
                 if reached in (UNCHANGED, MIXED) and self._control.reply(row).get("reached", IDLE) < state:
-                    raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed; see its own error")
+                    raise RuntimeError(f"rank {row - self._rows[0]} of this engine failed; see the error of that rank")
                 if reached >= state:
                     pending.remove(row)
                     wait.progress()
@@ -101,6 +101,8 @@ class Peers:
             rank = row - self._rows[0]
             if self._control.receiver_has_exited(self._sequence, row):
                 pid = self._control.receiver_pid(self._sequence, row)
-                raise RuntimeError(f"rank {rank} of this engine (process {pid}) has exited")
+                raise RuntimeError(
+                    f"rank {rank} of this engine (process {pid}) has exited; see the SGLang log of that rank"
+                )
             if self._control.is_excluded(self._sequence, row):
                 raise RuntimeError(f"rank {rank} of this engine made no progress; the trainer excluded it")

@@ -89,7 +89,10 @@ class Receiver:
         self._links.keep(request.mailboxes)
         control = self._open(request.mailboxes[0], request.timeout_s)
         if not control.is_at(request.sequence):
-            raise RuntimeError(f"the trainer cancelled update {request.sequence} before this engine started it")
+            raise RuntimeError(
+                f"the trainer cancelled update {request.sequence} before this engine started it; see the error of "
+                f"update() in the trainer's log"
+            )
         rank = min(self._rank, request.num_receivers - 1)
         row = request.first_receiver + rank
         boxes, turn = [control], None

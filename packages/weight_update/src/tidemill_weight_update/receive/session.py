@@ -177,7 +177,10 @@ class UpdateSession:
         unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
         unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
         if unused:
-            raise ValueError(f"the engine's model has no parameter for these tensors: {_first_few(unused)}")
+            raise ValueError(
+                f"the engine's model has no parameter for these tensors: {_first_few(unused)}; check the names against "
+                f"the engine's checkpoint, or do not send them"
+            )
         # SGLang's sharded layers silently ignore what exceeds their own shape.
         cut = [
             f"{manifest.names[i]!r} ({counts[i]} of {manifest.numel[i]} elements)"
@@ -354,7 +357,7 @@ def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
 def _check_alive(boxes: Sequence[Channel]) -> None:
     exited = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
     if exited:  # list all of them: the first may have caused the others to exit
-        raise RuntimeError(f"trainer rank {', '.join(exited)} has exited")
+        raise RuntimeError(f"trainer rank {', '.join(exited)} has exited; see the trainer's log")
 
 
 def _first_few(items: Sequence[str]) -> str:

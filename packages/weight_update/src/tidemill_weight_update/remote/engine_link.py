@@ -114,7 +114,7 @@ class StoreInput:
         self._part_numbers.clear()
 
     def _number_of(self, parts: bytes) -> int:
-        """Return the number by which the trainer rank knows these parts; write them to the store if they are new."""
+        """Return the id of these parts in requests to the trainer rank; write them to the store if they are new."""
         if parts not in self._part_numbers:
             number = len(self._part_numbers)
             key = f"parts{self._mailbox.rank}/{self._link.partner}/{self._generation}/{number}"

@@ -237,7 +237,10 @@ class StoreMailbox:
     def num_buckets(self, sequence: int) -> int | None:
         sender_status = self.sender_status()
         if sender_status.sequence != sequence:
-            raise RuntimeError(f"the trainer cancelled update {sequence} before this engine started it")
+            raise RuntimeError(
+                f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
+                f"the trainer's log"
+            )
         if sender_status.has_failed:
             raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
         return sender_status.total

@@ -223,7 +223,7 @@ class Fleet:
         member.unchanged = False
 
     def fail_changed(self, why: str) -> None:
-        """Mark engines that may have changed as failed: the update was aborted, so nobody knows what they hold."""
+        """Mark engines that may have changed as failed: the update was aborted, so their contents are undefined."""
         for member in self.members:
             if member.error is None and not member.unchanged:
                 member.fail(why, unchanged=False)

@@ -93,7 +93,7 @@ class Ranks:
         Args:
             error: error of this rank, if any.
             digest: signed 64-bit; must be equal on all ranks.
-            description: what `digest` stands for; shown if the digests differ.
+            description: what `digest` is computed from; shown if the digests differ.
 
         Raises:
             Exception: as in `exchange`.

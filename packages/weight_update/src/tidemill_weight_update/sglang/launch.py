@@ -29,7 +29,7 @@ def has_loader(arguments: Mapping[str, Any]) -> bool:
     """Return whether an engine with these SGLang arguments was launched with the tidemill loader.
 
     Raises:
-        ValueError: the engine has replicas or pipeline stages, whose processes cannot be told apart by tensor-parallel
+        ValueError: the engine has replicas or pipeline stages, whose processes cannot be identified by tensor-parallel
             rank.
     """
     if arguments.get("dp_size", 1) > 1 and not arguments.get("enable_dp_attention", False):
