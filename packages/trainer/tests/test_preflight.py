@@ -32,7 +32,10 @@ def test_config_that_does_not_match_the_model_is_rejected(assets, progress, over
     ("overrides", "message"),
     [
         (["engine.ulysses_sequence_parallel_size=3", "actor.num_workers=3"], r"engine: .*ulysses_.* must divide the 4"),
-        (["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"], r"config key engine: pp x vpp = 3 does"),
+        (
+            ["engine.backend=megatron", "engine.pp=3", "actor.num_workers=3"],
+            r"pp x vpp must divide the 4 layers, got 3",
+        ),
         (["engine.backend=megatron", "model.frozen=['x']"], r"engine: .*does not support ModelConfig\.frozen"),
     ],
 )
