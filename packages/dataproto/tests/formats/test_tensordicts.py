@@ -152,3 +152,10 @@ def test_from_tensordict_names_what_it_cannot_convert(data: Any, error: type[Exc
 def test_to_tensordict_needs_names_that_differ(meta_info: dict[Any, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DataProto.from_dict({"x": torch.ones(2)}, None, meta_info).to_tensordict()
+
+
+def test_to_tensordict_reserves_the_name_of_padding_marks() -> None:
+    batch = DataProto.from_dict({"_dataproto_padding": torch.ones(2)})
+    padded, _ = pad_dataproto_to_divisor(batch, 3)
+    with pytest.raises(ValueError, match="'_dataproto_padding' is reserved for the marks of padding rows; rename the"):
+        padded.to_tensordict()
