@@ -73,6 +73,13 @@ def test_best_fit_is_used_if_differencing_exceeds_the_cap() -> None:
     assert count_micro_batches(pairs, 10) == 8
 
 
+def test_best_fit_packing_is_kept_if_differencing_exceeds_the_cap_at_its_number_too() -> None:
+    lengths = [5, 19, 17, 7, 9, 10, 6]
+    micro_batches, indices = rearrange_micro_batches(batch_of(lengths), 19)
+    assert [sum(lengths[row] for row in rows) for rows in indices] == [19, 19, 18, 17]
+    assert len(micro_batches) == 4
+
+
 def test_length_key_may_be_an_integer_column() -> None:
     batch = batch_of([3, 1, 2])
     batch.batch["cost"] = torch.tensor([9, 1, 4])
