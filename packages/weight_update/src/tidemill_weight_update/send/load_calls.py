@@ -51,7 +51,7 @@ class LoadCalls:
         self._fleet.hold(self._sequence, self._fast.mailbox, readers)
 
     def cancel(self) -> None:
-        """Mark this rank as failed for waiting engines; if no engine was called, tell other ranks that none
+        """Mark this rank as failed for waiting engines; if no engine was called, report to other ranks that none
         will read.
         """
         self._fast.fail()

@@ -100,7 +100,7 @@ class Piece:
 
 
 def piece_to_send(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
-    """Return what this rank sends of `tensor`, or None if it holds nothing of it or another rank sends its copy.
+    """Return what this rank sends of `tensor`, or None if it holds no part or another rank sends its copy.
 
     Group rank 0 sends plain tensors. One of several equal copies is sent, selected by a hash of the name, so that all
     holders share the work. DTensors with partial sums are reduced first, which is a collective operation of its own.
