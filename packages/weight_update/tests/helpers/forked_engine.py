@@ -3,20 +3,18 @@
 from contextlib import closing
 
 import torch
+from engine_state import LoaderState
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.plan.record import finish_load
 from tidemill_weight_update.receive.receiver import Receiver
 
 
-class RankEngine:
+class RankEngine(LoaderState):
     """Client of an engine whose first rank is this process; the other ranks run `serve`."""
 
-    has_loader = True
-
     def __init__(self, receiver, pipes):
-        self.tp_size = 1 + len(pipes)
+        super().__init__("ranks", 1 + len(pipes))
         self.receiver, self.pipes = receiver, pipes
-        self.version = "none"
 
     def load(self, request, *, flush_cache):
         for pipe in self.pipes:
@@ -24,18 +22,6 @@ class RankEngine:
         self.receiver.handle(request)
         for pipe in self.pipes:
             pipe.recv()
-
-    def pause(self, mode):
-        pass
-
-    def resume(self):
-        pass
-
-    def set_weight_version(self, version):
-        self.version = version
-
-    def get_weight_version(self):
-        return self.version
 
 
 def serve(receiver, pipe):

@@ -4,7 +4,8 @@ import multiprocessing
 from multiprocessing.connection import Connection
 
 import torch
-from tidemill_weight_update import PauseMode, Request
+from engine_state import LoaderState
+from tidemill_weight_update import Request
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import nn
 
@@ -34,19 +35,16 @@ def _serve(connection: Connection) -> None:
             connection.send([part.double().sum().item() for part in model.weight])
 
 
-class LargeEngine:
+class LargeEngine(LoaderState):
     """`EngineClient` whose only rank is a process on the same GPU."""
 
-    tp_size = 1
-    has_loader = True
-
     def __init__(self) -> None:
+        super().__init__("large")
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         self.connection.recv()
-        self.version = ""
 
     def ask(self, command: object):
         self.connection.send(command)
@@ -54,24 +52,6 @@ class LargeEngine:
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
         self.ask(request)
-
-    def load_bucket(self, bucket: object) -> None:
-        raise AssertionError("an engine with our loader gets no buckets")
-
-    def flush_cache(self) -> None:
-        raise AssertionError("an engine with our loader flushes in load()")
-
-    def pause(self, mode: PauseMode) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def set_weight_version(self, version: str) -> None:
-        self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
     def close(self) -> None:
         self.connection.send(None)

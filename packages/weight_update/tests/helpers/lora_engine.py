@@ -3,7 +3,8 @@
 import pickle
 
 import torch
-from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode
+from engine_state import EngineState
+from tidemill_weight_update import BucketHandle, LoraConfig
 from tidemill_weight_update.sglang.payload import stock_payload
 from torch import Tensor
 
@@ -42,22 +43,15 @@ def merged(weights: dict[str, Tensor], matrices: list[tuple[str, Tensor]]) -> di
     return result
 
 
-class AdapterEngine:
+class AdapterEngine(EngineState):
     """Engine of the stock path. If `refuses` is set, loads fail with this message."""
 
     has_loader = False
-    tp_size = 1
 
     def __init__(self, name: str = "engine") -> None:
-        self.name = name
-        self.version = "first"
+        super().__init__(name)
         self.refuses: str | None = None
-        self.paused: str | None = None
-        self.calls: list[str] = []
         self._adapters: dict[str, dict[str, Tensor]] = {}
-
-    def __repr__(self) -> str:
-        return self.name
 
     def adapters(self) -> list[str]:
         return list(self._adapters)
@@ -89,21 +83,6 @@ class AdapterEngine:
 
     def flush_cache(self) -> None:
         self.calls.append("flush")
-
-    def pause(self, mode: PauseMode) -> None:
-        self.calls.append(f"pause {mode}")
-        self.paused = mode
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-        self.paused = None
-
-    def set_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
-        self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
 
 class EqualAdapters(dict[str, dict[str, Tensor]]):

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_state import LoaderState
 from tidemill_testing import ranks
-from tidemill_weight_update import EngineClient, PauseMode, Request, WeightUpdater
+from tidemill_weight_update import EngineClient, Request, WeightUpdater
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor
 from toy_engines import TIED, ToyModel, tensors
@@ -42,7 +43,7 @@ def _as_float(model: ToyModel) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach().float()
 
 
-class ProcessEngine:
+class ProcessEngine(LoaderState):
     """`EngineClient` whose ranks are processes.
 
     Args:
@@ -51,18 +52,10 @@ class ProcessEngine:
         timeout_s: timeout of the answer of a rank.
     """
 
-    has_loader = True
-
     def __init__(self, tp_size: int, name: str, timeout_s: float = 60.0) -> None:
-        self.tp_size = tp_size
-        self.name = name
-        self.version = "first"
-        self.paused: str | None = None
+        super().__init__(name, tp_size)
         self._timeout_s = timeout_s
         self.start()
-
-    def __repr__(self) -> str:
-        return self.name
 
     def start(self) -> None:
         pairs = [CONTEXT.Pipe() for _ in range(self.tp_size)]
@@ -107,24 +100,6 @@ class ProcessEngine:
                 number, answer = connection.recv()
             answers.append(answer)
         return answers
-
-    def load_bucket(self, bucket: object) -> None:
-        raise AssertionError("an engine with the fast loader gets no buckets")
-
-    def flush_cache(self) -> None:
-        raise AssertionError("an engine with the fast loader flushes in load()")
-
-    def pause(self, mode: PauseMode) -> None:
-        self.paused = mode
-
-    def resume(self) -> None:
-        self.paused = None
-
-    def set_weight_version(self, version: str) -> None:
-        self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
 
 def _trainer(rank: int, world_size: int, store: str, connection: Connection, killed: int, mode: str) -> None:

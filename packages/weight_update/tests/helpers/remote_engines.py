@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_state import LoaderState
 from tidemill_testing import ranks
-from tidemill_weight_update import BucketHandle, PauseMode, Request
+from tidemill_weight_update import Request
 from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
@@ -175,7 +176,7 @@ class NamespacedRankProcess(RankProcess):
         self._process.wait()
 
 
-class RemoteEngine:
+class RemoteEngine(LoaderState):
     """Client of an engine whose ranks are `RankProcess`es.
 
     Args:
@@ -184,20 +185,12 @@ class RemoteEngine:
         fresh: whether the ranks make new models.
     """
 
-    has_loader = True
-
     def __init__(self, paths: list[str], name: str = "remote", *, fresh: bool = True) -> None:
-        self.name = name
-        self.tp_size = len(paths)
-        self.version = "first"
-        self.paused: str | None = None
+        super().__init__(name, len(paths))
         self._connections = [Client(path, authkey=AUTHKEY) for path in paths]
         if fresh:
             for rank, connection in enumerate(self._connections):
                 self._ask(connection, "new", rank, len(paths))
-
-    def __repr__(self) -> str:
-        return self.name
 
     @staticmethod
     def _ask(connection: Connection, *command: Any) -> Any:
@@ -229,24 +222,6 @@ class RemoteEngine:
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
-
-    def load_bucket(self, bucket: BucketHandle) -> None:
-        raise AssertionError("an engine with the fast loader gets no buckets")
-
-    def flush_cache(self) -> None:
-        raise AssertionError("an engine with the fast loader flushes in load()")
-
-    def pause(self, mode: PauseMode) -> None:
-        self.paused = mode
-
-    def resume(self) -> None:
-        self.paused = None
-
-    def set_weight_version(self, version: str) -> None:
-        self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
 
 def settled(read: Callable[[], Any], is_wanted: Callable[[Any], bool]) -> Any:

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 import torch
-from tidemill_weight_update import BucketHandle, PauseMode, Request
+from engine_state import LoaderState
+from tidemill_weight_update import Request
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ class ToyModel(nn.Module):
             self.o.data.copy_(tensor.narrow(1, self.rank * rows, rows))
 
 
-class ToyEngine:
+class ToyEngine(LoaderState):
     """`EngineClient` whose ranks are threads of this process.
 
     Args:
@@ -93,8 +94,6 @@ class ToyEngine:
         receiver: class of the receivers.
     """
 
-    has_loader = True
-
     def __init__(
         self,
         tp_size: int = 1,
@@ -102,20 +101,13 @@ class ToyEngine:
         model: Callable[[int, int], nn.Module] = ToyModel,
         receiver: type[Receiver] = Receiver,
     ) -> None:
-        self.tp_size = tp_size
-        self.name = name
+        super().__init__(name, tp_size)
         self.models = [model(rank, tp_size) for rank in range(tp_size)]
         self.receivers = [
             receiver(model, rank, tp_size, lambda name: name == TIED, lambda: self.calls.append("finish"))
             for rank, model in enumerate(self.models)
         ]
-        self.calls: list[str] = []
         self.requests: list[Request] = []
-        self.version = "first"
-        self.paused: str | None = None
-
-    def __repr__(self) -> str:
-        return self.name
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
         self.calls.append("load, flush" if flush_cache else "load")
@@ -125,27 +117,6 @@ class ToyEngine:
             thread.start()
         for thread in threads:
             thread.join()
-
-    def load_bucket(self, bucket: BucketHandle) -> None:
-        raise AssertionError("an engine with the fast loader gets no buckets")
-
-    def flush_cache(self) -> None:
-        raise AssertionError("an engine with the fast loader flushes in load()")
-
-    def pause(self, mode: PauseMode) -> None:
-        self.calls.append(f"pause {mode}")
-        self.paused = mode
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-        self.paused = None
-
-    def set_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
-        self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
 
 def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
