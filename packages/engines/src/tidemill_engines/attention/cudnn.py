@@ -55,9 +55,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_length: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -82,17 +80,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    out: torch.Tensor,
-    stats: torch.Tensor,
-    max_length: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
