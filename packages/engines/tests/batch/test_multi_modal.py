@@ -149,17 +149,21 @@ LAYOUTS = [
 ]
 
 
-def run_layouts(path, batches):
-    return [engine_training(path, batches, **layout) for layout in LAYOUTS]
+def run_layouts(path, batches, layouts):
+    return [engine_training(path, batches, **layout) for layout in layouts]
+
+
+def check_layouts(path, family, layouts, world_size):
+    vision_model(path, family)
+    expected = plain_training(path, BATCHES)
+    results = run_ranks(run_layouts, world_size, path, BATCHES, layouts)
+    for number, layout in enumerate(layouts):
+        check_training([of_rank[number] for of_rank in results], expected, (family, layout))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_transformers_in_any_layout(tmp_path, family):
-    path = vision_model(tmp_path / "model", family)
-    expected = plain_training(path, BATCHES)
-    results = run_ranks(run_layouts, 2, path, BATCHES)
-    for number, layout in enumerate(LAYOUTS):
-        check_training([of_rank[number] for of_rank in results], expected, (family, layout))
+    check_layouts(tmp_path / "model", family, LAYOUTS, world_size=2)
 
 
 FOUR_RANKS = [
@@ -176,18 +180,10 @@ FOUR_RANKS = [
 ]
 
 
-def run_four_ranks(path, batches):
-    return [engine_training(path, batches, **layout) for layout in FOUR_RANKS]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_four_ranks(tmp_path, family):
-    path = vision_model(tmp_path / "model", family)
-    expected = plain_training(path, BATCHES)
-    results = run_ranks(run_four_ranks, 4, path, BATCHES)
-    for number, layout in enumerate(FOUR_RANKS):
-        check_training([of_rank[number] for of_rank in results], expected, (family, layout))
+    check_layouts(tmp_path / "model", family, FOUR_RANKS, world_size=4)
 
 
 CLIP, SHORT_CLIP = (3, 4, 4), (2, 2, 4)
