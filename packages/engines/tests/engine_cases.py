@@ -219,7 +219,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def build_engine(
-    path: Path,
+    path: Path | str,
     *,
     backend: str = "fsdp2",
     model_type: str = "language_model",

@@ -98,18 +98,9 @@ def _count_reads(files: SafetensorsFiles) -> list[int]:
 
 
 def make_engine(folder: str, sizes: dict[str, Any], **others: Any) -> Any:
-    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
+    from engine_cases import build_engine
 
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="megatron",
-        model=ModelConfig(path=folder),
-        engine=MegatronConfig(device="cpu", **sizes, **others),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-    )
-    engine.initialize()
-    return engine
+    return build_engine(folder, backend="megatron", optimizer=OPTIMIZER, **sizes, **others)
 
 
 def own_rows(engine: Any) -> Any:

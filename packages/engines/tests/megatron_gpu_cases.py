@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import OPTIMIZER, VOCAB, make_batch, policy_like_loss, shard, weights_of
+from engine_cases import VOCAB, build_engine, make_batch, trained_on
 from tidemill_testing import tiny_model
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -34,19 +34,7 @@ def batches() -> list[Any]:
 
 
 def engine_on_gpu(folder: str | Path, engine: dict[str, Any], model: dict[str, Any], **settings: Any) -> Any:
-    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
-
-    new = EngineRegistry.new(
-        model_type="language_model",
-        backend="megatron",
-        model=ModelConfig(path=str(folder), **model),
-        engine=MegatronConfig(device="cuda", **engine),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-        **settings,
-    )
-    new.initialize()
-    return new
+    return build_engine(folder, backend="megatron", device="cuda", model=model, **engine, **settings)
 
 
 def join_gpus(store: str) -> None:
@@ -72,9 +60,8 @@ def trained(folder: str, settings: dict[str, Any], model: dict[str, Any]) -> Any
     """Return metrics and weights like `plain_training`, GPU memory offloaded and onloaded, and the performance."""
     print(f"case {settings} {model}", file=sys.stderr, flush=True)
     engine = engine_on_gpu(folder, settings, model)
-    rows = [shard(engine, batch) for batch in batches()]
-    history = [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
-    weights = {name: weight.float().cpu() for name, weight in weights_of(engine).items()}
+    history, weights = trained_on(engine, batches())
+    weights = {name: weight.float().cpu() for name, weight in weights.items()}
     offloaded = torch.cuda.memory_allocated()
     with engine.train_mode():
         onloaded = torch.cuda.memory_allocated()

@@ -10,7 +10,6 @@ from tidemill_dataproto import DataProto, ragged
 LAYERS, EXPERTS, TOP_K = 4, 4, 2
 NUM_ROWS = 7
 COEFFICIENT = 0.3
-OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
 def batches() -> list[DataProto]:
@@ -52,19 +51,10 @@ def _train(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(folder: str, settings: dict[str, Any], **model: Any) -> Any:
-    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
+    from engine_cases import build_engine
 
     model = {"router_aux_loss_coef": COEFFICIENT} | model
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="megatron",
-        model=ModelConfig(path=folder, **model),
-        engine=MegatronConfig(**{"device": "cpu", "router_replay": True, **settings}),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-    )
-    engine.initialize()
-    return engine
+    return build_engine(folder, backend="megatron", model=model, **{"router_replay": True} | settings)
 
 
 def errors_of(folder: str, configs: Sequence[dict[str, Any]], experts: dict[str, torch.Tensor]) -> list[str]:
@@ -119,7 +109,7 @@ class GivenRouter(torch.nn.Module):
 
 def plain_training(path: Path) -> dict[str, Any]:
     """The same steps as `_train`, with transformers, row by row."""
-    from engine_cases import checkpoint_weights, plain_model
+    from engine_cases import OPTIMIZER, checkpoint_weights, plain_model
 
     model = plain_model(path).train()
     routers = []

@@ -1,27 +1,14 @@
 """Value models in tests: an engine, a loss, training in plain transformers, and a checkpoint with a value head."""
 
 import json
+from functools import partial
 
 import torch
-from engine_cases import OPTIMIZER, checkpoint_weights, shard, weights_of
+from engine_cases import OPTIMIZER, build_engine, checkpoint_weights, shard, weights_of
 from safetensors.torch import load_file, save_file
 from tidemill_dataproto import ragged
 
-
-def value_engine(path, *, backend="fsdp2", device="cpu", **engine):
-    from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
-
-    config = FSDP2Config if backend == "fsdp2" else MegatronConfig
-    new = EngineRegistry.new(
-        model_type="value_model",
-        backend=backend,
-        model=ModelConfig(path=str(path)),
-        engine=config(device=device, **engine),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-    )
-    new.initialize()
-    return new
+value_engine = partial(build_engine, model_type="value_model")
 
 
 def value_loss(output, micro_batch, normalizer):

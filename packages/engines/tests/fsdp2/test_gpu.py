@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
 from tidemill_dataproto import ragged
-from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig, sft_loss
+from tidemill_engines import sft_loss
 from tidemill_engines.attention.packed import takes_cudnn, varlen_cuda, varlen_padded
 from tidemill_engines.model_io import PackedLayout
 from tidemill_testing import tiny_model
@@ -108,15 +108,7 @@ def one_process(monkeypatch):
 
 
 def cuda_engine(path, **engine):
-    new = EngineRegistry.new(
-        model_type="language_model",
-        backend="fsdp2",
-        model=ModelConfig(path=str(path)),
-        engine=FSDP2Config(device="cuda", **engine),
-        optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
-    )
-    new.initialize()
-    return new
+    return build_engine(path, device="cuda", optimizer={"lr": 1e-3, "eps": 1e-3}, **engine)
 
 
 def train(engine, batch, steps):

@@ -152,16 +152,7 @@ def value_loss(output, micro_batch, normalizer):
 
 
 def run_value_model(path, folder, batch):
-    from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, OptimizerConfig
-
-    engine = EngineRegistry.new(
-        model_type="value_model",
-        backend="fsdp2",
-        model=ModelConfig(path=str(path), lora=LoraConfig(rank=2)),
-        engine=FSDP2Config(device="cpu"),
-        optimizer=OptimizerConfig(lr=1e-2),
-    )
-    engine.initialize()
+    engine = build_engine(path, model_type="value_model", model={"lora": LoraConfig(rank=2)}, optimizer={"lr": 1e-2})
     before = weights_of(engine)
     rows = shard(engine, batch)
     losses = [engine.train_batch(rows, value_loss)["loss"] for _ in range(4)]

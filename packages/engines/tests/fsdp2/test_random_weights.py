@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, full, make_batch
-from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig, sft_loss
+from tidemill_engines import ModelConfig, sft_loss
 from tidemill_engines.config import LoraConfig
 from tidemill_testing import run_ranks, tiny_model
 
@@ -70,14 +70,7 @@ def test_training_from_scratch_and_value_head_at_zero(tmp_path):
     losses = [engine.train_batch(batch, sft_loss)["loss"] for _ in range(5)]
     engine.close()
     assert losses[-1] < losses[0]
-    critic = EngineRegistry.new(
-        model_type="value_model",
-        backend="fsdp2",
-        model=ModelConfig(path=str(path), init_seed=0),
-        engine=FSDP2Config(device="cpu"),
-        optimizer=None,
-    )
-    critic.initialize()
+    critic = build_engine(path, model_type="value_model", model={"init_seed": 0}, optimizer=False)
     values = critic.infer_batch(batch)["values"]
     critic.close()
     assert not values.values().any()

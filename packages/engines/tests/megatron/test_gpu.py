@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plain_training, policy_like_loss, relative_error, shard, weights_of
+from engine_cases import plain_training, relative_error, trained_on
 from megatron_gpu_cases import (
     CP,
     EP,
@@ -136,18 +136,14 @@ def test_offloading_frees_gpu_memory(one_in_bfloat16):
 
 def save_and_load(store: str, folder: str, target: str) -> list[Any]:
     """Metrics and weights of two steps, uninterrupted and after loading a checkpoint saved in the background."""
-    from tidemill_engines import CheckpointConfig
-
     join_gpus(store)
     settings = {"param_dtype": "bfloat16", "max_token_len_per_gpu": 30}
 
     def steps(engine: Any) -> Any:
-        history = [
-            engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True) for batch in batches()
-        ]
-        return history, {name: weight.cpu() for name, weight in weights_of(engine).items()}
+        history, weights = trained_on(engine, batches())
+        return history, {name: weight.cpu() for name, weight in weights.items()}
 
-    engine = engine_on_gpu(folder, settings, {}, checkpoint=CheckpointConfig(asynchronous=True))
+    engine = engine_on_gpu(folder, settings, {}, checkpoint={"asynchronous": True})
     steps(engine)
     engine.save_checkpoint(f"{target}/two")
     results = [steps(engine)]

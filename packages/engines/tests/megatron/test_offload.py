@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import OPTIMIZER, VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -24,19 +24,7 @@ OFFLOADS = [
 ]
 
 
-def megatron_engine(path: Path, *, model: dict[str, Any] | None = None, **engine: Any) -> Any:
-    from tidemill_engines import EngineRegistry, ModelConfig, OptimizerConfig
-    from tidemill_engines.megatron.config import MegatronConfig
-
-    new = EngineRegistry.new(
-        model_type="language_model",
-        backend="megatron",
-        model=ModelConfig(path=str(path), **({} if model is None else model)),
-        engine=MegatronConfig(device="cpu", max_token_len_per_gpu=40, **engine),
-        optimizer=OptimizerConfig(**OPTIMIZER),
-    )
-    new.initialize()
-    return new
+megatron_engine = partial(build_engine, backend="megatron", max_token_len_per_gpu=40)
 
 
 def device_bytes(engine: Any) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plain_training, policy_like_loss, relative_error, shard, weights_of
+from engine_cases import plain_training, policy_like_loss, relative_error, trained_on, weights_of
 from megatron_gpu_cases import (
     CP,
     EP,
@@ -164,22 +164,17 @@ def save_and_load(
 ) -> Any:
     """Weights when saved and after loading, and the metrics of the next steps of both."""
 
-    def steps(engine: Any) -> list[Any]:
-        rows = [shard(engine, batch) for batch in batches()]
-        return [engine.train_batch(batch, policy_like_loss, calculate_entropy=True) for batch in rows]
-
-    def weights(engine: Any) -> dict[str, torch.Tensor]:
-        return {name: weight.cpu() for name, weight in weights_of(engine).items()}
-
     engine = engine_on_gpu(path, settings | saver, {})
-    steps(engine)
+    _, saved = trained_on(engine, batches())
     engine.save_checkpoint(target)
-    saved, history = weights(engine), steps(engine)
+    history, _ = trained_on(engine, batches())
     engine.close()
     engine = engine_on_gpu(path, settings | loader, {})
     engine.load_checkpoint(target)
-    loaded, resumed = weights(engine), steps(engine)
+    loaded = weights_of(engine)
+    resumed, _ = trained_on(engine, batches())
     engine.close()
+    saved, loaded = ({name: weight.cpu() for name, weight in weights.items()} for weights in (saved, loaded))
     return saved, loaded, history, resumed
 
 
