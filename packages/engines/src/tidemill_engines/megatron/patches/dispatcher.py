@@ -18,7 +18,7 @@ Remove when:
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,8 +32,6 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
-from tidemill_engines.megatron.patches.compiled import compile_for_any_length
-
 _RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -44,16 +42,14 @@ class Permutation:
     Attributes:
         experts, tokens: [n * K] int64, expert and token of each copy.
         copies: [n, K] int64, the copies of each token.
-        fused: sum copies with one kernel compiled by torch.compile.
     """
 
     experts: torch.Tensor
     tokens: torch.Tensor
     copies: torch.Tensor
-    fused: bool = False
 
     @classmethod
-    def from_routing_map(cls, routing_map: torch.Tensor, top_k: int, *, fused: bool = False) -> "Permutation":
+    def from_routing_map(cls, routing_map: torch.Tensor, top_k: int) -> "Permutation":
         """
         Args:
             routing_map: [n, E] bool, with exactly `top_k` experts for each token; this is not checked.
@@ -61,7 +57,7 @@ class Permutation:
         experts, tokens = torch.nonzero_static(routing_map.T, size=len(routing_map) * top_k).unbind(1)
         # Every token has the same number of copies, so sorting by token makes its copies consecutive.
         copies = tokens.argsort(stable=True).view(-1, top_k)
-        return cls(experts=experts, tokens=tokens, copies=copies, fused=fused)
+        return cls(experts=experts, tokens=tokens, copies=copies)
 
 
 def permute(tokens: torch.Tensor, permutation: Permutation) -> torch.Tensor:
@@ -98,22 +94,8 @@ def _copy(permutation: Permutation, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(permutation: Permutation, copies: torch.Tensor) -> torch.Tensor:
-    sum_copies = _compiled_sum() if permutation.fused else _gathered_sum
-    return sum_copies(permutation.copies, copies)
-
-
-def _gathered_sum(indices: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    indices = permutation.copies
     return copies.index_select(0, indices.flatten()).view(*indices.shape, -1).sum(1)
-
-
-@cache
-def _compiled_sum() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def unrolled(indices: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-        return reduce(torch.add, (copies.index_select(0, index).float() for index in indices.unbind(1))).to(
-            copies.dtype
-        )
-
-    return compile_for_any_length(unrolled)
 
 
 def transposed_runs(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -166,8 +148,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def _permute(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        fused, top_k = self.config.bias_activation_fusion, self.config.moe_router_topk
-        self._permutation = permutation = Permutation.from_routing_map(routing_map, top_k, fused=fused)
+        self._permutation = permutation = Permutation.from_routing_map(routing_map, self.config.moe_router_topk)
         probs_of_copies = probs.flatten().gather(0, permutation.tokens * self.num_experts + permutation.experts)
         return permute(tokens, permutation), probs_of_copies
 
