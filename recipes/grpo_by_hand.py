@@ -63,7 +63,7 @@ def sglang_server(path: str):
     """Run a stock SGLang server that accepts weight updates; yield its URL."""
     port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]  # a free one
     options = f"--model-path {path} --port {port} --dtype float32 --max-total-tokens 8192 --log-level warning"
-    options += " --skip-tokenizer-init --skip-server-warmup --sleep-on-idle"
+    options += " --skip-tokenizer-init --skip-server-warmup --sleep-on-idle --enable-deterministic-inference"
     options += " --custom-weight-loader tidemill_weight_update.sglang.loader.load"
     server = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *options.split()])
     try:
@@ -78,18 +78,18 @@ def sglang_server(path: str):
 
 def generate(url: str, prompts: torch.Tensor, version: int) -> DataProto:
     """Sample a response to each of `prompts` [B, 1] with the weights of `version`, and score it."""
-    sampling = {"temperature": 1.0, "max_new_tokens": RESPONSE_LENGTH, "ignore_eos": True}
+    common = {"temperature": 1.0, "max_new_tokens": RESPONSE_LENGTH, "ignore_eos": True}
+    sampling = [common | {"sampling_seed": version * len(prompts) + row} for row in range(len(prompts))]
     body = {"input_ids": prompts.tolist(), "sampling_params": sampling, "return_logprob": True}
     rows = [row["meta_info"] for row in requests.post(f"{url}/generate", json=body, timeout=60).json()]
     assert {row["weight_version"] for row in rows} == {str(version)}
     log_probs = torch.tensor([[token[0] for token in row["output_token_logprobs"]] for row in rows])
     tokens = torch.tensor([[token[1] for token in row["output_token_logprobs"]] for row in rows])
-    rewards = (tokens % 2 == prompts % 2).float().mean(1)
-    groups = rewards.view(-1, GROUP_SIZE)
-    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    rewards = (tokens % 2 == prompts % 2).float().mean(1).view(-1, GROUP_SIZE)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     responses = ragged.ragged_from_list(list(tokens))
     input_ids = ragged.concat_rows(ragged.ragged_from_list(list(prompts)), responses)
-    columns = {"responses": responses, "input_ids": input_ids, "rewards": rewards}
+    columns = {"responses": responses, "input_ids": input_ids, "rewards": rewards.flatten()}
     columns["response_mask"] = ragged.like(torch.ones(tokens.numel()), responses)
     columns["rollout_log_probs"] = ragged.like(log_probs.flatten(), responses)
     columns["advantages"] = ragged.like(ragged.expand_rows(advantages.flatten(), responses), responses)
