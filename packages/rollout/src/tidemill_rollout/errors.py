@@ -1,0 +1,33 @@
+"""The errors that an episode can meet or raise."""
+
+
+class EngineError(RuntimeError):
+    """The engine failed, timed out, or returned tokens that cannot be trained on."""
+
+
+class ModelError(RuntimeError):
+    """Raised by an episode when the model made it impossible to continue, such as by an invalid answer format.
+
+    The outcome is "model_error" with a reward of 0, and the episode is trained on. Every other exception is a failure
+    of the environment, which is never trained on.
+    """
+
+
+class LimitError(RuntimeError):
+    """The session has reached a limit. An episode that does not catch it is "truncated".
+
+    Attributes:
+        limit: "length" or "turns".
+    """
+
+    def __init__(self, limit: str, message: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class SessionEndedError(RuntimeError):
+    """The session was used after its episode had ended."""
+
+
+class TemplateError(ValueError):
+    """The chat template rejects the messages."""

@@ -1,0 +1,95 @@
+"""Chat messages in OpenAI's format: cleaning, comparison, and the form that chat templates expect."""
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+"""{"role": ..., "content": ..., ...} as in OpenAI's chat completions; a reply can also have `reasoning_content`."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """Return `messages` with text parts joined and empty fields removed.
+
+    Raises:
+        ValueError: `messages` is no list of messages with a known role and text content, it is empty, or it ends with
+            an assistant message.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"messages must be a non-empty list, got {_short(messages)}")
+    cleaned = [_clean(message, number) for number, message in enumerate(messages)]
+    if cleaned[-1]["role"] == "assistant":
+        raise ValueError(
+            "the last message must not be from the assistant: a reply cannot be continued; end with a user or tool "
+            "message"
+        )
+    return cleaned
+
+
+def _clean(message: Any, number: int) -> Message:
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise ValueError(f"messages[{number}]: expected an object with a role of {_ROLES}, got {_short(message)}")
+    cleaned = {name: value for name, value in message.items() if value is not None and value != []}
+    cleaned["content"] = _text(message.get("content"), number)
+    for call in cleaned.get("tool_calls", ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"messages[{number}]: expected tool calls with a function name, got {_short(call)}")
+    return cleaned
+
+
+def _text(content: Any, number: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"messages[{number}]: only text content is supported, got {_short(part)}")
+    return "".join(part["text"] for part in parts)
+
+
+def identity(message: Message) -> Hashable:
+    """Return what makes two messages the same: role, text, tool calls with parsed arguments, and the tool call's id.
+
+    Reasoning is left out, because most clients do not send it back; the recorded tokens contain it.
+    """
+    calls = tuple(
+        (call["function"]["name"], _frozen(arguments(call["function"].get("arguments"))))
+        for call in message.get("tool_calls", ())
+    )
+    return message["role"], message["content"], calls, message.get("tool_call_id")
+
+
+def arguments(value: Any) -> Any:
+    """Return the arguments of a tool call as an object; text that is no JSON object is returned unchanged."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        return parsed if isinstance(parsed, dict) else value
+    return value
+
+
+def for_template(message: Message) -> Message:
+    """Return a message as chat templates expect it: arguments of tool calls as objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        dict(call) | {"function": dict(call["function"]) | {"arguments": arguments(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def _frozen(value: Any) -> Hashable:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

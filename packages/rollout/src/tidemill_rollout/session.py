@@ -1,0 +1,307 @@
+"""A session: an episode's access to the policy."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from tidemill_rollout.engine import Engine, SamplingParams
+from tidemill_rollout.errors import EngineError, LimitError, SessionEndedError
+from tidemill_rollout.messages import Message, check_messages
+from tidemill_rollout.parser import ReplyParser
+from tidemill_rollout.recorder import Prompt, Recorder, Turn
+from tidemill_rollout.template import ChatTemplate
+from tidemill_rollout.trajectory import Trajectory
+
+_FREE_IN_TRAINING = {"max_tokens", "stop", "seed"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionConfig:
+    """Settings of a session.
+
+    Attributes:
+        sampling: sampling parameters; `max_tokens` is the default and the maximum of one reply.
+        context_length: maximum number of tokens of one token sequence, prompt included.
+        max_turns: maximum number of replies.
+        generate_timeout_s: timeout of one request to the engine.
+        is_training: refuse sampling parameters that differ from `sampling` in what changes the distribution, because
+            the trainer computes log-probs for `sampling`.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    context_length: int = 32768
+    max_turns: int = 1000
+    generate_timeout_s: float = 600.0
+    is_training: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One reply of the model.
+
+    Attributes:
+        message: the assistant message, to be appended to the conversation: `content`, and where the model wrote them
+            `reasoning_content` and `tool_calls`.
+        text: the whole reply without special tokens.
+        token_ids, log_probs: the sampled tokens with their log-probs.
+        finish_reason: "stop", "length" or "tool_calls".
+        num_prompt_tokens: length of the prompt.
+        turn: the recorded turn.
+    """
+
+    message: Message
+    text: str
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: str
+    num_prompt_tokens: int
+    turn: Turn
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Tool calls in OpenAI's format: `{"id": ..., "function": {"name": ..., "arguments": JSON text}}`."""
+        return self.message.get("tool_calls", [])
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionState:
+    """What all branches of a session share.
+
+    Attributes:
+        id: name of the session, unique in the run.
+        seed: seed of the first reply; the seeds of later ones are derived from it. None: the engine chooses.
+        engine: an engine, or a pool of them.
+        template: the model's chat template.
+        parser: parser of the replies.
+        config: sampling parameters and limits.
+        recorder: record of all turns.
+        base_url, api_key: address and key of the session at its OpenAI-style endpoint; empty without an endpoint.
+        branches: whether each branch is trained on.
+        num_requests: number of requests so far, running ones included.
+        running: tasks that wait for the engine.
+        is_ended: whether the episode has ended.
+    """
+
+    id: str
+    seed: int | None
+    engine: Engine
+    template: ChatTemplate
+    parser: ReplyParser
+    config: SessionConfig
+    recorder: Recorder
+    base_url: str = ""
+    api_key: str = ""
+    branches: dict[str, bool] = field(default_factory=lambda: {"main": True})
+    num_requests: int = 0
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    is_ended: bool = False
+
+
+class Session:
+    """Generate replies and record them. `Policy.session` creates sessions.
+
+    Args:
+        state: what all branches share.
+        branch: name of the branch whose history this session continues.
+    """
+
+    def __init__(self, state: SessionState, branch: str = "main") -> None:
+        self._state = state
+        self._branch = branch
+
+    @property
+    def id(self) -> str:
+        """Name of the session, unique in the run."""
+        return self._state.id
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the session, a function of the run's seed, the problem and the sample; use it for the environment."""
+        return self._state.seed
+
+    @property
+    def base_url(self) -> str:
+        """Address for OpenAI-style clients, such as "http://127.0.0.1:8000/v1"; empty without an endpoint."""
+        return self._state.base_url
+
+    @property
+    def api_key(self) -> str:
+        """Key for `base_url`; it selects this session."""
+        return self._state.api_key
+
+    @property
+    def recorder(self) -> Recorder:
+        """Record of all turns."""
+        return self._state.recorder
+
+    async def generate(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Reply:
+        """Generate a reply to a conversation, a text or a prompt of token ids, and record it.
+
+        Args:
+            messages: the whole conversation in OpenAI's format. Recorded replies in it are continued token by token.
+            text: a prompt that is encoded without a chat template.
+            token_ids: a prompt of token ids.
+            tools: tools in OpenAI's format, for `messages`.
+            sampling: fields of `SamplingParams` that differ from the session's.
+
+        Raises:
+            ValueError: not exactly one prompt, malformed messages, or a sampling parameter that training cannot use.
+            TemplateError: the chat template rejects the messages.
+            LimitError: the context length or the number of turns is reached.
+            EngineError: the engine failed or timed out.
+            SessionEndedError: the episode has ended.
+        """
+        state = self._state
+        if state.is_ended:
+            raise SessionEndedError(f"session {self.id} has ended; an episode must not use it after its return")
+        params = self._sampling_params(sampling)
+        if sum(value is not None for value in (messages, text, token_ids)) != 1:
+            raise ValueError("generate() requires exactly one of messages, text and token_ids")
+        if messages is not None:
+            prompt = state.recorder.prompt_from_messages(check_messages(messages), tools, self._branch)
+        else:
+            ids = state.template.encode(text) if text is not None else token_ids
+            assert ids is not None
+            prompt = state.recorder.prompt_from_tokens(ids, self._branch)
+        params = self._limited(params, prompt)
+        number = state.num_requests
+        state.num_requests += 1
+        if params.seed is None and state.seed is not None:
+            params = replace(params, seed=_derived_seed(state.seed, number))
+        return await self._request(prompt, params, number)
+
+    def branch(self, name: str | None = None, *, is_trained: bool = True) -> "Session":
+        """Return a session with a history of its own, for a sub-agent or an alternative.
+
+        Args:
+            name: name in the report; default "branch-1", "branch-2", ...
+            is_trained: whether its replies become training rows.
+
+        Raises:
+            ValueError: the name is in use.
+        """
+        branches = self._state.branches
+        name = f"branch-{len(branches)}" if name is None else name
+        if name in branches:
+            raise ValueError(f"the branch {name!r} exists already; choose another name")
+        branches[name] = is_trained
+        return Session(self._state, name)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the training rows of all trained branches."""
+        return self.recorder.trajectories([name for name, is_trained in self._state.branches.items() if is_trained])
+
+    async def end(self) -> None:
+        """Cancel running requests and refuse new ones."""
+        state = self._state
+        state.is_ended = True
+        for task in list(state.running):
+            task.cancel()
+        await asyncio.gather(*state.running, return_exceptions=True)
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences."""
+        turns = self.recorder.turns
+        sampled = sum(len(turn.generation.token_ids) for turn in turns)
+        trained = sum(sum(row.response_mask) for row in self.trajectories())
+        forks = {f"num_forks/{reason}": float(count) for reason, count in sorted(self.recorder.forks.items())}
+        return {
+            "num_turns": float(len(turns)),
+            "num_sampled_tokens": float(sampled),
+            "num_trained_tokens": float(trained),
+            **forks,
+        }
+
+    async def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Reply:
+        state = self._state
+        timeout_s = state.config.generate_timeout_s
+        task = asyncio.current_task()
+        assert task is not None
+        state.running.add(task)
+        try:
+            async with asyncio.timeout(timeout_s):
+                generation = await state.engine.generate(prompt.token_ids, params, session_id=state.id)
+        except TimeoutError as error:
+            raise EngineError(
+                f"session {state.id}: the engine returned no reply within {timeout_s:g} s (prompt of "
+                f"{len(prompt.token_ids)} tokens)"
+            ) from error
+        finally:
+            state.running.discard(task)
+        text = state.template.decode(generation.token_ids)
+        message = state.parser(
+            text,
+            reasoning_is_open=state.template.opens_reasoning(prompt.token_ids),
+            has_tools=bool(prompt.tools),
+            call_id=f"call-{number}",
+        )
+        turn = state.recorder.record(prompt, generation, message)
+        return Reply(
+            message=message,
+            text=text,
+            token_ids=generation.token_ids,
+            log_probs=generation.log_probs,
+            finish_reason="tool_calls" if "tool_calls" in message else generation.finish_reason,
+            num_prompt_tokens=len(prompt.token_ids),
+            turn=turn,
+        )
+
+    def _sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
+        known = {item.name for item in fields(SamplingParams)} - {"extra"}
+        given = {name: value for name, value in given.items() if value is not None}
+        config = self._state.config
+        own = config.sampling
+        extra = {name: value for name, value in given.items() if name not in known}
+        if config.is_training:
+            refused = [
+                name
+                for name in given
+                if name in extra or (name not in _FREE_IN_TRAINING and given[name] != getattr(own, name))
+            ]
+            if refused:
+                values = ", ".join(f"{name}={given[name]!r}" for name in refused)
+                expected = f"temperature={own.temperature:g}, top_p={own.top_p:g}, top_k={own.top_k}"
+                raise ValueError(
+                    f"the trainer computes log-probs for {expected} and cannot account for {values}; remove it from "
+                    "the request, or change the sampling parameters of the run"
+                )
+        changes = {name: value for name, value in given.items() if name in known}
+        if isinstance(stop := changes.get("stop"), str):
+            changes["stop"] = (stop,)
+        elif stop is not None:
+            changes["stop"] = tuple(stop)
+        return replace(own, **changes, extra={**own.extra, **extra})
+
+    def _limited(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        config = self._state.config
+        if len(self.recorder.turns) + len(self._state.running) >= config.max_turns:
+            raise LimitError("turns", f"session {self.id} has reached its limit of {config.max_turns} turns")
+        room = config.context_length - len(prompt.token_ids)
+        if room < 1:
+            raise LimitError(
+                "length",
+                f"session {self.id}: the prompt has {len(prompt.token_ids)} tokens, and the context length is "
+                f"{config.context_length}; no reply fits",
+            )
+        limits = [limit for limit in (params.max_tokens, config.sampling.max_tokens, room) if limit is not None]
+        if min(limits) < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {min(limits)}")
+        return replace(params, max_tokens=min(limits))
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    """Return the seed of a session's request: the session's own for the first one."""
+    if number == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint32)[0] >> 1)

@@ -1,0 +1,42 @@
+"""A training row: one token sequence of an episode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One token sequence, from the first prompt to the last sampled token.
+
+    Every sampled token of a trained branch is in exactly one trajectory with mask 1. Where sequences share turns, the
+    first has them with mask 1 and the others have them as context.
+
+    Attributes:
+        token_ids: prompt and response, length j.
+        num_prompt_tokens: tokens before the first sampled one.
+        response_mask: for each token after the prompt 1 if it is trained on, else 0.
+        rollout_log_probs: for each token after the prompt its log-prob, 0.0 where the mask is 0.
+        versions: weight versions of the tokens with mask 1 as runs (version, number of tokens).
+        branch: name of the branch, "main" for the session itself.
+        finish_reason: of the last reply.
+        turns: for each turn the number of context tokens and of sampled tokens, in order.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    response_mask: Sequence[int]
+    rollout_log_probs: Sequence[float]
+    versions: Sequence[tuple[str, int]]
+    branch: str
+    finish_reason: str
+    turns: Sequence[tuple[int, int]] = field(default_factory=tuple)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Tokens before the first sampled one."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def response_ids(self) -> Sequence[int]:
+        """Tokens from the first sampled one, including the context of later turns."""
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,113 @@
+"""Sessions: prompts, limits, sampling parameters, branches."""
+
+import asyncio
+
+import pytest
+from tidemill_rollout import LimitError, SamplingParams, SessionConfig, SessionEndedError
+
+USER = {"role": "user", "content": "hello"}
+AGAIN = {"role": "user", "content": "what is the weather today"}
+
+
+def test_second_reply_continues_the_recorded_tokens(scripted, tokenizer):
+    policy = scripted("the answer<|im_end|>", "forty-two<|im_end|>")
+    session = policy.session(seed=7)
+
+    async def run():
+        first = await session.generate([USER])
+        await session.generate([USER, first.message, AGAIN])
+
+    asyncio.run(run())
+    (row,) = session.trajectories()
+    conversation = [
+        USER,
+        {"role": "assistant", "content": "the answer"},
+        AGAIN,
+        {"role": "assistant", "content": "forty-two"},
+    ]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert tokenizer.decode(row.token_ids) == text.rstrip("\n")
+    assert policy.engine.requests[1][0] == list(row.token_ids[: len(policy.engine.requests[1][0])])
+    sampled = [token for token, mask in zip(row.response_ids, row.response_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled) == "the answer<|im_end|>forty-two<|im_end|>"
+    assert session.metrics()["num_trained_tokens"] == session.metrics()["num_sampled_tokens"]
+
+
+def test_seeds_differ_by_request_and_depend_on_the_session_seed_alone(scripted):
+    def seeds(seed):
+        policy = scripted("x<|im_end|>")
+        session = policy.session(seed=seed)
+
+        async def run():
+            for _ in range(3):
+                await session.generate(text="hello")
+
+        asyncio.run(run())
+        return [sampling.seed for _, sampling in policy.engine.requests]
+
+    assert seeds(7) == seeds(7)
+    assert seeds(7)[0] == 7
+    assert len({*seeds(7), *seeds(8)}) == 6
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"frequency_penalty": 0.5}, {"logit_bias": {"1": 2}}],
+)
+def test_sampling_that_training_cannot_account_for_is_refused_in_training_only(scripted, sampling):
+    policy = scripted("x<|im_end|>")
+    with pytest.raises(ValueError, match=f"cannot account for {next(iter(sampling))}="):
+        asyncio.run(policy.session().generate(text="hello", **sampling))
+    asyncio.run(policy.session(is_training=False).generate(text="hello", **sampling))
+
+
+def test_values_equal_to_the_sampling_of_the_run_are_accepted_in_training(scripted):
+    policy = scripted("x<|im_end|>", config=SessionConfig(sampling=SamplingParams(temperature=0.7)))
+    asyncio.run(policy.session().generate(text="hello", temperature=0.7, top_p=1.0, stop="\n"))
+    assert policy.engine.requests[0][1].stop == ("\n",)
+
+
+def test_reply_is_limited_to_the_context_length(scripted, tokenizer):
+    policy = scripted("x<|im_end|>", config=SessionConfig(context_length=20))
+    ids = tokenizer.encode("hello world")
+    asyncio.run(policy.session().generate(token_ids=ids))
+    assert policy.engine.requests[0][1].max_tokens == 20 - len(ids)
+    with pytest.raises(LimitError, match="no reply fits"):
+        asyncio.run(policy.session().generate(token_ids=[5] * 20))
+
+
+def test_number_of_turns_is_limited(scripted):
+    session = scripted("x<|im_end|>", config=SessionConfig(max_turns=2)).session()
+
+    async def run():
+        for _ in range(3):
+            await session.generate(text="hello")
+
+    with pytest.raises(LimitError, match="limit of 2 turns"):
+        asyncio.run(run())
+
+
+def test_ended_session_is_refused(scripted):
+    session = scripted("x<|im_end|>").session()
+
+    async def run():
+        await session.end()
+        await session.generate(text="hello")
+
+    with pytest.raises(SessionEndedError, match="has ended"):
+        asyncio.run(run())
+
+
+def test_branch_has_its_own_history_and_is_trained_as_requested(scripted):
+    session = scripted("x<|im_end|>").session()
+
+    async def run():
+        await session.generate([USER])
+        await session.branch("critic", is_trained=False).generate([USER])
+        await session.branch().generate([USER])
+
+    asyncio.run(run())
+    assert [row.branch for row in session.trajectories()] == ["main", "branch-2"]
+    assert session.recorder.forks == {}
+    assert session.metrics()["num_sampled_tokens"] == 6
+    assert session.metrics()["num_trained_tokens"] == 4
