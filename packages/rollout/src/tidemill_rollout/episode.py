@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from tidemill_rollout.errors import LimitError, ModelError
 from tidemill_rollout.outcome import Outcome, to_outcome
@@ -67,7 +67,7 @@ def load_episode(name: str) -> EpisodeFn:
     function: Any = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"{target} has no function {attribute!r}; define it, or correct the name after the colon")
-    return function
+    return cast(EpisodeFn, function)
 
 
 def _import_file(path: Path) -> ModuleType:
