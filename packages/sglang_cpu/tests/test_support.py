@@ -1,6 +1,7 @@
 """Unsupported models and arguments: `sglang.Engine` refuses them before it starts a scheduler."""
 
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_auto_dtype_is_that_of_the_checkpoint(requested, checkpoint, expected):
 def test_float16_checkpoint_requires_a_dtype():
     with pytest.raises(ValueError, match="pass dtype="):
         resolve_dtype("auto", transformers.Qwen3Config(dtype=torch.float16))
+
+
+def test_settings_of_tensor_parallel_ranks_do_not_affect_a_later_engine(llama, monkeypatch):
+    from sglang.srt.server_args import ServerArgs
+
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")  # restored afterwards
+    for tp_size in (2, 4):
+        ServerArgs(model_path=str(llama), tp_size=tp_size)
+        assert os.environ[name].count("|") == tp_size - 1
+    ServerArgs(model_path=str(llama))
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0|0")  # set by a user
+    ServerArgs(model_path=str(llama), tp_size=2)
+    assert os.environ[name] == "0|0"
 
 
 def test_platform_defaults(llama):

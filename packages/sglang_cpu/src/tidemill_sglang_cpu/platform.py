@@ -118,13 +118,21 @@ def _disable_graphs(server_args: Any) -> None:
 
 def _set_up_ranks(tp_size: int) -> None:
     """Set environment variables of SGLang's tensor-parallel ranks, unless the user has set them."""
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    current = os.environ.get(name, "")
+    if current == _core_shares(current.count("|") + 1):  # of an earlier engine of this process
+        del os.environ[name]
     if tp_size > 1:
         # SGLang's default does not allow more ranks than NUMA nodes.
-        cores = [str(core) for core in range(os.cpu_count() or 1)]
-        shares = [",".join(cores[rank::tp_size] or cores) for rank in range(tp_size)]
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(shares))
+        os.environ.setdefault(name, _core_shares(tp_size))
         # Use gloo instead of 24 MiB of shared memory, which would remain when SGLang stops a scheduler with SIGKILL.
         os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
+
+
+def _core_shares(tp_size: int) -> str:
+    """Return a share of the cores for each rank, such as "0,2|1,3"."""
+    cores = [str(core) for core in range(os.cpu_count() or 1)]
+    return "|".join(",".join(cores[rank::tp_size] or cores) for rank in range(tp_size))
 
 
 def _skip_other_models() -> None:
