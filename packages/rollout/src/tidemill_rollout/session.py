@@ -81,7 +81,7 @@ class SessionState:
         base_url, api_key: address and key of the session at its OpenAI-style endpoint; empty without an endpoint.
         branches: whether each branch is trained on.
         num_requests: number of requests so far, running ones included.
-        running: tasks that wait for the engine.
+        running: requests that the engine has not answered.
         is_ended: whether the episode has ended.
     """
 
@@ -226,19 +226,21 @@ class Session:
     async def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Reply:
         state = self._state
         timeout_s = state.config.generate_timeout_s
-        task = asyncio.current_task()
-        assert task is not None
-        state.running.add(task)
+        request = asyncio.create_task(state.engine.generate(prompt.token_ids, params, session_id=state.id))
+        state.running.add(request)
+        request.add_done_callback(state.running.discard)
         try:
-            async with asyncio.timeout(timeout_s):
-                generation = await state.engine.generate(prompt.token_ids, params, session_id=state.id)
-        except TimeoutError as error:
-            raise EngineError(
-                f"session {state.id}: the engine returned no reply within {timeout_s:g} s (prompt of "
-                f"{len(prompt.token_ids)} tokens)"
-            ) from error
+            await asyncio.wait({request}, timeout=timeout_s)
+            if not request.done():
+                raise EngineError(
+                    f"session {state.id}: the engine returned no reply within {timeout_s:g} s (prompt of "
+                    f"{len(prompt.token_ids)} tokens)"
+                )
         finally:
-            state.running.discard(task)
+            request.cancel()
+        if state.is_ended:
+            raise SessionEndedError(f"session {self.id} ended before the engine replied")
+        generation = request.result()
         text = state.template.decode(generation.token_ids)
         message = state.parser(
             text,
