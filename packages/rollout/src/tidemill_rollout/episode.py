@@ -1,9 +1,10 @@
 """An episode: a function that solves a problem through a session, and how it is found and run."""
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
-import inspect
+import math
 import sys
 import time
 import traceback
@@ -13,15 +14,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from tidemill_rollout.blocking import BlockingSession
 from tidemill_rollout.errors import LimitError, ModelError
-from tidemill_rollout.outcome import Outcome, to_outcome
+from tidemill_rollout.outcome import Outcome, to_outcome, truncated
 from tidemill_rollout.problem import Problem
-from tidemill_rollout.session import Reply, Session
+from tidemill_rollout.session import Session
+from tidemill_rollout.thread import is_async, run_in_thread
 from tidemill_rollout.trajectory import Trajectory
 
 EpisodeFn = Callable[[Problem, Any], Awaitable[float | dict[str, Any] | Outcome] | float | dict[str, Any] | Outcome]
 """`async def episode(problem, session)`, or a function without `async`, which receives a `BlockingSession`."""
 
+_CANCEL_GRACE_S = 5.0
+"""How long a cancelled episode may take for its clean-up."""
+_MAX_REASON = 2000
+_PACKAGE = Path(__file__).parent
 _episodes: dict[str, EpisodeFn] = {}
 
 
@@ -71,12 +78,20 @@ def load_episode(name: str) -> EpisodeFn:
 
 
 def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tidemill_episode_{path.stem}", path)
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # two folders may have a file of one name
+    name = f"tidemill_episode_{path.stem}_{digest}"
+    if name in sys.modules:  # a second import would register its episodes again
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the dataclass decorator looks its module up
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # the dataclass decorator looks its module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -99,30 +114,14 @@ class EpisodeResult:
     seconds: float
 
 
-class BlockingSession:
-    """The session of an episode function without `async`: the same calls, which wait for their result."""
-
-    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
-        self._session = session
-        self._loop = loop
-        self.id, self.seed = session.id, session.seed
-        self.base_url, self.api_key = session.base_url, session.api_key
-
-    def generate(self, *args: Any, **kwargs: Any) -> Reply:
-        """Generate a reply; see `Session.generate`."""
-        return asyncio.run_coroutine_threadsafe(self._session.generate(*args, **kwargs), self._loop).result()
-
-    def branch(self, name: str | None = None, *, is_trained: bool = True) -> "BlockingSession":
-        """Return a session with a history of its own; see `Session.branch`."""
-        return BlockingSession(self._session.branch(name, is_trained=is_trained), self._loop)
-
-
 async def run_episode(
-    function: EpisodeFn, problem: Problem, session: Session, *, timeout_s: float = float("inf")
+    function: EpisodeFn, problem: Problem, session: Session, *, timeout_s: float = math.inf
 ) -> EpisodeResult:
     """Run an episode to its end and return what it is worth. Exceptions of the episode become outcomes.
 
-    A function without `async` runs in a thread; one that never returns keeps that thread until the process ends.
+    The episode runs in a task of its own; at the time limit and when the caller is cancelled, so is that task. A
+    function without `async` runs in a thread; one that never returns keeps that thread until the process ends. An
+    `async` function that blocks without `await` stops all episodes of its event loop.
 
     Args:
         function: the episode.
@@ -131,49 +130,67 @@ async def run_episode(
         timeout_s: time limit of the episode.
     """
     start = time.monotonic()
+    task = asyncio.create_task(_outcome(function, problem, session))
     try:
-        async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
-            outcome = await _call(function, problem, session)
-    except TimeoutError:
-        outcome = _truncated("time", f"no result within {timeout_s:g} s")
+        await asyncio.wait({task}, timeout=None if math.isinf(timeout_s) else timeout_s)
+        is_finished = task.done()
     finally:
-        await session.end()
+        try:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CANCEL_GRACE_S)
+        finally:
+            await session.end()
     return EpisodeResult(
         problem=problem,
-        outcome=outcome,
+        outcome=task.result() if is_finished else truncated("time", f"no result within {timeout_s:g} s"),
         trajectories=session.trajectories(),
         metrics=session.metrics(),
         seconds=time.monotonic() - start,
     )
 
 
-async def _call(function: EpisodeFn, problem: Problem, session: Session) -> Outcome:
+async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> Outcome:
     try:
-        if _is_async(function):
+        if is_async(function):
             result = await function(problem, session)  # type: ignore[misc]
         else:
-            blocking = BlockingSession(session, asyncio.get_running_loop())
-            result = await asyncio.to_thread(function, problem, blocking)
+            result = await run_in_thread(function, problem, BlockingSession(session, asyncio.get_running_loop()))
         return to_outcome(result)
-    except LimitError as error:
-        return _truncated(error.limit, str(error))
-    except ModelError as error:
-        return Outcome(reward=0.0, status="model_error", reason=f"model: {error}")
     except BaseException as error:  # including SystemExit, because user code may call exit()
-        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        task = asyncio.current_task()
+        assert task is not None
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
             raise
-        return _failed(error)
+        return _outcome_of_error(error, function)
 
 
-def _is_async(function: EpisodeFn) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+def _outcome_of_error(error: BaseException, function: EpisodeFn) -> Outcome:
+    causes = _causes(error)
+    if all(isinstance(cause, LimitError) for cause in causes):
+        return truncated(causes[0].limit, str(causes[0]))  # type: ignore[attr-defined]
+    if all(isinstance(cause, LimitError | ModelError) for cause in causes):
+        cause = next(cause for cause in causes if isinstance(cause, ModelError))
+        return Outcome(reward=0.0, status="model_error", reason=f"model: {cause}"[:_MAX_REASON])
+    cause = next(cause for cause in causes if not isinstance(cause, LimitError | ModelError))
+    reason = f"{type(cause).__name__}: {cause}"[:_MAX_REASON]
+    return Outcome(reward=0.0, status="environment_error", reason=f"{reason} (in {_place(cause, function)})")
 
 
-def _truncated(limit: str, message: str) -> Outcome:
-    return Outcome(reward=0.0, status="truncated", reason=f"{limit}: {message}")
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the errors of a group, such as a `TaskGroup` raises, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for member in error.exceptions for cause in _causes(member)]
+    return [error]
 
 
-def _failed(error: BaseException) -> Outcome:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return Outcome(reward=0.0, status="environment_error", reason=f"{type(error).__name__}: {error}{place}"[:2000])
+def _place(error: BaseException, function: EpisodeFn) -> str:
+    """Return file and line of the last code outside this package that the error passed, or else the function's name."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not Path(frame.filename).is_relative_to(_PACKAGE)
+    ]
+    if frames:
+        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,11 +1,13 @@
 """How an episode ended."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, get_args
 
 Status = Literal["ok", "truncated", "model_error", "environment_error"]
+_MAX = 3.4028234663852886e38
+"""The largest float32; rewards and metrics are float32 in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,10 @@ class Outcome:
             impossible to continue; "environment_error": the environment failed. The last is never trained on.
         reason: what happened, for every status but "ok"; it starts with a word that outcomes are counted by.
         metrics: further numbers, such as "acc", the accuracy for validation.
+
+    Raises:
+        TypeError: the reward is no number.
+        ValueError: the reward or a metric is not finite in float32, or the status is unknown.
     """
 
     reward: float
@@ -25,45 +31,61 @@ class Outcome:
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _number(self.reward))
+        _check_finite("reward", self.reward)
+        for name, value in self.metrics.items():
+            _check_finite(f"metric {name!r}", value)
+        if self.status not in get_args(Status):
+            raise ValueError(f"the status of an outcome must be one of {get_args(Status)}, got {self.status!r}")
+
     @property
     def is_trainable(self) -> bool:
         """Whether the episode may be trained on."""
         return self.status != "environment_error"
 
 
+def truncated(limit: str, message: str, *, reward: float = 0.0) -> Outcome:
+    """Return the outcome of an episode that reached a limit: "length", "turns" or "time"."""
+    return Outcome(reward=reward, status="truncated", reason=f"{limit}: {message}")
+
+
 def to_outcome(result: Any) -> Outcome:
-    """Return the outcome for what an episode function returned.
+    """Return the outcome for what an episode function or a reward function returned.
 
     Args:
-        result: a number; a dict with "score" (or "reward") and further numbers, such as "acc"; or an `Outcome`.
+        result: a number; a dict with "score" (or "reward") and further entries, of which the numbers become metrics,
+            such as "acc"; or an `Outcome`.
 
     Raises:
         TypeError: any other type.
         ValueError: a dict without a score, or a number that is not finite.
     """
     if isinstance(result, Outcome):
-        _check_finite(result.reward, result)
         return result
-    if isinstance(result, Mapping):
-        numbers = {str(name): _number(value, result) for name, value in result.items()}
-        name = next((name for name in ("score", "reward") if name in numbers), None)
-        if name is None:
-            raise ValueError(f'an episode that returns a dict must set "score", got the keys {sorted(numbers)}')
-        return Outcome(reward=numbers.pop(name), metrics=numbers)
-    return Outcome(reward=_number(result, result))
+    if not isinstance(result, Mapping):
+        return Outcome(reward=_number(result))
+    name = next((name for name in ("score", "reward") if name in result), None)
+    if name is None:
+        raise ValueError(f'a dict that an episode returns requires the key "score", got {_short(result)}')
+    metrics = {str(key): float(value) for key, value in result.items() if key != name and isinstance(value, Real)}
+    return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
-def _number(value: Any, result: Any) -> float:
+def _number(value: Any) -> float:
     try:
-        number = float(value) if not isinstance(value, str) else None
-    except (TypeError, ValueError):
-        number = None
-    if number is None:
-        raise TypeError(f'an episode must return a number, a dict with "score" or an Outcome, got {result!r}'[:500])
-    _check_finite(number, result)
-    return number
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f'an episode must return a number, a dict with "score" or an Outcome, got {_short(value)}')
 
 
-def _check_finite(number: float, result: Any) -> None:
-    if not math.isfinite(number):
-        raise ValueError(f"an episode must return finite numbers, got {result!r}"[:500])
+def _check_finite(name: str, number: float) -> None:
+    if not abs(number) <= _MAX:  # also True for NaN
+        raise ValueError(f"expected a finite float32 as the {name} of an episode, got {number}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,57 @@
+"""Functions with and without `async`, called from an event loop."""
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or the `__call__` of an object, is defined with `async def`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function and return its result: with `async` in the event loop, else in a thread."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    result = await run_in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function in a new thread and return its result or raise its error.
+
+    `asyncio.to_thread` is unsuitable for user code: it shares a few threads among all callers, so functions that never
+    return stop everybody; the process waits for them at its end; and StopIteration is never delivered. A function that
+    never returns keeps this thread, and nothing else, until the process ends.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(function, *args, **kwargs), None
+        except BaseException as error:  # noqa: BLE001  # raised in the caller, including SystemExit
+            result = None, error
+        with suppress(RuntimeError):  # the event loop is closed, so nobody waits
+            loop.call_soon_threadsafe(_resolve, future, result)
+
+    threading.Thread(target=run, name=f"tidemill-{_name(function)}", daemon=True).start()
+    result, error = await future
+    if error is not None:
+        raise error
+    return result
+
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():  # the caller may have been cancelled
+        future.set_result(result)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,388 @@
+"""Running episodes: results, errors, limits, cancellation; and finding them by name."""
+
+import asyncio
+import contextlib
+import functools
+import re
+import threading
+import time
+
+import pytest
+from tidemill_rollout import (
+    EngineError,
+    LimitError,
+    ModelError,
+    Outcome,
+    Policy,
+    Problem,
+    SessionConfig,
+    SessionEndedError,
+    load_episode,
+    register_episode,
+)
+
+PROBLEM = Problem(prompt="hello")
+
+
+def run(policy, episode, **settings):
+    return asyncio.run(policy.run(episode, PROBLEM, **settings))
+
+
+class WaitingEngine:
+    """An engine that never replies and counts its cancelled requests."""
+
+    def __init__(self):
+        self.started = threading.Event()
+        self.num_cancelled = 0
+
+    async def generate(self, token_ids, sampling, *, session_id):
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def asks(problem, session):
+    await session.generate(text="hello")
+    return 1.0
+
+
+def asks_blocking(problem, session):
+    session.generate(text="hello")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "metrics"),
+    [
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        ({"score": 0.5, "acc": True, "answer": "4"}, 0.5, {"acc": 1.0}),
+        ({"reward": 2}, 2.0, {}),
+        (Outcome(reward=0.25, metrics={"acc": 1.0}), 0.25, {"acc": 1.0}),
+    ],
+)
+def test_number_dict_and_outcome_are_results_of_an_episode(scripted, result, reward, metrics):
+    async def episode(problem, session):
+        return result
+
+    outcome = run(scripted("x<|im_end|>"), episode).outcome
+    assert (outcome.status, outcome.reward, outcome.metrics) == ("ok", reward, metrics)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "must return a number, .* got None"),
+        ("1.0", "must return a number, .* got '1.0'"),
+        (float("nan"), "expected a finite float32 as the reward of an episode, got nan"),
+        (1e300, r"expected a finite float32 as the reward of an episode, got 1e\+300"),
+        ({"acc": 1.0}, "requires the key \"score\", got {'acc': 1.0}"),
+        ({"score": None}, "must return a number, .* got None"),
+        ({"score": 1.0, "acc": float("inf")}, "finite float32 as the metric 'acc'"),
+        (object(), "must return a number, .* got <object"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_result_that_is_no_finite_number_is_an_environment_error(scripted, result, message, is_async):
+    async def coroutine(problem, session):
+        return result
+
+    def function(problem, session):
+        return result
+
+    outcome = run(scripted("x<|im_end|>"), coroutine if is_async else function).outcome
+    assert (outcome.status, outcome.reward, outcome.is_trainable) == ("environment_error", 0.0, False)
+    assert re.search(message, outcome.reason)
+    assert "test_result_that" in outcome.reason  # the function's name
+
+
+def test_outcome_with_unknown_status_or_text_as_reward_is_refused():
+    with pytest.raises(ValueError, match=r"must be one of .*'ok'.*, got 'done'"):
+        Outcome(reward=1.0, status="done")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must return a number"):
+        Outcome(reward="1")  # type: ignore[arg-type]
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "reason"),
+    [
+        (lambda: 1 / 0, "environment_error", r"^ZeroDivisionError: division by zero \(in test_episode.py:\d+\)$"),
+        (lambda: exit(3), "environment_error", r"^SystemExit: 3 \(in "),
+        (lambda: next(iter([])), "environment_error", "StopIteration"),
+        (lambda: _raise(TimeoutError("database")), "environment_error", "^TimeoutError: database"),
+        (lambda: _raise(asyncio.CancelledError("mine")), "environment_error", "^CancelledError: mine"),
+        (lambda: _raise(EngineError("gone")), "environment_error", "^EngineError: gone"),
+        (lambda: _raise(ModelError("no answer")), "model_error", "^model: no answer$"),
+        (lambda: _raise(LimitError("turns", "too many")), "truncated", "^turns: too many$"),
+        (lambda: _raise(ValueError("x" * 10_000)), "environment_error", r"^ValueError: x{1900,2000} \(in "),
+    ],
+)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_error_of_an_episode_becomes_its_outcome_and_affects_no_other(scripted, action, status, reason, is_async):
+    async def coroutine(problem, session):
+        await session.generate(text="hello")
+        return action()
+
+    def function(problem, session):
+        session.generate(text="hello")
+        return action()
+
+    policy = scripted("x<|im_end|>")
+
+    async def both():
+        return await asyncio.gather(
+            policy.run(coroutine if is_async else function, PROBLEM),
+            policy.run(asks, PROBLEM),
+            policy.run(asks, PROBLEM),
+        )
+
+    failed, *others = asyncio.run(both())
+    assert failed.outcome.status == status
+    assert re.search(reason, failed.outcome.reason)
+    assert len(failed.trajectories) == 1
+    assert [other.outcome.status for other in others] == ["ok", "ok"]
+
+
+def test_errors_of_a_task_group_are_classified_by_their_causes(scripted):
+    def episode(*errors):
+        async def run_group(problem, session):
+            raise BaseExceptionGroup("group", [ExceptionGroup("inner", [errors[0]]), *errors[1:]])
+
+        return run_group
+
+    policy = scripted("x<|im_end|>")
+    limit, model = LimitError("length", "full"), ModelError("bad")
+    assert run(policy, episode(limit, limit)).outcome.status == "truncated"
+    assert run(policy, episode(limit, model)).outcome.status == "model_error"
+    outcome = run(policy, episode(limit, KeyError("k"), model)).outcome
+    assert outcome.status == "environment_error"
+    assert outcome.reason.startswith("KeyError: 'k'")
+
+
+def test_context_limit_in_a_child_task_truncates_the_episode(scripted):
+    async def episode(problem, session):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(session.generate(token_ids=[5] * 20))
+
+    result = run(scripted("x<|im_end|>", config=SessionConfig(context_length=20)), episode)
+    assert result.outcome.status == "truncated"
+    assert result.outcome.reason.startswith("length: ")
+
+
+@pytest.mark.parametrize("episode", [asks, asks_blocking])
+def test_time_limit_cancels_the_request_to_the_engine(tokenizer, episode):
+    engine = WaitingEngine()
+    result = run(Policy(engine, tokenizer), episode, timeout_s=0.05)
+    assert (result.outcome.status, result.outcome.reason) == ("truncated", "time: no result within 0.05 s")
+    assert (engine.num_cancelled, result.trajectories) == (1, [])
+
+
+@pytest.mark.parametrize("episode", [asks, asks_blocking])
+def test_cancelling_the_caller_cancels_the_episode_and_its_request(tokenizer, episode):
+    engine = WaitingEngine()
+
+    async def cancel():
+        task = asyncio.create_task(Policy(engine, tokenizer).run(episode, PROBLEM))
+        while not engine.started.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert engine.num_cancelled == 1
+
+
+def test_time_limit_ends_an_episode_without_async_that_never_returns(scripted):
+    is_stopped = threading.Event()
+    errors = []
+
+    def sleeps(problem, session):
+        is_stopped.wait()
+        try:
+            session.generate(text="hello")
+        except SessionEndedError as error:
+            errors.append(error)
+
+    policy = scripted("x<|im_end|>")
+
+    async def many():
+        slow = [policy.run(sleeps, PROBLEM, timeout_s=0.05) for _ in range(50)]  # more than a pool of threads has
+        results = await asyncio.gather(*slow, policy.run(asks_blocking, PROBLEM))
+        is_stopped.set()
+        while len(errors) < 50:
+            await asyncio.sleep(0.001)
+        return results
+
+    *slow, other = asyncio.run(many())
+    assert {result.outcome.reason for result in slow} == {"time: no result within 0.05 s"}
+    assert other.outcome.status == "ok"
+    assert "has ended" in str(errors[0])
+
+
+def test_time_limit_ends_an_episode_that_ignores_its_cancellation(scripted, monkeypatch):
+    monkeypatch.setattr("tidemill_rollout.episode._CANCEL_GRACE_S", 0.05)
+    is_stopped = False
+
+    async def ignores(problem, session):
+        while not is_stopped:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+    async def limited():
+        nonlocal is_stopped
+        result = await scripted("x<|im_end|>").run(ignores, PROBLEM, timeout_s=0.05)
+        is_stopped = True  # else asyncio.run would wait for the episode
+        return result
+
+    assert asyncio.run(limited()).outcome.reason == "time: no result within 0.05 s"
+
+
+def test_error_in_the_clean_up_after_the_time_limit_is_still_the_time_limit(scripted):
+    async def fails_late(problem, session):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            raise ValueError("clean-up failed")
+
+    assert run(scripted("x<|im_end|>"), fails_late, timeout_s=0.05).outcome.status == "truncated"
+
+
+def test_session_that_is_used_after_the_episode_refuses_and_leaves_its_outcome_unchanged(scripted):
+    late = []
+    has_ended = asyncio.Event()
+
+    async def leaves_a_task(problem, session):
+        async def use_later():
+            await has_ended.wait()
+            await session.generate(text="hello")
+
+        late.append(asyncio.create_task(use_later()))
+        return 1.0
+
+    policy = scripted("x<|im_end|>")
+
+    async def use():
+        result = await policy.run(leaves_a_task, PROBLEM)
+        has_ended.set()
+        with pytest.raises(SessionEndedError, match="has ended"):
+            await late[0]
+        return result
+
+    result = asyncio.run(use())
+    assert (result.outcome.status, result.trajectories) == ("ok", [])
+
+
+def test_request_that_runs_when_the_episode_returns_is_cancelled(tokenizer):
+    engine = WaitingEngine()
+    requests = []
+
+    async def returns_early(problem, session):
+        requests.append(asyncio.create_task(session.generate(text="hello")))
+        while not engine.started.is_set():
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def use():
+        result = await Policy(engine, tokenizer).run(returns_early, PROBLEM)
+        with pytest.raises(SessionEndedError, match="ended before the engine replied"):
+            await requests[0]
+        return result
+
+    assert asyncio.run(use()).outcome.status == "ok"
+    assert engine.num_cancelled == 1
+
+
+def test_thousand_branches_have_a_row_each(scripted):
+    async def episode(problem, session):
+        await asyncio.gather(*(session.branch().generate(text="hello") for _ in range(1000)))
+        return 1.0
+
+    result = run(scripted("x<|im_end|>"), episode)
+    assert len(result.trajectories) == 1000
+    assert result.metrics["num_trained_tokens"] == result.metrics["num_sampled_tokens"]
+
+
+def test_partial_and_object_with_async_call_are_async_episodes(scripted):
+    class Agent:
+        async def __call__(self, problem, session):
+            await session.generate(text="hello")
+            return 1.0
+
+    async def with_option(option, problem, session):
+        await session.generate(text="hello")
+        return option
+
+    policy = scripted("x<|im_end|>")
+    assert run(policy, Agent()).outcome.status == "ok"
+    assert run(policy, functools.partial(with_option, 0.5)).outcome.reward == 0.5
+
+
+def test_episode_without_async_has_branches_and_the_session_seed(scripted):
+    def episode(problem, session):
+        assert threading.current_thread() is not threading.main_thread()
+        first = session.generate(text="hello")
+        session.branch("critic", is_trained=False).generate(text="hello")
+        return {"score": len(first.token_ids), "seed": session.seed}
+
+    result = asyncio.run(scripted("x<|im_end|>").run(episode, PROBLEM, seed=3))
+    assert (result.outcome.reward, result.outcome.metrics) == (2.0, {"seed": 3.0})
+    assert [row.branch for row in result.trajectories] == ["main"]
+
+
+def test_sleeping_episodes_without_async_run_at_the_same_time(scripted):
+    barrier = threading.Barrier(100)
+
+    def meets(problem, session):
+        barrier.wait(timeout=60)
+        time.sleep(0.001)
+        return 1.0
+
+    async def many():
+        policy = scripted("x<|im_end|>")
+        return await asyncio.gather(*(policy.run(meets, PROBLEM) for _ in range(100)))
+
+    assert {result.outcome.status for result in asyncio.run(many())} == {"ok"}
+
+
+def test_episode_is_found_by_registered_name_module_and_file(tmp_path):
+    @register_episode("test-registered")
+    async def registered(problem, session):
+        return 1.0
+
+    assert load_episode("test-registered") is registered
+    with pytest.raises(ValueError, match="'test-registered' is registered already"):
+        register_episode("test-registered")(registered)
+    (tmp_path / "env.py").write_text(
+        "from tidemill_rollout import register_episode\n"
+        "@register_episode('test-file')\ndef episode(problem, session):\n    return 1.0\n"
+    )
+    found = load_episode(f"{tmp_path}/env.py:episode")
+    assert load_episode(f"{tmp_path}/env.py:episode") is found  # imported once
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "env.py").write_text("def episode(problem, session):\n    return 2.0\n")
+    assert load_episode(f"{tmp_path}/other/env.py:episode") is not found
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("unknown", ValueError, r'expected a registered episode \(.*\), "pkg.mod:attr" or "path/file.py:attr"'),
+        ("missing.py:episode", ValueError, "missing.py does not exist"),
+        ("tidemill_rollout.nothing:episode", ImportError, "cannot import 'tidemill_rollout.nothing'"),
+        ("tidemill_rollout:nothing", ValueError, "has no function 'nothing'"),
+        ("{tmp}/broken.py:episode", ImportError, "SystemExit: 1"),
+    ],
+)
+def test_episode_that_does_not_exist_is_refused_with_its_name(tmp_path, name, error, message):
+    (tmp_path / "broken.py").write_text("exit(1)")
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            load_episode(name.format(tmp=tmp_path))
