@@ -1,0 +1,23 @@
+"""One question, one answer, one reward."""
+
+from tidemill_rollout.episode import EpisodeFn
+from tidemill_rollout.episodes.reward import RewardFn, score
+from tidemill_rollout.outcome import Outcome
+from tidemill_rollout.problem import Problem
+from tidemill_rollout.session import Session
+
+
+def single_turn(reward: RewardFn) -> EpisodeFn:
+    """Return the episode that generates one reply to the prompt and scores its text.
+
+    Args:
+        reward: reward function, which receives the reply without special tokens. One that never returns keeps its
+            thread until the process ends.
+    """
+
+    async def episode(problem: Problem, session: Session) -> Outcome:
+        prompt = problem.prompt
+        reply = await (session.generate(text=prompt) if isinstance(prompt, str) else session.generate(prompt))
+        return await score(reward, problem, reply.text)
+
+    return episode
