@@ -7,11 +7,12 @@ from typing import Any
 Message = dict[str, Any]
 """{"role": ..., "content": ..., ...} as in OpenAI's chat completions; a reply can also have `reasoning_content`."""
 
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return `messages` with text parts joined and empty fields removed.
+    """Return copies of `messages` with text parts joined and empty fields removed.
 
     Raises:
         ValueError: `messages` is no list of messages with a known role and text content, it is empty, or it ends with
@@ -30,14 +31,22 @@ def check_messages(messages: Any) -> list[Message]:
 
 def _clean(message: Any, number: int) -> Message:
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-        raise ValueError(f"messages[{number}]: expected an object with a role of {_ROLES}, got {_short(message)}")
+        raise ValueError(
+            f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {_short(message)}; "
+            "convert messages of a client library to dicts, such as with model_dump()"
+        )
     cleaned = {name: value for name, value in message.items() if value is not None and value != []}
     cleaned["content"] = _text(message.get("content"), number)
-    for call in cleaned.get("tool_calls", ()):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"messages[{number}]: expected tool calls with a function name, got {_short(call)}")
+    if "tool_calls" in cleaned:
+        cleaned["tool_calls"] = [_clean_call(call, number) for call in cleaned["tool_calls"]]
     return cleaned
+
+
+def _clean_call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"messages[{number}]: expected tool calls with a function name, got {_short(call)}")
+    return {**call, "function": dict(function)}
 
 
 def _text(content: Any, number: int) -> str:
@@ -57,37 +66,58 @@ def identity(message: Message) -> Hashable:
 
     Reasoning is left out, because most clients do not send it back; the recorded tokens contain it.
     """
-    calls = tuple(
-        (call["function"]["name"], _frozen(arguments(call["function"].get("arguments"))))
-        for call in message.get("tool_calls", ())
-    )
-    return message["role"], message["content"], calls, message.get("tool_call_id")
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message["role"], message["content"], message.get("tool_call_id")
+    names = [(call["function"]["name"], arguments(call["function"].get("arguments"))) for call in calls]
+    return message["role"], message["content"], canonical(names)
+
+
+def canonical(value: Any) -> str:
+    """Return equal texts for equal JSON values, whatever the order of their keys.
+
+    Raises:
+        ValueError: the value is not JSON.
+    """
+    try:
+        return _ENCODER.encode(value)
+    except TypeError as error:
+        raise ValueError(f"tools and tool calls must be JSON: {error}; got {_short(value)}") from error
 
 
 def arguments(value: Any) -> Any:
     """Return the arguments of a tool call as an object; text that is no JSON object is returned unchanged."""
     if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            return value
+        parsed = parse_json(value)
         return parsed if isinstance(parsed, dict) else value
     return value
 
 
-def for_template(message: Message) -> Message:
-    """Return a message as chat templates expect it: arguments of tool calls as objects."""
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text that a model wrote; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def for_template(message: Message, *, has_developer: bool = False) -> Message:
+    """Return a message as chat templates expect it: arguments of tool calls as objects, and a role that they know.
+
+    Args:
+        message: the message.
+        has_developer: the template has a role "developer". Others silently drop such a message, so it is passed as a
+            system message.
+    """
+    if message["role"] == "developer" and not has_developer:
+        message = message | {"role": "system"}
     if "tool_calls" not in message:
         return message
     calls = [
-        dict(call) | {"function": dict(call["function"]) | {"arguments": arguments(call["function"].get("arguments"))}}
+        call | {"function": call["function"] | {"arguments": arguments(call["function"].get("arguments"))}}
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}
-
-
-def _frozen(value: Any) -> Hashable:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def _short(value: Any) -> str:

@@ -5,16 +5,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tidemill_rollout.messages import Message
+from tidemill_rollout.messages import Message, parse_json
 
 ToolCallParser = Callable[[str], tuple[str, list[tuple[str, str]]]]
 """Text -> (remaining text, [(name, arguments as JSON text)])."""
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_HERMES_PROMPT = re.compile(r'<tool_call>.*\\?"arguments\\?"', re.DOTALL)
 
 
 def parse_hermes(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Qwen2.5 and Qwen3."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Qwen2.5 and Qwen3.
+
+    A block that is no such JSON remains in the text.
+    """
     calls = []
 
     def take(match: re.Match[str]) -> str:
@@ -25,30 +29,31 @@ def parse_hermes(text: str) -> tuple[str, list[tuple[str, str]]]:
         return ""
 
     rest = _HERMES.sub(take, text)
-    return (rest.rstrip() if calls else rest), calls
+    return (rest.strip() if calls else text), calls
 
 
 def parse_llama3(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Parse a reply that is one `{"name": ..., "parameters": {...}}`, the format of Llama 3."""
-    call = _call(text.strip().removeprefix("<|python_tag|>"), "parameters")
+    """Parse a reply that is one `{"name": ..., "parameters": {...}}`, the format of Llama 3.
+
+    Several calls remain in the text, because the template rejects them.
+    """
+    call = _call(text.strip().removeprefix("<|python_tag|>"), "parameters", "arguments")
     return (text, []) if call is None else ("", [call])
 
 
-def _call(text: str, key: str) -> tuple[str, str] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
+def _call(text: str, *keys: str) -> tuple[str, str] | None:
+    value = parse_json(text)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    return value["name"], json.dumps(value.get(key, {}), ensure_ascii=False)
+    arguments = next((value[key] for key in keys if key in value), {})
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
 
 
 def tool_call_parser(chat_template: str | None) -> ToolCallParser | None:
     """Return the parser for the format that a chat template asks the model to use; None if it is unknown."""
     if not chat_template:
         return None
-    if "<tool_call>" in chat_template and '\\"arguments\\"' in chat_template.replace('"arguments"', '\\"arguments\\"'):
+    if _HERMES_PROMPT.search(chat_template):
         return parse_hermes
     return parse_llama3 if '"parameters": ' in chat_template else None
 
@@ -58,10 +63,12 @@ class ReplyParser:
 
     Args:
         tool_calls: parser of the model's tool calls; None leaves them in the content.
+        has_reasoning: the model's chat template knows `<think>` blocks; otherwise they remain in the content.
     """
 
-    def __init__(self, tool_calls: ToolCallParser | None) -> None:
+    def __init__(self, tool_calls: ToolCallParser | None, *, has_reasoning: bool = True) -> None:
         self._tool_calls = tool_calls
+        self._has_reasoning = has_reasoning
 
     def __call__(self, text: str, *, reasoning_is_open: bool, has_tools: bool, call_id: str) -> Message:
         """Return the assistant message of a reply.
@@ -73,7 +80,7 @@ class ReplyParser:
             call_id: prefix of the ids of tool calls, unique in the session.
         """
         message: Message = {"role": "assistant"}
-        reasoning, content = _split_reasoning(text, reasoning_is_open)
+        reasoning, content = _split_reasoning(text, reasoning_is_open) if self._has_reasoning else ("", text)
         if reasoning:
             message["reasoning_content"] = reasoning
         calls: list[tuple[str, str]] = []
@@ -88,11 +95,11 @@ class ReplyParser:
 
 
 def _split_reasoning(text: str, is_open: bool) -> tuple[str, str]:
-    if not is_open:
-        head, opening, text_after = text.partition("<think>")
-        if not opening or head.strip():
-            return "", text
-        text = text_after
+    head, opening, inside = text.partition("<think>")
+    if opening and not head.strip():
+        text = inside
+    elif not is_open:
+        return "", text
     reasoning, closing, content = text.partition("</think>")
     return reasoning.strip("\n"), content.lstrip("\n") if closing else ""
 

@@ -40,7 +40,8 @@ class Policy:
         self.engine = engine
         self.config = SessionConfig() if config is None else config
         self.template = ChatTemplate(self.tokenizer, kwargs=template_kwargs, keep_reasoning=keep_reasoning)
-        self.parser = ReplyParser(tool_call_parser(self.template.source))
+        source = self.template.source or ""
+        self.parser = ReplyParser(tool_call_parser(source), has_reasoning="</think>" in source)
         self._num_sessions = 0
 
     def session(self, id: str | None = None, *, seed: int | None = None, **changes: Any) -> Session:

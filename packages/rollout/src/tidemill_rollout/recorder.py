@@ -1,16 +1,18 @@
 """The record of a session: a tree of turns, each with the tokens that the engine received and sampled."""
 
+import copy
+import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill_rollout.engine import Generation
-from tidemill_rollout.messages import Message, identity
-from tidemill_rollout.template import ChatTemplate
+from tidemill_rollout.fork import Fork, common_length, fork
+from tidemill_rollout.history import History
+from tidemill_rollout.messages import Message, canonical, identity
+from tidemill_rollout.template import ChatTemplate, Fingerprint
 from tidemill_rollout.trajectory import Trajectory
-
-_Key = tuple[str, Hashable, tuple[Hashable, ...]]  # branch, tools, messages
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,7 @@ class Turn:
         messages: all messages up to and including the reply; None for a prompt of text or token ids.
         tools: tools that the prompt was rendered with.
         generation: the sampled tokens.
+        fingerprint: of the template's text of the prompt; None for a prompt of text or token ids.
         children: turns that continue this one.
     """
 
@@ -33,6 +36,7 @@ class Turn:
     messages: list[Message] | None
     tools: Sequence[Any] | None
     generation: Generation
+    fingerprint: Fingerprint | None = None
     children: list["Turn"] = field(default_factory=list)
 
     def path(self) -> list["Turn"]:
@@ -46,10 +50,18 @@ class Turn:
 
     def token_ids(self) -> list[int]:
         """Return all tokens up to the end of the reply."""
-        return [token for turn in self.path() for token in (*turn.context_ids, *turn.generation.token_ids)]
+        ids: list[int] = []
+        for turn in self.path():
+            ids += turn.context_ids
+            ids += turn.generation.token_ids
+        return ids
+
+    def is_last(self) -> bool:
+        """Return whether no turn of the same branch continues this one."""
+        return all(child.branch != self.branch for child in self.children)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """The next request of a branch.
 
@@ -57,31 +69,20 @@ class Prompt:
         token_ids: the whole prompt.
         parent: the turn that it continues, or None.
         context_ids: the tokens of the prompt that follow the parent's last token.
-        branch, messages, tools: as in `Turn`, without the reply.
+        branch, messages, tools, fingerprint: as in `Turn`, without the reply.
+        identities: for each message what it is compared by.
+        fork: why the chat template prevents the continuation of a recorded turn, or None.
     """
 
     token_ids: list[int]
     parent: Turn | None
     context_ids: list[int]
     branch: str
-    messages: list[Message] | None
-    tools: Sequence[Any] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fork:
-    """An example of a request that did not continue a recorded token sequence.
-
-    Attributes:
-        reason: "edited": an earlier message differs from the recorded one; "tools": other tools; "template": the chat
-            template writes the history differently; "repeated": a second reply to the same messages; "unrelated": no
-            common first message.
-        expected, received: the recorded and the received messages or texts from the first difference.
-    """
-
-    reason: str
-    expected: str
-    received: str
+    messages: list[Message] | None = None
+    tools: Sequence[Any] | None = None
+    fingerprint: Fingerprint | None = None
+    identities: tuple[Hashable, ...] = ()
+    fork: Fork | None = None
 
 
 class Recorder:
@@ -91,14 +92,18 @@ class Recorder:
         template: the model's chat template.
 
     Attributes:
-        forks: number of token sequences that were started by a request that could not continue one, by reason.
+        forks: number of token sequences that were started by a request that could not continue one, by reason. A branch
+            has one sequence plus one for each of its forks.
         fork_examples: the first of each reason.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._turns: list[Turn] = []
-        self._by_messages: dict[_Key, Turn] = {}
+        self._starts: list[Turn] = []  # turns without a parent
+        self._started: set[str] = set()  # branches with turns
+        self._histories: dict[str, dict[str, History]] = {}  # by branch and tools
+        self._origins: dict[str, str] = {}
         self.forks: Counter[str] = Counter()
         self.fork_examples: dict[str, Fork] = {}
 
@@ -106,6 +111,14 @@ class Recorder:
     def turns(self) -> Sequence[Turn]:
         """All turns in the order in which they ended."""
         return self._turns
+
+    def add_branch(self, name: str, origin: str) -> None:
+        """Add a branch, whose requests can also continue what is recorded in the branch `origin`."""
+        self._origins[name] = origin
+
+    def num_sampled_tokens(self, branches: Collection[str]) -> int:
+        """Return the number of sampled tokens of these branches."""
+        return sum(len(turn.generation.token_ids) for turn in self._turns if turn.branch in branches)
 
     def prompt_from_messages(self, messages: list[Message], tools: Sequence[Any] | None, branch: str) -> Prompt:
         """Return the prompt of a conversation: the recorded tokens of its longest recorded part, then new tokens.
@@ -116,49 +129,50 @@ class Recorder:
             branch: name of the branch.
 
         Raises:
+            ValueError: the tools are not JSON.
             TemplateError: the chat template rejects the messages.
         """
-        parent = self._find(messages, tools, branch)
+        identities = tuple(identity(message) for message in messages)
+        parent = self._find(messages, identities, tools, branch)
+        refused: Fork | None = None
         if parent is not None:
             assert parent.messages is not None
-            history, new = parent.messages, messages[len(parent.messages) :]
-            last_token = self._last_token(parent.generation)
-            text = self._template.suffix(history, new, tools, last_token)
-            if text is not None:
-                if parent.children:
-                    self._count_fork(self._sibling_reason(parent, messages), parent.children[0].messages, messages)
-                context = self._template.encode(text)
-                return Prompt(
-                    token_ids=parent.token_ids() + context,
-                    parent=parent,
-                    context_ids=context,
-                    branch=branch,
-                    messages=messages,
-                    tools=tools,
-                )
+            count = len(parent.messages)
+            messages, tools = [*parent.messages, *messages[count:]], parent.tools  # clients drop the reasoning
+            suffix = self._template.suffix(
+                messages, count, tools, generation=parent.generation, fingerprint=parent.fingerprint
+            )
+            if isinstance(suffix, Fork):
+                refused = suffix
+            else:
+                context, text = suffix
+                ids = parent.token_ids() + context
+                fingerprint = self._template.fingerprint(text)
+                return Prompt(ids, parent, context, branch, messages, tools, fingerprint, identities)
         text = self._template.render(messages, tools, add_generation_prompt=True)
-        if parent is not None:
-            assert parent.messages is not None
-            before = self._template.render(parent.messages, tools, add_generation_prompt=False)
-            self._count_difference("template", before, text)
-        else:
-            self._count_new_root(messages, tools, branch)
         ids = self._template.encode(text)
-        return Prompt(token_ids=ids, parent=None, context_ids=ids, branch=branch, messages=messages, tools=tools)
+        fingerprint = self._template.fingerprint(text)
+        return Prompt(ids, None, ids, branch, messages, tools, fingerprint, identities, refused)
 
     def prompt_from_tokens(self, token_ids: Sequence[int], branch: str) -> Prompt:
         """Return a prompt of exactly these tokens, continuing the longest recorded sequence among its prefixes."""
         ids = list(token_ids)
+        lineage = list(self._lineage(branch))
         best, length = None, 0
-        for turn in self._turns:
-            if turn.branch == branch:
-                recorded = turn.token_ids()
-                if length < len(recorded) < len(ids) and ids[: len(recorded)] == recorded:
-                    best, length = turn, len(recorded)
-        return Prompt(token_ids=ids, parent=best, context_ids=ids[length:], branch=branch, messages=None, tools=None)
+        candidates = [(turn, 0) for turn in self._starts]
+        while candidates:
+            turn, start = candidates.pop()
+            middle = start + len(turn.context_ids)
+            end = middle + len(turn.generation.token_ids)
+            if ids[start:middle] == turn.context_ids and ids[middle:end] == list(turn.generation.token_ids):
+                candidates += [(child, end) for child in turn.children]
+                if turn.branch in lineage and end > length:
+                    best, length = turn, end
+        return Prompt(ids, best, ids[length:], branch)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add the turn of a finished request."""
+        reply = copy.deepcopy(reply)  # the caller may change its own
         messages = None if prompt.messages is None else [*prompt.messages, reply]
         turn = Turn(
             parent=prompt.parent,
@@ -167,75 +181,112 @@ class Recorder:
             messages=messages,
             tools=prompt.tools,
             generation=generation,
+            fingerprint=prompt.fingerprint,
         )
-        if prompt.parent is not None:
-            prompt.parent.children.append(turn)
+        if self._is_fork(prompt):
+            found = self._explain(prompt)
+            self.forks[found.reason] += 1
+            self.fork_examples.setdefault(found.reason, found)
+        siblings = self._starts if prompt.parent is None else prompt.parent.children
+        siblings.append(turn)
         self._turns.append(turn)
+        self._started.add(turn.branch)
         if messages is not None:
-            self._by_messages[_key(turn.branch, turn.tools, messages)] = turn
+            histories = self._histories.setdefault(turn.branch, {})
+            histories.setdefault(_tools_key(turn.tools), History()).add((*prompt.identities, identity(reply)), turn)
         return turn
 
-    def trajectories(self, branches: Sequence[str]) -> list[Trajectory]:
-        """Return one trajectory for each token sequence of these branches that nothing continues."""
+    def trajectories(self, branches: Collection[str]) -> list[Trajectory]:
+        """Return one trajectory for each token sequence of these branches that nothing in its branch continues."""
         trained: set[int] = set()
-        rows = []
-        for turn in self._turns:
-            if turn.branch in branches and not turn.children:
-                rows.append(_trajectory(turn.path(), trained))
-        return rows
+        return [_trajectory(turn.path(), trained) for turn in self._turns if turn.branch in branches and turn.is_last()]
 
-    def _find(self, messages: list[Message], tools: Sequence[Any] | None, branch: str) -> Turn | None:
-        for count in range(len(messages) - 1, 0, -1):
-            if messages[count - 1]["role"] == "assistant":
-                turn = self._by_messages.get(_key(branch, tools, messages[:count]))
-                if turn is not None:
-                    return turn
-        return None
+    def _lineage(self, branch: str) -> Iterator[str]:
+        name: str | None = branch
+        while name is not None:
+            yield name
+            name = self._origins.get(name)
 
-    def _last_token(self, generation: Generation) -> str:
-        if generation.finish_reason != "stop" or not generation.token_ids:
-            return ""
-        return self._template.tokenizer.convert_ids_to_tokens(generation.token_ids[-1])  # type: ignore[return-value]
+    def _find(
+        self, messages: list[Message], identities: tuple[Hashable, ...], tools: Sequence[Any] | None, branch: str
+    ) -> Turn | None:
+        """Return the turn that recorded the longest part of a request, of the branch itself if several did."""
+        key = _tools_key(tools)
+        best, length = None, 0
+        for name in self._lineage(branch):
+            history = self._histories.get(name, {}).get(key)
+            turns = [] if history is None else history.longest(identities)
+            if turns and turns[0].messages is not None and len(turns[0].messages) > length:
+                best, length = turns, len(turns[0].messages)
+        return None if best is None else _best_of(best, messages[length - 1])
 
-    def _sibling_reason(self, parent: Turn, messages: list[Message]) -> str:
-        asked = [identity(message) for message in messages]
-        same = any(
-            child.messages is not None and asked == [identity(message) for message in child.messages[:-1]]
-            for child in parent.children
-        )
-        return "repeated" if same else "edited"
+    def _is_fork(self, prompt: Prompt) -> bool:
+        parent = prompt.parent
+        if parent is None or parent.branch != prompt.branch:
+            return prompt.branch in self._started
+        return not parent.is_last()
 
-    def _count_new_root(self, messages: list[Message], tools: Sequence[Any] | None, branch: str) -> None:
-        """Count why a request of a branch with recorded conversations does not continue any of them."""
-        asked = [identity(message) for message in messages]
-        best: tuple[int, Turn] | None = None
-        for turn in self._turns:
-            if turn.branch == branch and turn.messages is not None:
-                recorded = [identity(message) for message in turn.messages]
-                common = _common_length(asked, recorded)
-                if best is None or common > best[0]:
-                    best = common, turn
-        if best is None:
-            return
-        common, turn = best
-        assert turn.messages is not None
-        if common == 0:
-            reason = "unrelated"
-        elif _tools_key(turn.tools) != _tools_key(tools):
-            reason = "tools"
+    def _explain(self, prompt: Prompt) -> Fork:
+        """Return why a request starts a token sequence, as the first difference from what the branch has recorded."""
+        if prompt.fork is not None:
+            return prompt.fork
+        if prompt.messages is None:
+            siblings = self._starts if prompt.parent is None else prompt.parent.children
+            others = [turn.context_ids for turn in siblings if turn.branch == prompt.branch]
+            expected = max(others, key=lambda ids: common_length(ids, prompt.context_ids), default=[])
+            texts = [str(self._template.tokenizer.decode(ids)) for ids in (expected, prompt.context_ids)]
+            return fork("repeated" if expected == prompt.context_ids else "edited", *texts)
+        histories = self._histories.get(prompt.branch, {})
+        own = histories.get(_tools_key(prompt.tools), History())
+        others = [history for history in histories.values() if history is not own]
+        common, turn = own.common(prompt.identities)
+        best, other = max((history.common(prompt.identities) for history in others), default=(0, None), key=_length)
+        if other is not None and (turn is None or best > common):
+            if _has_more_than_system(prompt.messages[:best]):
+                return fork("tools", _json(other.tools), _json(prompt.tools))
+            common, turn = best, other
+        if turn is None or turn.messages is None:
+            return fork("unrelated", "", _json(prompt.messages))
+        recorded, asked = turn.messages[common:], prompt.messages[common:]
+        if not asked:
+            reason = "repeated" if own.has_reply(prompt.identities) else "shortened"
+        elif any(identity(message) == prompt.identities[common] for message in recorded):
+            reason = "shortened"
         else:
-            reason = "repeated" if common == len(asked) else "edited"
-        received = tools if reason == "tools" else messages[common:]
-        self._count_fork(reason, turn.tools if reason == "tools" else turn.messages[common:], received)
+            reason = "edited" if _has_more_than_system(prompt.messages[:common]) else "unrelated"
+        return fork(reason, _json(recorded), _json(asked))
 
-    def _count_difference(self, reason: str, expected: str, received: str) -> None:
-        start = max(0, _common_length(expected, received) - 40)
-        self._count_fork(reason, expected[start:], received[start:])
 
-    def _count_fork(self, reason: str, expected: Any, received: Any) -> None:
-        self.forks[reason] += 1
-        if reason not in self.fork_examples:
-            self.fork_examples[reason] = Fork(reason=reason, expected=_shorten(expected), received=_shorten(received))
+def _best_of(turns: list[Turn], reply: Message) -> Turn:
+    """Return which of several turns with equal replies is meant: equal ids and reasoning, else one without a child."""
+
+    def rank(turn: Turn) -> tuple[bool, bool, bool]:
+        assert turn.messages is not None
+        own = turn.messages[-1]
+        same_reasoning = own.get("reasoning_content") == reply.get("reasoning_content")
+        return _call_ids(own) == _call_ids(reply), same_reasoning, not turn.children
+
+    return max(turns, key=rank)
+
+
+def _call_ids(reply: Message) -> list[Any]:
+    return [call.get("id") for call in reply.get("tool_calls", ())]
+
+
+def _has_more_than_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] not in ("system", "developer") for message in messages)
+
+
+def _length(found: tuple[int, Turn | None]) -> int:
+    return found[0]
+
+
+def _tools_key(tools: Sequence[Any] | None) -> str:
+    return canonical(list(tools)) if tools else ""
+
+
+def _json(values: Sequence[Any] | None) -> str:
+    return "\n".join(json.dumps(value, ensure_ascii=False) for value in values or ())
 
 
 def _trajectory(path: list[Turn], trained: set[int]) -> Trajectory:
@@ -250,7 +301,7 @@ def _trajectory(path: list[Turn], trained: set[int]) -> Trajectory:
             log_probs += [0.0] * len(turn.context_ids)
         count = len(turn.generation.token_ids)
         token_ids += turn.generation.token_ids
-        if id(turn) in trained:
+        if id(turn) in trained or turn.branch != path[-1].branch:
             mask += [0] * count
             log_probs += [0.0] * count
         else:
@@ -277,22 +328,3 @@ def _joined(runs: list[tuple[str, int]], new: Sequence[tuple[str, int]]) -> list
         else:
             runs.append((version, count))
     return runs
-
-
-def _key(branch: str, tools: Sequence[Any] | None, messages: Sequence[Message]) -> _Key:
-    return branch, _tools_key(tools), tuple(identity(message) for message in messages)
-
-
-def _tools_key(tools: Sequence[Any] | None) -> Hashable:
-    return repr(list(tools)) if tools else None
-
-
-def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
-def _shorten(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 2000 else f"{text[:2000]}..."

@@ -43,8 +43,8 @@ class Reply:
     """One reply of the model.
 
     Attributes:
-        message: the assistant message, to be appended to the conversation: `content`, and where the model wrote them
-            `reasoning_content` and `tool_calls`.
+        message: the assistant message, to be appended to the conversation: `content` without a stop string, and where
+            the model wrote them `reasoning_content` and `tool_calls`.
         text: the whole reply without special tokens.
         token_ids, log_probs: the sampled tokens with their log-probs.
         finish_reason: "stop", "length" or "tool_calls".
@@ -184,6 +184,8 @@ class Session:
     def branch(self, name: str | None = None, *, is_trained: bool = True) -> "Session":
         """Return a session with a history of its own, for a sub-agent or an alternative.
 
+        Its requests can continue what this session has recorded, as context that is not trained on.
+
         Args:
             name: name in the report; default "branch-1", "branch-2", ...
             is_trained: whether its replies become training rows.
@@ -196,6 +198,7 @@ class Session:
         if name in branches:
             raise ValueError(f"the branch {name!r} exists already; choose another name")
         branches[name] = is_trained
+        self.recorder.add_branch(name, self._branch)
         return Session(self._state, name)
 
     def trajectories(self) -> list[Trajectory]:
@@ -211,15 +214,21 @@ class Session:
         await asyncio.gather(*state.running, return_exceptions=True)
 
     def metrics(self) -> dict[str, float]:
-        """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences."""
-        turns = self.recorder.turns
-        sampled = sum(len(turn.generation.token_ids) for turn in turns)
+        """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
+
+        `num_untrained_branch_tokens` are the sampled tokens of branches with `is_trained=False`. All others are trained
+        on: the two numbers add up to `num_sampled_tokens`.
+        """
+        turns, branches = self.recorder.turns, self._state.branches
+        sampled = self.recorder.num_sampled_tokens(branches)
+        untrained = self.recorder.num_sampled_tokens([name for name, is_trained in branches.items() if not is_trained])
         trained = sum(sum(row.response_mask) for row in self.trajectories())
         forks = {f"num_forks/{reason}": float(count) for reason, count in sorted(self.recorder.forks.items())}
         return {
             "num_turns": float(len(turns)),
             "num_sampled_tokens": float(sampled),
             "num_trained_tokens": float(trained),
+            "num_untrained_branch_tokens": float(untrained),
             **forks,
         }
 
@@ -243,7 +252,7 @@ class Session:
         generation = request.result()
         text = state.template.decode(generation.token_ids)
         message = state.parser(
-            text,
+            _before_stop(text, params.stop) if generation.finish_reason == "stop" else text,
             reasoning_is_open=state.template.opens_reasoning(prompt.token_ids),
             has_tools=bool(prompt.tools),
             call_id=f"call-{number}",
@@ -300,6 +309,10 @@ class Session:
         if min(limits) < 1:
             raise ValueError(f"max_tokens must be >= 1, got {min(limits)}")
         return replace(params, max_tokens=min(limits))
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
 
 
 def _derived_seed(seed: int, number: int) -> int:

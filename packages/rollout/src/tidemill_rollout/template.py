@@ -1,4 +1,4 @@
-"""A model's chat template: the text of a conversation, and the text that follows a sampled reply."""
+"""A model's chat template: the text of a conversation, and the tokens that follow a sampled reply."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tidemill_rollout.engine import Generation
 from tidemill_rollout.errors import TemplateError
+from tidemill_rollout.fork import Fork, fork
 from tidemill_rollout.messages import Message, for_template
 
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+_OPEN_REASONING = re.compile(r"<think>\s*\Z")
+
+Fingerprint = tuple[int, int]
+"""Length and hash of the text of a prompt without reasoning blocks that make no difference."""
 
 
 class ChatTemplate:
@@ -34,12 +40,17 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
         self._keep_reasoning = keep_reasoning
+        self._removable = _REASONING if keep_reasoning else _EMPTY_REASONING
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: id for id, token in added if token.special and token.content}
 
     @property
     def source(self) -> str | None:
-        """Source text of the template; None if the tokenizer has none, or several by name."""
-        template = self.tokenizer.chat_template
-        return template if isinstance(template, str) else None
+        """Source text of the template for conversations with tools; None if the tokenizer has no template."""
+        template: Any = self.tokenizer.chat_template
+        if isinstance(template, Mapping):  # several templates by name
+            return template.get("tool_use", template.get("default"))
+        return template
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that contains its special tokens."""
@@ -47,11 +58,13 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)  # type: ignore[return-value]
+        return self.tokenizer.decode(  # type: ignore[return-value]
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends with `<think>`, so that the reply starts with reasoning."""
-        return self.tokenizer.decode(list(prompt_ids[-4:])).rstrip().endswith("<think>")  # type: ignore[union-attr]
+        return _OPEN_REASONING.search(self.tokenizer.decode(list(prompt_ids[-16:]))) is not None  # type: ignore[arg-type]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> str:
         """Return the template's text of a conversation.
@@ -59,9 +72,15 @@ class ChatTemplate:
         Raises:
             TemplateError: the tokenizer has no template, or the template rejects the messages.
         """
+        source = self.source
+        if source is None:
+            raise TemplateError(
+                "messages require a chat template, and the tokenizer has none: set tokenizer.chat_template, or pass "
+                "text= or token_ids= instead of messages"
+            )
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[return-value]
-                [for_template(message) for message in messages],
+                [for_template(message, has_developer="developer" in source) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -70,55 +89,107 @@ class ChatTemplate:
         except Exception as error:  # a template can raise any error
             raise TemplateError(
                 f"the chat template of the model rejects these {len(messages)} messages (roles "
-                f"{', '.join(message['role'] for message in messages)}): {type(error).__name__}: {error}"
+                f"{_shortened_roles(messages)}): {type(error).__name__}: {error}; change the messages, or set a "
+                "tokenizer.chat_template that accepts them"
             ) from error
 
-    def suffix(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] | None, last_token: str
-    ) -> str | None:
-        """Return the text that the template puts between a sampled reply and the next one.
+    def fingerprint(self, prompt: str) -> Fingerprint:
+        """Return what `suffix` needs to know of the text of the prompt that the reply was sampled for."""
+        text = self._removable.sub("", _OPEN_REASONING.sub("", prompt))
+        return len(text), hash(text)
 
-        It is the difference of two renderings, the history and the history with the new messages, so it depends neither
-        on how the template would write the sampled reply nor on its tokens.
+    def suffix(
+        self,
+        messages: Sequence[Message],
+        count: int,
+        tools: Sequence[Any] | None,
+        *,
+        generation: Generation,
+        fingerprint: Fingerprint | None,
+    ) -> tuple[list[int], str] | Fork:
+        """Return the tokens that the template puts between a sampled reply and the next one.
+
+        They are the difference of two renderings, the history and the history with the new messages, so they depend
+        neither on how the template would write the sampled reply nor on its tokens. An end token that was sampled takes
+        the place of the one that the template writes.
 
         Args:
-            history: messages that end with the sampled reply.
-            new: messages after the reply.
+            messages: the whole conversation.
+            count: number of messages up to the sampled reply.
             tools: tools of the conversation.
-            last_token: text of the last sampled token.
+            generation: the sampled reply.
+            fingerprint: of the prompt of the reply; None if that was no conversation.
 
         Returns:
-            The text, which starts right after the last sampled token; None if the template writes the history
-            differently once the new messages follow. An empty reasoning block makes no difference, nor does any
-            reasoning with `keep_reasoning`.
+            The tokens, which start right after the last sampled one, and the template's text of the conversation; a
+            `Fork` if the template writes the history differently once the new messages follow. An empty reasoning
+            block makes no difference, nor does any reasoning with `keep_reasoning`.
 
         Raises:
             TemplateError: the template rejects the messages.
         """
-        before = self.render(history, tools, add_generation_prompt=False).rstrip()
-        after = self.render([*history, *new], tools, add_generation_prompt=True)
-        special = self.tokenizer.all_special_tokens
-        marker = next((token for token in special if token and before.endswith(token)), "")
-        body = before.removesuffix(marker)
-        start = self._position_after(body, after, marker)
-        if start is None:
-            return None
-        rest = after[start:]
-        if last_token not in special:  # the reply was cut off, so the closing token follows
-            return rest
-        # Where no token closes a reply, the sampled one opens the next message, whose text starts with it.
-        return rest.removeprefix(marker or last_token)
+        before = self.render(messages[:count], tools, add_generation_prompt=False)
+        after = self.render(messages, tools, add_generation_prompt=True)
+        body, closing = self._split_closing(before, messages[count - 1]["content"])
+        position = _end_of_history(body, after, closing, self._removable)
+        if position is None:
+            is_reasoning = _end_of_history(body, after, closing, _REASONING) is not None
+            return fork("reasoning" if is_reasoning else "template", before, after)
+        if fingerprint is not None and self._fingerprint_of_start(before, fingerprint[0]) != fingerprint:
+            prompt = self.render(messages[: count - 1], tools, add_generation_prompt=True)
+            return fork("template", prompt, before)
+        reasoning = messages[count - 1].get("reasoning_content", "").strip()
+        if not self._keep_reasoning and reasoning not in before:
+            return fork("reasoning", f"<think>\n{reasoning}\n</think>", before[-200:])
+        ids = self.encode(after[position:])
+        last = generation.token_ids[-1] if generation.token_ids else None
+        opens_next = ids[:1] == [last]  # where no token closes a reply, the sampled one opens the next message
+        if last in self._special.values() and (opens_next or (generation.finish_reason == "stop" and closing)):
+            ids = ids[1:]
+        return ids, after
 
-    def _position_after(self, body: str, after: str, marker: str) -> int | None:
-        """Return the position in `after` where the history `body` ends; None if the histories differ."""
-        if after.startswith(body):
-            return len(body)
-        if not marker:
+    def _split_closing(self, before: str, content: str) -> tuple[str, str]:
+        """Split a history into the text up to the end of its last reply, and the special token that closes the reply.
+
+        Without such a token, the reply's own whitespace belongs to the reply, any other to what follows.
+        """
+        text = before.rstrip()
+        closing = max((token for token in self._special if text.endswith(token)), key=len, default="")
+        if closing:
+            return text.removesuffix(closing), closing
+        kept = text + content[len(content.rstrip()) :]
+        return (kept if before.startswith(kept) else text), ""
+
+    def _fingerprint_of_start(self, text: str, length: int) -> Fingerprint:
+        start = self._removable.sub("", text)[:length]
+        return len(start), hash(start)
+
+
+def _end_of_history(body: str, after: str, closing: str, removable: re.Pattern[str]) -> int | None:
+    """Return the position in `after` where the history `body` ends and the closing token follows.
+
+    Blocks that match `removable` may be in one text and not in the other.
+
+    Returns:
+        The position; None if the histories differ.
+    """
+    if after.startswith(body + closing):
+        return len(body)
+    expected = removable.sub("", body)
+    matched = position = 0
+    for block in [*removable.finditer(after), None]:
+        kept = after[position : len(after) if block is None else block.start()]
+        rest = len(expected) - matched
+        if len(kept) > rest or block is None:
+            end = position + rest
+            return end if kept[:rest] == expected[matched:] and after.startswith(closing, end) else None
+        if kept != expected[matched : matched + len(kept)]:
             return None
-        parts = after.split(marker)
-        count = body.count(marker) + 1
-        same = marker.join(parts[:count])
-        removable = _REASONING if self._keep_reasoning else _EMPTY_REASONING
-        if len(parts) <= count or removable.sub("", same) != removable.sub("", body):
-            return None
-        return len(same)
+        matched += len(kept)
+        position = block.end()
+    return None
+
+
+def _shortened_roles(messages: Sequence[Message]) -> str:
+    roles = [message["role"] for message in messages]
+    return ", ".join(roles if len(roles) <= 12 else [*roles[:2], "...", *roles[-8:]])
