@@ -2,20 +2,30 @@
 
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.episode import EpisodeResult, load_episode, register_episode, run_episode
-from tidemill_rollout.errors import EngineError, LimitError, ModelError, SessionEndedError, TemplateError
+from tidemill_rollout.errors import (
+    EngineDiedError,
+    EngineError,
+    LimitError,
+    ModelError,
+    SessionEndedError,
+    TemplateError,
+)
 from tidemill_rollout.outcome import Outcome
 from tidemill_rollout.parser import ReplyParser, tool_call_parser
 from tidemill_rollout.policy import Policy
+from tidemill_rollout.pool import EnginePool
 from tidemill_rollout.problem import Problem
 from tidemill_rollout.session import Reply, Session, SessionConfig
-from tidemill_rollout.sglang import SGLangServer
+from tidemill_rollout.sglang import SGLangEngine, SGLangServer
 from tidemill_rollout.template import ChatTemplate
 from tidemill_rollout.trajectory import Trajectory
 
 __all__ = [
     "ChatTemplate",
     "Engine",
+    "EngineDiedError",
     "EngineError",
+    "EnginePool",
     "EpisodeResult",
     "Generation",
     "LimitError",
@@ -25,6 +35,7 @@ __all__ = [
     "Problem",
     "Reply",
     "ReplyParser",
+    "SGLangEngine",
     "SGLangServer",
     "SamplingParams",
     "Session",

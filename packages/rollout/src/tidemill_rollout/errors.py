@@ -5,6 +5,10 @@ class EngineError(RuntimeError):
     """The engine failed, timed out, or returned tokens that cannot be trained on."""
 
 
+class EngineDiedError(EngineError):
+    """The engine is dead or cannot be reached, so another engine can process the same request."""
+
+
 class ModelError(RuntimeError):
     """Raised by an episode when the model made it impossible to continue, such as by an invalid answer format.
 

@@ -1,4 +1,4 @@
-"""A running SGLang server as an engine, over its native HTTP interface."""
+"""SGLang as an engine: a server, over its native HTTP interface, or an engine of this process."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -7,7 +7,7 @@ from typing import Any, Self
 import httpx
 
 from tidemill_rollout.engine import Generation, SamplingParams
-from tidemill_rollout.errors import EngineError
+from tidemill_rollout.errors import EngineDiedError, EngineError
 
 
 class SGLangServer:
@@ -40,10 +40,31 @@ class SGLangServer:
         try:
             response = await self._client.post("/generate", json=body)
         except httpx.HTTPError as error:
-            raise EngineError(f"the SGLang server {self.url} failed: {type(error).__name__}: {error}") from error
+            raise EngineDiedError(f"the SGLang server {self.url} failed: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise EngineError(f"the SGLang server {self.url} returned {response.status_code}: {response.text[:1000]}")
         return to_generation(response.json())
+
+
+class SGLangEngine:
+    """An `sglang.Engine` that this process has started. Use it from one event loop, as SGLang requires.
+
+    Args:
+        engine: the engine. SGLang aborts a request in it when its call is cancelled.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
+        """Sample one continuation; see `Engine.generate`."""
+        try:
+            output = await self._engine.async_generate(
+                input_ids=list(token_ids), sampling_params=sglang_sampling(sampling), return_logprob=True
+            )
+        except Exception as error:  # SGLang raises ValueError, HTTPException and errors of its own
+            raise EngineError(f"SGLang refused or aborted the request: {type(error).__name__}: {error}") from error
+        return to_generation(output)
 
 
 def sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:

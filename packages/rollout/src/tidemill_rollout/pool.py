@@ -1,0 +1,156 @@
+"""A pool of engines that serve the same model, as one engine."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemill_rollout.engine import Engine, Generation, SamplingParams
+from tidemill_rollout.errors import EngineDiedError
+
+_MAX_SESSIONS = 1 << 16  # a session that is forgotten loses its prefix cache, nothing else
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """An engine with its counts. A restarted engine is a new member.
+
+    Attributes:
+        version: its verified weight version.
+        num_running: requests that it is processing.
+        num_requests: requests that it has received.
+        last_request: ordinal of its last request in the pool.
+        error: why it left the pool; None while it serves.
+    """
+
+    engine: Engine
+    version: int
+    num_running: int = 0
+    num_requests: int = 0
+    last_request: int = 0
+    error: str | None = None
+
+
+class EnginePool:
+    """Distribute requests over engines. Use it from one event loop.
+
+    Only engines with the newest weight version receive requests. A session's requests go to the engine of its previous
+    one, which has its prefix in the cache; the first one goes to the engine with the fewest running requests. Where no
+    engine has the newest version, requests wait.
+
+    An engine whose call raises `EngineDiedError` leaves the pool, and its requests are sent to other engines with the
+    same tokens and the same seed. All other errors belong to the request and are raised.
+
+    Args:
+        engines: engines by name; names appear in errors and metrics.
+        version: weight version of all of them.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], *, version: int = 0) -> None:
+        if not engines:
+            raise ValueError("an engine pool requires at least one engine, got none")
+        self._members = {name: _Member(engine, version) for name, engine in engines.items()}
+        self._newest = version
+        self._sessions: dict[str, _Member] = {}  # least recently used first
+        self._num_requests = 0
+        self._num_waiting = 0
+        self._num_failovers = 0
+        self._changed = asyncio.Event()
+
+    def set_version(self, name: str, version: int) -> None:
+        """Report a verified weight update of an engine. One that has left the pool stays out.
+
+        Report all engines of an update without an `await` in between; otherwise waiting requests go to the first ones.
+
+        Args:
+            name: name of the engine.
+            version: ordinal of the weights; requests go to engines with the highest one that was ever reported.
+
+        Raises:
+            ValueError: the pool has no engine of this name.
+        """
+        if name not in self._members:
+            raise ValueError(f"the pool has no engine {name!r}, only {', '.join(self._members)}; add it first")
+        self._members[name].version = version
+        self._notify(version)
+
+    def add(self, name: str, engine: Engine, version: int) -> None:
+        """Add an engine, or replace the one of this name after a restart.
+
+        Args:
+            name: name of the engine.
+            engine: the engine; it can be the same object as before.
+            version: its verified weight version. Until that is the newest one, it receives no requests.
+        """
+        self._members[name] = _Member(engine, version)
+        self._notify(version)
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
+        """Sample one continuation; see `Engine.generate`.
+
+        Raises:
+            EngineDiedError: no engine is left; the message has the last error of each.
+            EngineError: the request failed.
+        """
+        while True:
+            member = await self._member_for(session_id)
+            self._num_requests += 1
+            member.last_request = self._num_requests
+            member.num_requests += 1
+            member.num_running += 1
+            try:
+                return await member.engine.generate(token_ids, sampling, session_id=session_id)
+            except EngineDiedError as error:
+                member.error = str(error)
+                self._num_failovers += 1
+                self._notify(self._newest)
+            finally:
+                member.num_running -= 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts: engines that can receive requests, waiting requests, failovers, and requests per engine."""
+        values = {
+            "num_engines": float(len(self._candidates())),
+            "num_waiting": float(self._num_waiting),
+            "num_failovers": float(self._num_failovers),
+        }
+        for name, member in self._members.items():
+            values[f"num_running/{name}"] = float(member.num_running)
+            values[f"num_requests/{name}"] = float(member.num_requests)
+        return values
+
+    def __str__(self) -> str:
+        """Return the state of each engine."""
+        return "; ".join(f"{name}: {self._state(member)}" for name, member in self._members.items())
+
+    def _state(self, member: _Member) -> str:
+        if member.error is not None:
+            return f"failed: {member.error}"
+        state = "serves" if member.version == self._newest else f"waits for version {self._newest}"
+        return f"{state} (version {member.version}, {member.num_running} running)"
+
+    async def _member_for(self, session_id: str) -> _Member:
+        """Wait for an engine with the newest version and assign it to the session."""
+        while not (candidates := self._candidates()):
+            if all(member.error is not None for member in self._members.values()):
+                raise EngineDiedError(f"none of {len(self._members)} engines is left ({self}); restart them")
+            self._num_waiting += 1
+            try:
+                await self._changed.wait()
+            finally:
+                self._num_waiting -= 1
+        member = self._sessions.pop(session_id, None)
+        if member not in candidates:
+            member = min(candidates, key=lambda each: (each.num_running, each.last_request))
+        self._sessions[session_id] = member
+        if len(self._sessions) > _MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return member
+
+    def _candidates(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.error is None and member.version == self._newest]
+
+    def _notify(self, version: int) -> None:
+        """Let waiting requests look for an engine again."""
+        self._newest = max(self._newest, version)
+        self._changed.set()
+        self._changed = asyncio.Event()
