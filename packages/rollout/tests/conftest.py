@@ -1,11 +1,16 @@
 """A tokenizer whose tokens span several characters, and an engine that replies with given texts."""
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from tidemill_rollout import Generation, Policy, SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases`
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -43,8 +48,11 @@ class ScriptedEngine:
 def bpe() -> Callable[..., PreTrainedTokenizerFast]:
     """`bpe(template, special_tokens)`: a byte-level BPE tokenizer; the last special token ends a reply."""
 
+    @functools.cache
     def create(
-        template: str = CHATML, special_tokens: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        template: str | None = CHATML,
+        special_tokens: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        bos_token: str | None = None,
     ) -> PreTrainedTokenizerFast:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -57,6 +65,7 @@ def bpe() -> Callable[..., PreTrainedTokenizerFast]:
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             eos_token=special_tokens[-1],
+            bos_token=bos_token,
             additional_special_tokens=list(special_tokens[:-1]),
             chat_template=template,
         )

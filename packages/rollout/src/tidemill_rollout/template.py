@@ -168,26 +168,31 @@ class ChatTemplate:
 def _end_of_history(body: str, after: str, closing: str, removable: re.Pattern[str]) -> int | None:
     """Return the position in `after` where the history `body` ends and the closing token follows.
 
-    Blocks that match `removable` may be in one text and not in the other.
+    `after` may lack blocks of `body` that match `removable`, or have different ones and whitespace there.
 
     Returns:
         The position; None if the histories differ.
     """
     if after.startswith(body + closing):
         return len(body)
-    expected = removable.sub("", body)
-    matched = position = 0
-    for block in [*removable.finditer(after), None]:
-        kept = after[position : len(after) if block is None else block.start()]
-        rest = len(expected) - matched
-        if len(kept) > rest or block is None:
-            end = position + rest
-            return end if kept[:rest] == expected[matched:] and after.startswith(closing, end) else None
-        if kept != expected[matched : matched + len(kept)]:
+    position = 0
+    for number, piece in enumerate(removable.split(body)):
+        if number > 0:
+            position = _skip(after, position, removable)
+        if not after.startswith(piece, position):
             return None
-        matched += len(kept)
+        position += len(piece)
+    return position if after.startswith(closing, position) else None
+
+
+def _skip(text: str, position: int, removable: re.Pattern[str]) -> int:
+    while True:
+        while position < len(text) and text[position].isspace():
+            position += 1
+        block = removable.match(text, position)
+        if block is None:
+            return position
         position = block.end()
-    return None
 
 
 def _shortened_roles(messages: Sequence[Message]) -> str:
