@@ -1,6 +1,8 @@
 """Stock SGLang engine, updated from other processes and from its own."""
 
+import asyncio
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,22 @@ def test_update_from_the_process_of_the_engine(engine, checkpoints, expected):
     out = generate(engine)
     assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[1]], "42")
     updater.close()
+
+
+def test_update_while_the_event_loop_of_the_engine_runs_in_a_thread(engine, checkpoints, expected):
+    thread = threading.Thread(target=engine.loop.run_forever)
+    thread.start()
+    try:
+        updater = WeightUpdater([LocalEngine(engine)])
+        updater.update(state(checkpoints[2]).items(), 43)
+        request = engine.async_generate(input_ids=[[5, 6, 7]], sampling_params={"max_new_tokens": 1})
+        (out,) = asyncio.run_coroutine_threadsafe(request, engine.loop).result(timeout=60)
+        assert out["meta_info"]["weight_version"] == "43"
+        updater.close()
+    finally:
+        engine.loop.call_soon_threadsafe(engine.loop.stop)
+        thread.join()
+    assert generate(engine)["output_ids"] == expected[checkpoints[2]]
 
 
 def test_readme_example_runs(engine, checkpoints, capsys):

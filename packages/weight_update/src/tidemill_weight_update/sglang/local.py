@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """Client of an engine in this process; call it from the thread in which the engine may be called.
+    """Client of an engine in this process.
+
+    Call it from the thread in which the engine may be called, or, if the engine's event loop runs in a thread, from any
+    other thread.
 
     Args:
         engine: stock `sglang.Engine`, with any launch arguments.
@@ -204,19 +207,32 @@ class LocalEngine:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         loop = self._engine.loop
-        if loop.is_running():
+        if not loop.is_running():
+            return loop.run_until_complete(self._within_timeout(coroutine))
+        if _is_running_here(loop):
             coroutine.close()
             raise RuntimeError(
-                "the engine's event loop is running: call from a context in which engine.generate() may be called"
+                "the engine's event loop is running in this thread: call from another thread, or from a context in "
+                "which engine.generate() may be called"
             )
+        return asyncio.run_coroutine_threadsafe(self._within_timeout(coroutine), loop).result()
+
+    async def _within_timeout(self, coroutine: Coroutine[Any, Any, T]) -> T:
         # Not cancelled after a timeout: SGLang would return its late response to the next call.
-        task = loop.create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        done, _ = loop.run_until_complete(asyncio.wait([task], timeout=self._timeout_s))
+        done, _ = await asyncio.wait([task], timeout=self._timeout_s)
         if not done:
             raise RuntimeError(f"no response within {self._timeout_s} s (timeout_s of LocalEngine)")
         return task.result()
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:  # no loop runs in this thread
+        return False
 
 
 def _check(answer: "LoRAUpdateOutput") -> None:
