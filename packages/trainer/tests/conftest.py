@@ -1,6 +1,9 @@
 import io
+import logging
+import os
 
 import pytest
+import ray
 from rich.console import Console
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.demo.model import character_tokenizer
@@ -16,6 +19,15 @@ def tokenizer():
 def assets(tmp_path_factory):
     """Overrides with the paths of the demo's model and problems."""
     return write_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """Ray on this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture

@@ -1,23 +1,32 @@
 """A Ray actor with a stock SGLang engine: token ids in, token ids out."""
 
+import asyncio
 import importlib.metadata
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import ModelConfig
+from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
+from tidemill_trainer.rollout.exchange import serve
 from tidemill_trainer.rollout.routed_experts import COLUMN, routed_experts_column
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from sglang.srt.entrypoints.engine import Engine
     from tidemill_weight_update.sglang import LocalEngine
+
+T = TypeVar("T")
 
 
 def engine_arguments(
@@ -66,6 +75,9 @@ def _require_cpu_plugin() -> None:
 class RolloutWorker(Worker):
     """One engine. The group "rollout" splits prompts over its workers and collects the responses in the same order.
 
+    The event loop of the engine runs in a thread, so that it generates for episode workers at any time, also during the
+    calls of this worker.
+
     Args:
         config: sampling parameters and engine settings.
         model: model that the engine loads at its start.
@@ -109,7 +121,19 @@ class RolloutWorker(Worker):
             )
         unlink_mapped_files()
         self._engine.freeze_gc()  # otherwise each weight update collects all objects that SGLang's imports created
+        threading.Thread(target=self._engine.loop.run_forever, name="engine", daemon=True).start()
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect_episode_workers(self, workers: Sequence[Any]) -> None:
+        """Run the requests of episode workers from now on (see `serve`).
+
+        Args:
+            workers: handles of their actors.
+        """
+        engine = SGLangEngine(self._require_engine())
+        for worker in workers:
+            self._submit(serve(engine, worker, self.rank))
 
     @register(split_over("rollout"))
     def generate_sequences(self, prompts: DataProto, *, greedy: bool) -> DataProto:
@@ -128,16 +152,16 @@ class RolloutWorker(Worker):
         Raises:
             RuntimeError: the engine finished a request for another reason than an end token or the length limit.
         """
-        assert self._engine is not None, "call start_engine() first"
         with_experts = self._return_routed_experts and not greedy
         outputs: list[Any] = []
         if len(prompts) > 0:
-            outputs = self._engine.generate(  # type: ignore[assignment]
+            request = self._require_engine().async_generate(
                 input_ids=[row.tolist() for row in prompts["prompts"].unbind()],
                 sampling_params=self._sampling_params(prompts, greedy),
                 return_logprob=True,
                 return_routed_experts=with_experts,
             )
+            outputs = self._submit(request).result()  # type: ignore[assignment]
         tokens: list[int] = []
         log_probs: list[float] = []
         lengths: list[int] = []
@@ -164,8 +188,7 @@ class RolloutWorker(Worker):
         return DataProto.from_dict(columns)
 
     def _routed_experts(self, outputs: list[Any], input_ids: torch.Tensor) -> torch.Tensor:
-        assert self._engine is not None
-        model = self._engine.server_args.get_model_config().hf_text_config
+        model = self._require_engine().server_args.get_model_config().hf_text_config
         return routed_experts_column(
             [output["meta_info"][COLUMN] for output in outputs],
             input_ids,
@@ -182,6 +205,14 @@ class RolloutWorker(Worker):
         if not config.deterministic:
             return [common] * len(prompts)
         return [common | {"sampling_seed": seed} for seed in prompts["sampling_seed"].tolist()]
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._require_engine().loop)
+
+    def _require_engine(self) -> "Engine":
+        if self._engine is None:
+            raise RuntimeError("the engine is not running; call start_engine() first")
+        return self._engine
 
     def has_loader(self) -> bool:
         return self._require_client().has_loader

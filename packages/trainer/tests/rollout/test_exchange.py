@@ -1,0 +1,147 @@
+"""Requests between episode workers and engines in other Ray actors."""
+
+import asyncio
+import sys
+
+import pytest
+import ray
+from tidemill_rollout import EngineError, Generation, SamplingParams
+from tidemill_trainer.rollout.exchange import Mailbox, serve
+
+pytestmark = pytest.mark.ray
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class CountingEngine:
+    """Replies with the number of running requests, after all of a batch have started; waits for prompts [0]."""
+
+    def __init__(self):
+        self.running = 0
+        self.cancelled = 0
+
+    async def generate(self, token_ids, sampling, *, session_id):
+        if token_ids == [1]:
+            raise EngineError("token 1 is not supported")
+        self.running += 1
+        try:
+            await asyncio.sleep(3600 if token_ids == [0] else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        return Generation(
+            token_ids=[token + 1 for token in token_ids],
+            log_probs=[-1.0] * len(token_ids),
+            finish_reason="stop",
+            versions=[("3", len(token_ids))],
+        )
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """An episode worker with one mailbox."""
+
+    async def start(self):
+        self.mailbox = Mailbox("engine 0")
+        self.calls = {"take": 0, "give": 0}
+
+    async def take(self, number):
+        self.calls["take"] += 1
+        return await self.mailbox.take()
+
+    async def give(self, number, results):
+        self.calls["give"] += 1
+        self.mailbox.give(results)
+
+    async def generate(self, prompts, timeout_s=60):
+        async with asyncio.timeout(timeout_s):
+            requests = [self.mailbox.generate(p, SamplingParams(), session_id="s") for p in prompts]
+            return [
+                result if isinstance(result, Exception) else list(result.token_ids)
+                for result in await asyncio.gather(*requests, return_exceptions=True)
+            ]
+
+    async def cancel_one(self):
+        task = asyncio.create_task(self.mailbox.generate([0], SamplingParams(), session_id="s"))
+        await self.mailbox.generate([5], SamplingParams(), session_id="s")  # the engine has received [0], too
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def num_calls(self):
+        return self.calls
+
+
+@ray.remote(num_cpus=0)
+class EngineHost:
+    async def start(self, worker):
+        self.engine = CountingEngine()
+        self.serving = asyncio.create_task(serve(self.engine, worker, 0))
+
+    async def counts(self):
+        return self.engine.running, self.engine.cancelled
+
+    async def wait_until_served(self):
+        await self.serving
+
+
+def start_actors():
+    worker, host = Worker.remote(), EngineHost.remote()
+    ray.get(worker.start.remote())
+    ray.get(host.start.remote(worker))
+    return worker, host
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster):
+    return start_actors()
+
+
+def test_results_return_to_their_requests_in_few_calls(actors):
+    worker, _ = actors
+    prompts = [[number, 2 * number] for number in range(2, 502)]
+    assert ray.get(worker.generate.remote(prompts)) == [[a + 1, b + 1] for a, b in prompts]
+    calls = ray.get(worker.num_calls.remote())
+    assert calls["take"] + calls["give"] < 50
+
+
+def test_error_of_one_request_reaches_that_request_alone(actors):
+    worker, _ = actors
+    first, second = ray.get(worker.generate.remote([[1], [7]]))
+    assert isinstance(first, EngineError)
+    assert str(first) == "token 1 is not supported"
+    assert second == [8]
+
+
+def test_cancelled_request_is_cancelled_in_the_engine(actors):
+    worker, host = actors
+    ray.get(worker.cancel_one.remote())
+    assert ray.get(worker.generate.remote([[5]])) == [[6]]  # later than the cancellation
+    assert ray.get(host.counts.remote()) == (0, 1)
+
+
+def test_requests_of_a_killed_worker_are_cancelled(ray_cluster):
+    worker, host = start_actors()
+    pending = worker.generate.remote([[0], [0]])
+    assert ray.get(worker.generate.remote([[5]])) == [[6]]
+    assert ray.get(host.counts.remote())[0] == 2
+    ray.kill(worker)
+    ray.get(host.wait_until_served.remote(), timeout=60)
+    assert ray.get(host.counts.remote()) == (0, 2)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(pending)
+
+
+def test_stopped_engine_fails_waiting_and_later_requests():
+    async def run():
+        mailbox = Mailbox("engine 3")
+        waiting = asyncio.create_task(mailbox.generate([5], SamplingParams(), session_id="s"))
+        await mailbox.take()
+        mailbox.fail("killed")
+        with pytest.raises(EngineError, match="engine 3 has stopped: killed"):
+            await waiting
+        with pytest.raises(EngineError, match="engine 3 has stopped"):
+            await mailbox.generate([5], SamplingParams(), session_id="s")
+
+    asyncio.run(run())
