@@ -16,6 +16,13 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHATML_WITH_TOOLS = (
+    '{% if tools %}<|im_start|>system\nCall a tool with <tool_call>{"name": ..., "arguments": ...}</tool_call>:'
+    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _CORPUS = ["hello world", "the answer is forty-two", "user assistant system tool", "what is the weather today"] * 50
 
 
@@ -81,6 +88,17 @@ def tokenizer(bpe) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def scripted(tokenizer):
     """`scripted("text<|im_end|>", ...)`: a policy whose engine replies with these texts."""
+
+    def create(*texts: str | list[int], **settings) -> Policy:
+        return Policy(ScriptedEngine(tokenizer, texts), tokenizer, **settings)
+
+    return create
+
+
+@pytest.fixture
+def scripted_tools(bpe):
+    """As `scripted`, for a model that calls tools with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    tokenizer = bpe(CHATML_WITH_TOOLS)
 
     def create(*texts: str | list[int], **settings) -> Policy:
         return Policy(ScriptedEngine(tokenizer, texts), tokenizer, **settings)

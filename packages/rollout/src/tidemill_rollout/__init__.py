@@ -1,5 +1,6 @@
 """Episodes for reinforcement learning: any environment or agent, with an exact record of the sampled tokens."""
 
+from tidemill_rollout.endpoint import Endpoint
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.episode import EpisodeResult, load_episode, register_episode, run_episode
 from tidemill_rollout.errors import (
@@ -22,6 +23,7 @@ from tidemill_rollout.trajectory import Trajectory
 
 __all__ = [
     "ChatTemplate",
+    "Endpoint",
     "Engine",
     "EngineDiedError",
     "EngineError",

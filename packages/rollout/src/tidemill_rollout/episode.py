@@ -162,7 +162,10 @@ async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> O
         assert task is not None
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
             raise
-        return _outcome_of_error(error, function)
+        outcome = _outcome_of_error(error, function)
+        if outcome.status == "environment_error" and session.limit is not None:
+            return truncated(session.limit.limit, f"{session.limit}; then {outcome.reason}"[:_MAX_REASON])
+        return outcome
 
 
 def _outcome_of_error(error: BaseException, function: EpisodeFn) -> Outcome:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tidemill_rollout.endpoint import Endpoint
 from tidemill_rollout.engine import Engine
 from tidemill_rollout.episode import EpisodeFn, EpisodeResult, run_episode
 from tidemill_rollout.parser import ReplyParser, tool_call_parser
@@ -25,6 +26,7 @@ class Policy:
         template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`.
         keep_reasoning: continue the sampled tokens where the template would remove the reasoning of earlier replies
             (see `ChatTemplate`).
+        endpoint: endpoint at which `run` serves each session while its episode runs.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Policy:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         keep_reasoning: bool = False,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.engine = engine
@@ -42,6 +45,7 @@ class Policy:
         self.template = ChatTemplate(self.tokenizer, kwargs=template_kwargs, keep_reasoning=keep_reasoning)
         source = self.template.source or ""
         self.parser = ReplyParser(tool_call_parser(source), has_reasoning="</think>" in source)
+        self.endpoint = endpoint
         self._num_sessions = 0
 
     def session(self, id: str | None = None, *, seed: int | None = None, **changes: Any) -> Session:
@@ -69,4 +73,11 @@ class Policy:
         self, episode: EpisodeFn, problem: Problem, *, seed: int | None = None, timeout_s: float = float("inf")
     ) -> EpisodeResult:
         """Run an episode in a new session; see `run_episode`."""
-        return await run_episode(episode, problem, self.session(seed=seed), timeout_s=timeout_s)
+        session = self.session(seed=seed)
+        if self.endpoint is None:
+            return await run_episode(episode, problem, session, timeout_s=timeout_s)
+        self.endpoint.add(session)
+        try:
+            return await run_episode(episode, problem, session, timeout_s=timeout_s)
+        finally:
+            self.endpoint.remove(session)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Reply:
     Attributes:
         message: the assistant message, to be appended to the conversation: `content` without a stop string, and where
             the model wrote them `reasoning_content` and `tool_calls`.
-        text: the whole reply without special tokens.
+        text: the whole reply without special tokens, including a stop string.
         token_ids, log_probs: the sampled tokens with their log-probs.
         finish_reason: "stop", "length" or "tool_calls".
         num_prompt_tokens: length of the prompt.
@@ -78,11 +79,12 @@ class SessionState:
         parser: parser of the replies.
         config: sampling parameters and limits.
         recorder: record of all turns.
-        base_url, api_key: address and key of the session at its OpenAI-style endpoint; empty without an endpoint.
+        base_url, api_key: address and key of the session at its endpoint; empty without an endpoint.
         branches: whether each branch is trained on.
         num_requests: number of requests so far, running ones included.
         running: requests that the engine has not answered.
         is_ended: whether the episode has ended.
+        limit: the limit that refused the last request; None if it was not refused.
     """
 
     id: str
@@ -98,6 +100,7 @@ class SessionState:
     num_requests: int = 0
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     is_ended: bool = False
+    limit: LimitError | None = None
 
 
 class Session:
@@ -129,8 +132,19 @@ class Session:
 
     @property
     def api_key(self) -> str:
-        """Key for `base_url`; it selects this session."""
-        return self._state.api_key
+        """Key for `base_url`; it selects this session and branch. Empty without an endpoint."""
+        key = self._state.api_key
+        return f"{key}:{quote(self._branch)}" if key and self._branch != "main" else key
+
+    @property
+    def limit(self) -> LimitError | None:
+        """The limit that refused the last request; None if it was not refused."""
+        return self._state.limit
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template."""
+        return self._state.template
 
     @property
     def recorder(self) -> Recorder:
@@ -174,7 +188,12 @@ class Session:
             ids = state.template.encode(text) if text is not None else token_ids
             assert ids is not None
             prompt = state.recorder.prompt_from_tokens(ids, self._branch)
-        params = self._limited(params, prompt)
+        try:
+            params = self._limited(params, prompt)
+        except LimitError as error:
+            state.limit = error
+            raise
+        state.limit = None
         number = state.num_requests
         state.num_requests += 1
         if params.seed is None and state.seed is not None:
@@ -200,6 +219,26 @@ class Session:
         branches[name] = is_trained
         self.recorder.add_branch(name, self._branch)
         return Session(self._state, name)
+
+    def open_branch(self, name: str) -> "Session":
+        """Return the session of an existing branch.
+
+        Raises:
+            ValueError: there is no such branch.
+        """
+        if name not in self._state.branches:
+            raise ValueError(f"session {self.id} has no branch {name!r}, only {', '.join(self._state.branches)}")
+        return Session(self._state, name)
+
+    def connect(self, base_url: str, api_key: str) -> None:
+        """Set the address for OpenAI-style clients. `Endpoint.add` calls it.
+
+        Raises:
+            ValueError: the session has an address already.
+        """
+        if self._state.api_key:
+            raise ValueError(f"session {self.id} has the address {self.base_url} already; add a session only once")
+        self._state.base_url, self._state.api_key = base_url, api_key
 
     def trajectories(self) -> list[Trajectory]:
         """Return the training rows of all trained branches."""

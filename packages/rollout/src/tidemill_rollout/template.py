@@ -53,7 +53,12 @@ class ChatTemplate:
         return template
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that contains its special tokens."""
+        """Return the token ids of a text that contains its special tokens.
+
+        Raises:
+            ValueError: the text contains half of a surrogate pair, which UTF-8 cannot represent.
+        """
+        text.encode()
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
