@@ -1,5 +1,6 @@
 """The training loop with real components: Ray actors, two FSDP2 ranks on gloo, and a stock SGLang engine."""
 
+import functools
 import json
 import math
 import shutil
@@ -7,11 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
+from tidemill_dataproto import DataProto
+from tidemill_rollout import Problem, SamplingParams, SessionConfig
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rewards import RewardScorer
 from tidemill_trainer.rollout import RayEngine
+from tidemill_trainer.rollout.episode_worker import EpisodeTask, EpisodeWorker, create_episode
+from tidemill_trainer.rollout.rows import training_rows
+from tidemill_trainer.rollout.worker import sampling_seeds
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -172,3 +180,52 @@ def test_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, 
 
 def _broken(make_config):
     return f"reward.function={make_config().reward.function.replace(':right_digits', ':broken')}"
+
+
+def test_episodes_sample_the_same_tokens_as_a_batch(cluster, make_config, quiet, tmp_path):
+    config = make_config()
+    inputs = load_inputs(config, quiet)
+    rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()[:32]]
+    prompts = inputs.train[:32].repeat(4, interleave=True).select(["prompts"], [])
+    seeds = sampling_seeds(3, 1, 128)
+    expected = cluster.rollout.generate_sequences(
+        prompts.union(DataProto.from_dict({"sampling_seed": seeds})), greedy=False
+    )
+    sampling = SamplingParams(max_tokens=config.rollout.response_length, temperature=config.rollout.temperature)
+    worker = ray.remote(num_cpus=0)(EpisodeWorker).remote(
+        0,
+        functools.partial(create_episode, "single_turn", config.reward.function),
+        config.model.path,
+        trust_remote_code=False,
+        config=SessionConfig(sampling=sampling),
+        timeout_s=60,
+        num_engines=1,
+        log_dir=str(tmp_path),
+    )
+    ray.get(worker.ready.remote())
+    cluster.rollout.connect_episode_workers([worker])
+    tasks = [
+        EpisodeTask(
+            problem=Problem(
+                prompt=rows[number // 4]["prompt"],
+                id=str(number // 4),
+                data_source=rows[number // 4]["data_source"],
+                ground_truth=rows[number // 4]["ground_truth"],
+            ),
+            sample=number % 4,
+            seed=int(seeds[number]),
+        )
+        for number in range(128)
+    ]
+    results = ray.get(worker.run.remote(tasks, greedy=False))
+    ray.kill(worker)
+    batch = training_rows(results)
+    for name in ("responses", "rollout_log_probs", "response_mask", "input_ids"):
+        assert torch.equal(batch[name].values(), expected[name].values())
+        assert torch.equal(batch[name].offsets(), expected[name].offsets())
+    assert torch.equal(batch["prompts"].values(), prompts["prompts"].values())
+    scorer = RewardScorer(config.reward, inputs.reward_fn, inputs.tokenizer)
+    scores = scorer(inputs.train[:32].repeat(4, interleave=True).union(expected))
+    assert torch.equal(batch["scores"], scores.score)
+    assert torch.equal(batch["acc"], scores.acc)
+    assert {result.outcome.status for result in results} == {"ok"}

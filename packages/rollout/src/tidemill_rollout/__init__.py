@@ -2,7 +2,7 @@
 
 from tidemill_rollout.endpoint import Endpoint
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
-from tidemill_rollout.episode import EpisodeResult, load_episode, register_episode, run_episode
+from tidemill_rollout.episode import EpisodeFn, EpisodeResult, load_episode, register_episode, run_episode
 from tidemill_rollout.errors import (
     EngineDiedError,
     EngineError,
@@ -28,6 +28,7 @@ __all__ = [
     "EngineDiedError",
     "EngineError",
     "EnginePool",
+    "EpisodeFn",
     "EpisodeResult",
     "Generation",
     "LimitError",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError
-from tidemill_rollout import Engine, EngineError, Generation, SamplingParams
+from tidemill_rollout import Engine, EngineDiedError, Generation, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Mailbox:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineDiedError(self._failure)
         request = Request(id=next(self._ids), token_ids=token_ids, sampling=sampling, session_id=session_id)
         future = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
@@ -93,7 +93,7 @@ class Mailbox:
         self._failure = f"{self._name} has stopped: {reason}"
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_exception(EngineError(self._failure))
+            future.set_exception(EngineDiedError(self._failure))
 
 
 async def serve(engine: Engine, worker: Any, number: int) -> None:
