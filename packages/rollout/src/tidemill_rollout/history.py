@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 class _Node:
     """The messages from the root to here: turns whose reply is the last of them, and what follows."""
 
-    __slots__ = ("children", "first", "turns")
+    __slots__ = ("children", "latest", "turns")
 
-    def __init__(self, first: "Turn | None") -> None:
+    def __init__(self) -> None:
         self.children: dict[Hashable, _Node] = {}
         self.turns: list[Turn] = []
-        self.first = first
+        self.latest: Turn | None = None
 
 
 class History:
     """Turns by the messages that lead to them. Each method takes time proportional to the number of messages."""
 
     def __init__(self) -> None:
-        self._root = _Node(None)
+        self._root = _Node()
 
     def add(self, messages: Sequence[Hashable], turn: "Turn") -> None:
         """Add a turn whose reply is the last of these messages (see `identity`)."""
@@ -30,8 +30,9 @@ class History:
         for message in messages:
             following = node.children.get(message)
             if following is None:
-                following = node.children[message] = _Node(turn)
+                following = node.children[message] = _Node()
             node = following
+            node.latest = turn
         node.turns.append(turn)
 
     def longest(self, messages: Sequence[Hashable]) -> list["Turn"]:
@@ -47,7 +48,7 @@ class History:
         return turns
 
     def common(self, messages: Sequence[Hashable]) -> tuple[int, "Turn | None"]:
-        """Return how many messages are recorded, and the first turn that has them; None if there is no turn."""
+        """Return how many messages are recorded, and the latest turn that has them; None if there is no turn."""
         node, count = self._root, 0
         for message in messages:
             following = node.children.get(message)
@@ -55,8 +56,8 @@ class History:
                 break
             node, count = following, count + 1
         if node is self._root:
-            return 0, next((child.first for child in node.children.values()), None)
-        return count, node.first
+            return 0, next((child.latest for child in node.children.values()), None)
+        return count, node.latest
 
     def has_reply(self, messages: Sequence[Hashable]) -> bool:
         """Return whether a reply to exactly these messages is recorded."""
