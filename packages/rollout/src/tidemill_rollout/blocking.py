@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from tidemill_rollout.errors import SessionEndedError
 from tidemill_rollout.session import Reply, Session
 
 
@@ -22,6 +23,8 @@ class BlockingSession:
 
     def generate(self, *args: Any, **kwargs: Any) -> Reply:
         """Generate a reply; see `Session.generate`."""
+        if self._loop.is_closed():  # the time limit has expired, and so has the program's event loop
+            raise SessionEndedError(f"session {self.id} has ended; an episode must not use it after its return")
         return asyncio.run_coroutine_threadsafe(self._session.generate(*args, **kwargs), self._loop).result()
 
     def branch(self, name: str | None = None, *, is_trained: bool = True) -> "BlockingSession":

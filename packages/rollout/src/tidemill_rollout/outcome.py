@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 Status = Literal["ok", "truncated", "model_error", "environment_error"]
@@ -45,9 +46,11 @@ class Outcome:
         return self.status != "environment_error"
 
 
-def truncated(limit: str, message: str, *, reward: float = 0.0) -> Outcome:
+def truncated(
+    limit: str, message: str, *, reward: float = 0.0, metrics: Mapping[str, float] = MappingProxyType({})
+) -> Outcome:
     """Return the outcome of an episode that reached a limit: "length", "turns" or "time"."""
-    return Outcome(reward=reward, status="truncated", reason=f"{limit}: {message}")
+    return Outcome(reward=reward, status="truncated", reason=f"{limit}: {message}", metrics=metrics)
 
 
 def to_outcome(result: Any) -> Outcome:
