@@ -5,18 +5,27 @@ import email.parser
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from tidemill_testing import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("release")]
 
@@ -46,15 +55,18 @@ class Install:
         extra: extra of the package that its example uses.
         needs: other packages of the workspace, installed from their wheels as well.
         output: pattern that the example prints.
+        has_server: an SGLang server runs, from the environment of the workspace.
     """
 
     extra: str = ""
     needs: tuple[str, ...] = ()
     script: str = PLAIN
     output: str = ""
+    has_server: bool = False
 
 
 INSTALLS = {
+    "rollout": Install(has_server=True, output=r"\d+ trained tokens: \["),
     "dataproto": Install(),
     "dispatch": Install(extra="[ray]", output=r"\[1, 4, 9, 16, 25\]"),
     "engines": Install(needs=("dataproto",), output=r"'loss': \d"),
@@ -63,7 +75,7 @@ INSTALLS = {
         extra="[sglang]", needs=("sglang_cpu",), script=WITH_ENGINE_AND_MODEL, output=r"\d+ tensors, \d+ bytes"
     ),
     "trainer": Install(
-        extra="[cpu]", needs=("dataproto", "dispatch", "engines", "weight_update", "sglang_cpu"), script=""
+        extra="[cpu]", needs=("dataproto", "dispatch", "engines", "rollout", "weight_update", "sglang_cpu"), script=""
     ),
 }
 
@@ -152,10 +164,43 @@ def test_readme_example_runs_where_only_the_package_is_installed(wheels, environ
         return
     example = (ROOT / "packages" / package / "README.md").read_text().split("```python\n")[1].split("```")[0]
     script = install.script.format(example=example, indented=textwrap.indent(example, "    "))
-    model = tiny_model(tmp_path / "model", "qwen3")
-    (tmp_path / "example.py").write_text(re.sub(r'"path/to/\w+"', repr(str(model)), script))
-    output = run(str(environment / "bin" / "python"), "example.py", cwd=tmp_path)
+    model = tiny_model(tmp_path / "model", "qwen3", vocab_size=512)
+    write_tokenizer(model)
+    script = re.sub(r'"path/to/\w+"', repr(str(model)), script)
+    with sglang_server(model) if install.has_server else nullcontext("") as url:
+        (tmp_path / "example.py").write_text(script.replace("http://127.0.0.1:30000", url))
+        output = run(str(environment / "bin" / "python"), "example.py", cwd=tmp_path)
     assert re.search(install.output, output), output
+
+
+def write_tokenizer(model: Path) -> None:
+    """Write a byte-level tokenizer with 512 tokens and a chat template to the folder of a model."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
+    fast.save_pretrained(model)
+
+
+@contextmanager
+def sglang_server(model: Path) -> Iterator[str]:
+    """Run an SGLang server and yield its URL."""
+    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    options = ["--model-path", str(model), "--port", str(port), "--max-total-tokens", "4096", "--skip-server-warmup"]
+    server = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *options])
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+            assert server.poll() is None, "the server exited while it started"
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
 
 
 def freeze(environment: Path) -> str:
