@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -474,6 +475,22 @@ def test_thousand_sessions_each_record_their_own_conversation(scripted):
     for number, session in enumerate(asyncio.run(run())):
         (turn,) = session.recorder.turns
         assert turn.messages[0]["content"] == f"hello {number}"
+
+
+def test_connections_do_not_delay_small_replies(scripted):
+    """Without TCP_NODELAY, each request on a connection after the first one takes 40 ms."""
+
+    async def run():
+        async with Endpoint() as endpoint:
+            session = scripted("x<|im_end|>").session()
+            endpoint.add(session)
+            async with client_of(session) as client:
+                await client.models.list()
+                (connection,) = endpoint._server.server_state.connections
+                accepted = connection.transport.get_extra_info("socket")
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+    asyncio.run(run())
 
 
 def test_session_is_refused_before_the_endpoint_runs(scripted):

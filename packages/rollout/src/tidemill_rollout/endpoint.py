@@ -69,6 +69,8 @@ class Endpoint:
 
     async def __aenter__(self) -> Self:
         listener = socket.create_server((self._host, self._port))
+        # Connections inherit it. asyncio does not set it for such a socket, and each reply would be delayed by 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listener.getsockname()[1]
         routes = [
             Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
@@ -76,7 +78,14 @@ class Endpoint:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(_HANDLED, _on_error))
-        config = uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=3600,  # clients close idle connections first, so that none meets a closed one
+            timeout_graceful_shutdown=1,
+        )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
