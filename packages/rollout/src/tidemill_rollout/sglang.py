@@ -1,5 +1,8 @@
 """SGLang as an engine: a server, over its native HTTP interface, or an engine of this process."""
 
+import asyncio
+import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -8,6 +11,8 @@ import httpx
 
 from tidemill_rollout.engine import Generation, SamplingParams
 from tidemill_rollout.errors import EngineDiedError, EngineError
+
+logger = logging.getLogger(__name__)
 
 
 class SGLangServer:
@@ -21,7 +26,8 @@ class SGLangServer:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # No idle connections: the server would close one at the moment when a request is sent on it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=None, limits=limits)
 
     async def __aenter__(self) -> Self:
@@ -31,19 +37,36 @@ class SGLangServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections. The server cancels their requests."""
+        """Close all connections. The server aborts their requests within seconds."""
         await self._client.aclose()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
-        body = {"input_ids": list(token_ids), "sampling_params": sglang_sampling(sampling), "return_logprob": True}
+        request_id = uuid.uuid4().hex
+        body = {
+            "rid": request_id,
+            "input_ids": list(token_ids),
+            "sampling_params": sglang_sampling(sampling),
+            "return_logprob": True,
+        }
         try:
             response = await self._client.post("/generate", json=body)
+        except asyncio.CancelledError:
+            await self._abort(request_id)
+            raise
         except httpx.HTTPError as error:
             raise EngineDiedError(f"the SGLang server {self.url} failed: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise EngineError(f"the SGLang server {self.url} returned {response.status_code}: {response.text[:1000]}")
         return to_generation(response.json())
+
+    async def _abort(self, request_id: str) -> None:
+        """Free a request at once; SGLang itself looks for closed connections only every few seconds."""
+        try:
+            response = await self._client.post("/abort_request", json={"rid": request_id}, timeout=5)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            logger.warning("the SGLang server %s did not abort a cancelled request: %r", self.url, error)
 
 
 class SGLangEngine:
