@@ -108,6 +108,14 @@ def test_arguments_are_json_text_of_what_the_model_wrote(arguments, expected):
     assert json.loads(text) == expected
 
 
+def test_call_with_half_of_a_surrogate_pair_remains_in_the_text():
+    """Clients could not send it back: UTF-8 cannot represent it."""
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
+    assert parse_hermes(text) == (text, [])
+    whole = text.replace("\\ud83d", "\\ud83d\\ude00")
+    assert parse_hermes(whole) == ("", [("weather", '{"city": "😀"}')])
+
+
 def test_missing_arguments_are_an_empty_object():
     assert split('<tool_call>{"name": "f"}</tool_call>')[2] == [("f", "{}")]
 

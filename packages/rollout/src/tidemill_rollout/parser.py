@@ -11,6 +11,7 @@ ToolCallParser = Callable[[str], tuple[str, list[tuple[str, str]]]]
 """Text -> (remaining text, [(name, arguments as JSON text)])."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can escape half of a pair, which clients cannot send back in UTF-8
 _HERMES_PROMPT = re.compile(r'<tool_call>.*\\?"arguments\\?"', re.DOTALL)
 
 
@@ -46,7 +47,8 @@ def _call(text: str, *keys: str) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = next((value[key] for key in keys if key in value), {})
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    name, text = value["name"], json.dumps(arguments, ensure_ascii=False)
+    return None if _SURROGATE.search(name + text) else (name, text)
 
 
 def tool_call_parser(chat_template: str | None) -> ToolCallParser | None:
