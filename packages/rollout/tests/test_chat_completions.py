@@ -25,6 +25,7 @@ def reply(scripted, text, **sampling):
         ({"messages": None}, "messages must be a list of messages, got None"),
         ({"messages": "hello"}, "messages must be a list of messages, got 'hello'"),
         ({"n": 0}, "n must be >= 1, got 0"),
+        ({"n": 129}, "n must be <= 128, got 129"),
         ({"n": True}, "n must be an integer, got True"),
         ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ({"max_completion_tokens": "5"}, "max_completion_tokens must be an integer, got '5'"),

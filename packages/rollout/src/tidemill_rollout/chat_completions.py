@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tidemill_rollout.messages import Message
 from tidemill_rollout.session import Reply
 
+_MAX_REPLIES = 128  # as OpenAI
 _NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed", "n", "max_tokens", "max_completion_tokens", "top_logprobs")
 _BOOLEANS = ("stream", "logprobs", "parallel_tool_calls")
@@ -110,6 +111,8 @@ def _check_types(body: Mapping[str, Any]) -> None:
     for name in ("n", "max_tokens", "max_completion_tokens"):
         if body.get(name, 1) < 1:
             raise ValueError(f"{name} must be >= 1, got {body[name]}")
+    if body.get("n", 1) > _MAX_REPLIES:
+        raise ValueError(f"n must be <= {_MAX_REPLIES}, got {body['n']}; send several requests")
     stop = body.get("stop", [])
     if not all(isinstance(each, str) and each for each in (stop if isinstance(stop, list) else [stop])):
         raise ValueError(f"stop must be a string or a list of strings that are not empty, got {_short(stop)}")

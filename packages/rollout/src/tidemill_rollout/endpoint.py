@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -46,7 +46,8 @@ class Endpoint:
     """Serve `/v1/chat/completions` and `/v1/models` for the sessions of any number of policies.
 
     Use it with `async with`, and add each session that clients use. Its key selects the session. Requests run in the
-    event loop that entered the endpoint, which must also be that of the sessions.
+    event loop that entered the endpoint, which must also be that of the sessions. A client that blocks this loop, such
+    as a synchronous one in an `async` episode, never receives a reply.
 
     Tokens are not streamed one by one: a stream starts at once, and its content follows when the reply is complete.
 
@@ -130,11 +131,11 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         self._session_of(request)
-        return _json_response({"object": "list", "data": [_model_body("policy")]})
+        return JSONResponse({"object": "list", "data": [_model_body("policy")]})
 
     async def _model(self, request: Request) -> Response:
         self._session_of(request)
-        return _json_response(_model_body(request.path_params["name"]))
+        return JSONResponse(_model_body(request.path_params["name"]))
 
     async def _chat_completions(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -149,7 +150,7 @@ class Endpoint:
             if not any(task.done() and task.exception() for task in tasks):
                 return _EventStream(_events(asked, session, tasks, request, names), tasks)
         replies = await _replies(tasks, request)
-        return _json_response(completion(asked, replies, session.template.tokenizer, **names))
+        return JSONResponse(completion(asked, replies, session.template.tokenizer, **names))
 
 
 class _Server(uvicorn.Server):
@@ -240,11 +241,6 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _json_response(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    # Escaped, because a model can write half of a surrogate pair, which UTF-8 cannot represent.
-    return Response(json.dumps(value), status, headers, "application/json")
-
-
 def _model_body(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "tidemill"}
 
@@ -258,7 +254,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             "not_found",
         )
     # Clients of OpenAI repeat a request after a server error unless they receive this header.
-    return _json_response(body, status, {"x-should-retry": "false"})
+    return JSONResponse(body, status, {"x-should-retry": "false"})
 
 
 def _error(error: Exception) -> tuple[int, dict[str, Any]]:
