@@ -10,7 +10,7 @@ from tidemill_rollout import Generation, Policy, SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases`
+sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases` and `endpoint_client`
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
