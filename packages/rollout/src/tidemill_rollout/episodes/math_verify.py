@@ -72,12 +72,9 @@ class MathVerify:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             line = self._process.stdout.readline() if selector.select(timeout_s) else None
-        if line:
-            return line
-        reason = f"returned no result within {timeout_s:g} s"
-        try:
-            if line is not None:  # the end of its output: it exits
-                reason = f"crashed with exit code {self._process.wait(timeout_s)}"
-        finally:
+        if not line:
+            code = None if line is None else self._process.wait(timeout_s)
             self.close()
-        raise RuntimeError(f"the process of math-verify {reason}; a new one serves the next answer")
+            reason = f"returned no result within {timeout_s:g} s" if line is None else f"crashed with exit code {code}"
+            raise RuntimeError(f"the process of math-verify {reason}; a new one serves the next answer")
+        return line
