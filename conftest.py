@@ -50,9 +50,14 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Use two workers; run in this process where one file is named, or where tests would compete for a GPU."""
+    """Use two workers; run in this process where one file is named, or where tests would compete for a GPU.
+
+    Slow tests run in this process, too: some check which files a killed run leaves behind on the machine, and others
+    kill SGLang, which leaves files behind.
+    """
     one_file = len(config.args) == 1 and ".py" in config.args[0]
-    return 0 if one_file or any(Path("/dev").glob("nvidia[0-9]*")) else 2
+    is_slow = config.option.markexpr == "slow"
+    return 0 if one_file or is_slow or any(Path("/dev").glob("nvidia[0-9]*")) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:

@@ -103,11 +103,7 @@ class Command:
         self.output += rest
         _, alive = psutil.wait_procs(self.started, timeout=15)
         assert not alive, [process.cmdline() for process in alive]
-        left = [
-            path
-            for path in Path("/dev/shm").iterdir()
-            if path.name not in self.shared_before and not _is_of_other_engine(path.name)
-        ]
+        left = [path for path in Path("/dev/shm").iterdir() if path.name not in self.shared_before]
         mapped = _mapped_inodes()
         assert [path for path in left if path.exists() and path.stat().st_ino not in mapped] == []
         files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
@@ -115,11 +111,6 @@ class Command:
         assert files == []
         assert folders <= _CACHES
         return self.process.returncode
-
-
-def _is_of_other_engine(name: str) -> bool:
-    """Whether an engine that the command did not start created the file: the command checks the names of its own."""
-    return name.startswith("sglang_loads_") and "tidemill-run-" not in name
 
 
 def _mapped_inodes() -> set[int]:
