@@ -35,7 +35,10 @@ def command(args: Sequence[str], *, cwd: str | Path | None = None, env: Mapping[
         if session.seed is not None:
             own["TIDEMILL_SEED"] = str(session.seed)
         stdin = json.dumps(asdict(problem)).encode() + b"\n"
-        result = await run_process(args, stdin=stdin, cwd=cwd, env={**os.environ, **extra, **own})
+        try:
+            result = await run_process(args, stdin=stdin, cwd=cwd, env={**os.environ, **extra, **own})
+        except OSError as error:
+            raise RuntimeError(f"cannot run {args[0]!r} in {cwd or os.getcwd()}: {error}") from error
         if result.code != 0:
             raise RuntimeError(f"{args[0]} failed with exit code {result.code}: {result.stderr.strip()[-1000:]}")
         line = result.stdout.strip().rpartition("\n")[2]
