@@ -160,7 +160,7 @@ def test_unrelated_conversation_starts_a_sequence(chat, messages):
 def test_long_example_starts_shortly_before_the_first_difference(bpe):
     chat = Chat(CHATML, bpe)
     chat.ask(user("hello " * 2000 + "one"), reply="x<|im_end|>")
-    chat.ask(user("go on"), reply="y<|im_end|>")
+    chat.ask(user("please continue"), reply="y<|im_end|>")
     edited = [user("hello " * 2000 + "two"), *chat.messages[1:], user("more")]
     chat.send(edited, reply="z<|im_end|>")
     expected, received = example(chat, "unrelated")
