@@ -16,6 +16,7 @@ from tidemill_rollout.parser import ReplyParser, tool_call_parser
 from tidemill_rollout.policy import Policy
 from tidemill_rollout.pool import EnginePool
 from tidemill_rollout.problem import Problem
+from tidemill_rollout.registry import Registry
 from tidemill_rollout.session import Reply, Session, SessionConfig
 from tidemill_rollout.sglang import SGLangEngine, SGLangServer
 from tidemill_rollout.template import ChatTemplate
@@ -36,6 +37,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Problem",
+    "Registry",
     "Reply",
     "ReplyParser",
     "SGLangEngine",

@@ -1,23 +1,19 @@
 """An episode: a function that solves a problem through a session, and how it is found and run."""
 
 import asyncio
-import hashlib
-import importlib
-import importlib.util
 import math
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from tidemill_rollout.blocking import BlockingSession
 from tidemill_rollout.errors import LimitError, ModelError
 from tidemill_rollout.outcome import Outcome, to_outcome, truncated
 from tidemill_rollout.problem import Problem
+from tidemill_rollout.registry import Registry
 from tidemill_rollout.session import Session
 from tidemill_rollout.thread import is_async, run_in_thread
 from tidemill_rollout.trajectory import Trajectory
@@ -29,70 +25,17 @@ _CANCEL_GRACE_S = 5.0
 """How long a cancelled episode may take for its clean-up."""
 _MAX_REASON = 2000
 _PACKAGE = Path(__file__).parent
-_episodes: dict[str, EpisodeFn] = {}
+_episodes: Registry[EpisodeFn] = Registry("episode")
 
 
 def register_episode(name: str) -> Callable[[EpisodeFn], EpisodeFn]:
-    """Register the decorated function under a name.
-
-    Raises:
-        ValueError: the name is registered already.
-    """
-
-    def decorate(function: EpisodeFn) -> EpisodeFn:
-        if name in _episodes:
-            raise ValueError(f"the episode {name!r} is registered already; choose another name")
-        _episodes[name] = function
-        return function
-
-    return decorate
+    """Register the decorated function; see `Registry.register`."""
+    return _episodes.register(name)
 
 
 def load_episode(name: str) -> EpisodeFn:
-    """Return an episode function by registered name, "pkg.mod:attr" or "path/file.py:attr".
-
-    Raises:
-        ValueError: there is no such function; the message names file and function.
-        ImportError: its module cannot be imported.
-    """
-    if name in _episodes:
-        return _episodes[name]
-    target, colon, attribute = name.rpartition(":")
-    if not colon:
-        known = ", ".join(sorted(_episodes)) or "none"
-        raise ValueError(
-            f'expected a registered episode ({known}), "pkg.mod:attr" or "path/file.py:attr", got {name!r}'
-        )
-    if target.endswith(".py") and not Path(target).is_file():
-        raise ValueError(f"the file {Path(target).absolute()} does not exist; check the path in {name!r}")
-    try:
-        module = _import_file(Path(target)) if target.endswith(".py") else importlib.import_module(target)
-    except (Exception, SystemExit) as error:
-        raise ImportError(
-            f"cannot import {target!r} for the episode {name!r}: {type(error).__name__}: {error}"
-        ) from error
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"{target} has no function {attribute!r}; define it, or correct the name after the colon")
-    return cast(EpisodeFn, function)
-
-
-def _import_file(path: Path) -> ModuleType:
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # two folders may have a file of one name
-    name = f"tidemill_episode_{path.stem}_{digest}"
-    if name in sys.modules:  # a second import would register its episodes again
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # the dataclass decorator looks its module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    """Return an episode function by registered name, "pkg.mod:attr" or "path/file.py:attr"; see `Registry.load`."""
+    return _episodes.load(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

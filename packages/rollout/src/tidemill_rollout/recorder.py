@@ -318,6 +318,8 @@ def _trajectory(path: list[Turn], trained: set[int]) -> Trajectory:
         branch=path[-1].branch,
         finish_reason=path[-1].generation.finish_reason,
         turns=[(len(turn.context_ids), len(turn.generation.token_ids)) for turn in path],
+        messages=path[-1].messages,
+        extra=path[-1].generation.extra,
     )
 
 

@@ -1,7 +1,10 @@
 """A training row: one token sequence of an episode."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill_rollout.messages import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +23,8 @@ class Trajectory:
         branch: name of the branch, "main" for the session itself.
         finish_reason: of the last reply.
         turns: for each turn the number of context tokens and of sampled tokens, in order.
+        messages: the conversation with the last reply; None for prompts of text or token ids.
+        extra: further data of the engine for the last request, which processed all tokens but the last.
     """
 
     token_ids: Sequence[int]
@@ -30,6 +35,8 @@ class Trajectory:
     branch: str
     finish_reason: str
     turns: Sequence[tuple[int, int]] = field(default_factory=tuple)
+    messages: Sequence[Message] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_ids(self) -> Sequence[int]:

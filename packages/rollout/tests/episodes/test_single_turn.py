@@ -84,3 +84,14 @@ def test_reward_functions_that_never_return_stop_no_other(scripted):
 @pytest.mark.parametrize("result", [None, "1", float("nan"), {"acc": 1.0}])
 def test_reward_that_is_no_finite_number_is_an_environment_error(scripted, result):
     assert run(scripted("x<|im_end|>"), lambda *_: result).outcome.status == "environment_error"
+
+
+def test_reward_function_without_result_in_time_is_an_environment_error(scripted):
+    is_stopped = threading.Event()
+    try:
+        episode = single_turn(lambda *_: is_stopped.wait(), reward_timeout_s=0.05)
+        outcome = asyncio.run(scripted("4<|im_end|>").run(episode, PROBLEM)).outcome
+    finally:
+        is_stopped.set()
+    assert outcome.status == "environment_error"
+    assert "TimeoutError: the reward function returned nothing within 0.05 s" in outcome.reason

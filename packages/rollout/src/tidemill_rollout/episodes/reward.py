@@ -1,5 +1,7 @@
 """A reward function: it scores the text of a reply. Its arguments are those of verl's reward functions."""
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +14,18 @@ RewardFn = Callable[[str, str, Any, Any], float | dict[str, Any] | Awaitable[flo
 numbers, such as "acc". With `async` it runs in the event loop, else in a thread of its own."""
 
 
-async def score(reward: RewardFn, problem: Problem, text: str) -> Outcome:
-    """Return the outcome for the text of a reply."""
-    return to_outcome(await call(reward, problem.data_source, text, problem.ground_truth, problem.extra_info))
+async def score(reward: RewardFn, problem: Problem, text: str, *, timeout_s: float = math.inf) -> Outcome:
+    """Return the outcome for the text of a reply.
+
+    Raises:
+        TimeoutError: the reward function returned nothing within `timeout_s`.
+    """
+    limit = asyncio.timeout(None if math.isinf(timeout_s) else timeout_s)
+    try:
+        async with limit:
+            result = await call(reward, problem.data_source, text, problem.ground_truth, problem.extra_info)
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"the reward function returned nothing within {timeout_s:g} s") from None
+        raise
+    return to_outcome(result)

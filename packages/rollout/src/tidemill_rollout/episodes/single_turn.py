@@ -1,5 +1,7 @@
 """One question, one answer, one reward."""
 
+import math
+
 from tidemill_rollout.episode import EpisodeFn
 from tidemill_rollout.episodes.reward import RewardFn, score
 from tidemill_rollout.outcome import Outcome
@@ -7,17 +9,18 @@ from tidemill_rollout.problem import Problem
 from tidemill_rollout.session import Session
 
 
-def single_turn(reward: RewardFn) -> EpisodeFn:
+def single_turn(reward: RewardFn, *, reward_timeout_s: float = math.inf) -> EpisodeFn:
     """Return the episode that generates one reply to the prompt and scores its text.
 
     Args:
         reward: reward function, which receives the reply without special tokens. One that never returns keeps its
             thread until the process ends.
+        reward_timeout_s: time limit of the reward function.
     """
 
     async def episode(problem: Problem, session: Session) -> Outcome:
         prompt = problem.prompt
         reply = await (session.generate(text=prompt) if isinstance(prompt, str) else session.generate(prompt))
-        return await score(reward, problem, reply.text)
+        return await score(reward, problem, reply.text, timeout_s=reward_timeout_s)
 
     return episode
