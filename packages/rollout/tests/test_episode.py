@@ -228,7 +228,7 @@ def test_time_limit_ends_an_episode_without_async_that_never_returns(scripted):
 
 
 def test_time_limit_ends_an_episode_that_ignores_its_cancellation(scripted, monkeypatch):
-    monkeypatch.setattr("tidemill_rollout.episode._CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("tidemill_rollout.episode.CANCEL_GRACE_S", 0.05)
     is_stopped = False
 
     async def ignores(problem, session):

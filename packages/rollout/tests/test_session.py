@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tidemill_rollout import LimitError, SamplingParams, SessionConfig, SessionEndedError
+from tidemill_rollout import LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "what is the weather today"}
@@ -96,6 +96,35 @@ def test_ended_session_is_refused(scripted):
 
     with pytest.raises(SessionEndedError, match="has ended"):
         asyncio.run(run())
+
+
+def test_end_does_not_wait_for_an_engine_that_ignores_its_cancellation(tokenizer, monkeypatch):
+    monkeypatch.setattr("tidemill_rollout.session.CANCEL_GRACE_S", 0.05)
+    is_started, is_stopped = asyncio.Event(), asyncio.Event()
+
+    class IgnoringEngine:
+        num_cancelled = 0
+
+        async def generate(self, token_ids, sampling, *, session_id):
+            is_started.set()
+            while not is_stopped.is_set():
+                try:
+                    await is_stopped.wait()
+                except asyncio.CancelledError:
+                    self.num_cancelled += 1
+
+    async def run():
+        engine = IgnoringEngine()
+        session = Policy(engine, tokenizer).session()
+        request = asyncio.create_task(session.generate(text="hello"))
+        await is_started.wait()
+        await session.end()
+        assert (engine.num_cancelled, request.done()) == (1, False)
+        is_stopped.set()
+        with pytest.raises(SessionEndedError, match="ended before the engine replied"):
+            await request
+
+    asyncio.run(run())
 
 
 def test_branch_has_its_own_history_and_is_trained_as_requested(scripted):

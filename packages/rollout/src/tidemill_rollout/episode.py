@@ -14,15 +14,13 @@ from tidemill_rollout.errors import LimitError, ModelError
 from tidemill_rollout.outcome import Outcome, to_outcome, truncated
 from tidemill_rollout.problem import Problem
 from tidemill_rollout.registry import Registry
-from tidemill_rollout.session import Session
+from tidemill_rollout.session import CANCEL_GRACE_S, Session
 from tidemill_rollout.thread import is_async, run_in_thread
 from tidemill_rollout.trajectory import Trajectory
 
 EpisodeFn = Callable[[Problem, Any], Awaitable[float | dict[str, Any] | Outcome] | float | dict[str, Any] | Outcome]
 """`async def episode(problem, session)`, or a function without `async`, which receives a `BlockingSession`."""
 
-_CANCEL_GRACE_S = 5.0
-"""How long a cancelled episode may take for its clean-up."""
 _MAX_REASON = 2000
 _PACKAGE = Path(__file__).parent
 _episodes: Registry[EpisodeFn] = Registry("episode")
@@ -81,7 +79,7 @@ async def run_episode(
         try:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task}, timeout=_CANCEL_GRACE_S)
+                await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         finally:
             await session.end()
     return EpisodeResult(

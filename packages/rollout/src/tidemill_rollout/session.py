@@ -16,6 +16,8 @@ from tidemill_rollout.recorder import Prompt, Recorder, Turn
 from tidemill_rollout.template import ChatTemplate
 from tidemill_rollout.trajectory import Trajectory
 
+CANCEL_GRACE_S = 5.0
+"""How long a cancelled episode or request may take for its clean-up."""
 _FREE_IN_TRAINING = {"max_tokens", "stop", "seed"}
 
 
@@ -250,7 +252,8 @@ class Session:
         state.is_ended = True
         for task in list(state.running):
             task.cancel()
-        await asyncio.gather(*state.running, return_exceptions=True)
+        if state.running:
+            await asyncio.wait(state.running, timeout=CANCEL_GRACE_S)
 
     def metrics(self) -> dict[str, float]:
         """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
