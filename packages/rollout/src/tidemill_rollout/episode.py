@@ -82,11 +82,12 @@ async def run_episode(
                 await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         finally:
             await session.end()
+    trajectories = session.trajectories()
     return EpisodeResult(
         problem=problem,
         outcome=task.result() if is_finished else truncated("time", f"no result within {timeout_s:g} s"),
-        trajectories=session.trajectories(),
-        metrics=session.metrics(),
+        trajectories=trajectories,
+        metrics=session.metrics(trajectories),
         seconds=time.monotonic() - start,
     )
 

@@ -20,7 +20,7 @@ def check_messages(messages: Any) -> list[Message]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"messages must be a non-empty list, got {_short(messages)}")
-    cleaned = [_clean(message, number) for number, message in enumerate(messages)]
+    cleaned = [clean_message(message, number) for number, message in enumerate(messages)]
     if cleaned[-1]["role"] == "assistant":
         raise ValueError(
             "the last message must not be from the assistant: a reply cannot be continued; end with a user or tool "
@@ -29,7 +29,8 @@ def check_messages(messages: Any) -> list[Message]:
     return cleaned
 
 
-def _clean(message: Any, number: int) -> Message:
+def clean_message(message: Any, number: int = 0) -> Message:
+    """Return a copy of a message with text parts joined and empty fields removed; see `check_messages`."""
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise ValueError(
             f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {_short(message)}; "

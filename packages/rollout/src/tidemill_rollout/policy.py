@@ -64,7 +64,7 @@ class Policy:
                 engine=self.engine,
                 template=self.template,
                 parser=self.parser,
-                config=replace(self.config, **changes),
+                config=replace(self.config, **changes) if changes else self.config,
                 recorder=Recorder(self.template),
             )
         )

@@ -1,6 +1,5 @@
 """The record of a session: a tree of turns, each with the tokens that the engine received and sampled."""
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 from tidemill_rollout.engine import Generation
 from tidemill_rollout.fork import Fork, common_length, fork
 from tidemill_rollout.history import History
-from tidemill_rollout.messages import Message, canonical, identity
+from tidemill_rollout.messages import Message, canonical, clean_message, identity
 from tidemill_rollout.template import ChatTemplate, Fingerprint
 from tidemill_rollout.trajectory import Trajectory
 
@@ -172,7 +171,7 @@ class Recorder:
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add the turn of a finished request."""
-        reply = copy.deepcopy(reply)  # the caller may change its own
+        reply = clean_message(reply)  # a copy: the caller may change its own
         messages = None if prompt.messages is None else [*prompt.messages, reply]
         turn = Turn(
             parent=prompt.parent,

@@ -18,6 +18,7 @@ from tidemill_rollout.trajectory import Trajectory
 
 CANCEL_GRACE_S = 5.0
 """How long a cancelled episode or request may take for its clean-up."""
+_SAMPLING_FIELDS = {item.name for item in fields(SamplingParams)} - {"extra"}
 _FREE_IN_TRAINING = {"max_tokens", "stop", "seed"}
 
 
@@ -181,7 +182,7 @@ class Session:
         state = self._state
         if state.is_ended:
             raise SessionEndedError(f"session {self.id} has ended; an episode must not use it after its return")
-        params = self._sampling_params(sampling)
+        changes = self._sampling_changes(sampling)
         if sum(value is not None for value in (messages, text, token_ids)) != 1:
             raise ValueError("generate() requires exactly one of messages, text and token_ids")
         if messages is not None:
@@ -191,16 +192,17 @@ class Session:
             assert ids is not None
             prompt = state.recorder.prompt_from_tokens(ids, self._branch)
         try:
-            params = self._limited(params, prompt)
+            changes["max_tokens"] = self._max_tokens(changes.get("max_tokens"), prompt)
         except LimitError as error:
             state.limit = error
             raise
         state.limit = None
         number = state.num_requests
         state.num_requests += 1
-        if params.seed is None and state.seed is not None:
-            params = replace(params, seed=_derived_seed(state.seed, number))
-        return await self._request(prompt, params, number)
+        own = state.config.sampling
+        if "seed" not in changes and own.seed is None and state.seed is not None:
+            changes["seed"] = _derived_seed(state.seed, number)
+        return await self._request(prompt, replace(own, **changes), number)
 
     def branch(self, name: str | None = None, *, is_trained: bool = True) -> "Session":
         """Return a session with a history of its own, for a sub-agent or an alternative.
@@ -255,16 +257,20 @@ class Session:
         if state.running:
             await asyncio.wait(state.running, timeout=CANCEL_GRACE_S)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, trajectories: Sequence[Trajectory] | None = None) -> dict[str, float]:
         """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
 
         `num_untrained_branch_tokens` are the sampled tokens of branches with `is_trained=False`. All others are trained
         on: the two numbers add up to `num_sampled_tokens`.
+
+        Args:
+            trajectories: the result of `trajectories()`, where it is at hand.
         """
+        rows = self.trajectories() if trajectories is None else trajectories
         turns, branches = self.recorder.turns, self._state.branches
         sampled = self.recorder.num_sampled_tokens(branches)
         untrained = self.recorder.num_sampled_tokens([name for name, is_trained in branches.items() if not is_trained])
-        trained = sum(sum(row.response_mask) for row in self.trajectories())
+        trained = sum(sum(row.response_mask) for row in rows)
         forks = {f"num_forks/{reason}": float(count) for reason, count in sorted(self.recorder.forks.items())}
         return {
             "num_turns": float(len(turns)),
@@ -310,12 +316,12 @@ class Session:
             turn=turn,
         )
 
-    def _sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
-        known = {item.name for item in fields(SamplingParams)} - {"extra"}
+    def _sampling_changes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that a request changes."""
         given = {name: value for name, value in given.items() if value is not None}
         config = self._state.config
         own = config.sampling
-        extra = {name: value for name, value in given.items() if name not in known}
+        extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS}
         if config.is_training:
             refused = [
                 name
@@ -329,14 +335,15 @@ class Session:
                     f"the trainer computes log-probs for {expected} and cannot account for {values}; remove it from "
                     "the request, or change the sampling parameters of the run"
                 )
-        changes = {name: value for name, value in given.items() if name in known}
+        changes = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
         if isinstance(stop := changes.get("stop"), str):
             changes["stop"] = (stop,)
         elif stop is not None:
             changes["stop"] = tuple(stop)
-        return replace(own, **changes, extra={**own.extra, **extra})
+        return {**changes, "extra": {**own.extra, **extra}} if extra else changes
 
-    def _limited(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    def _max_tokens(self, given: int | None, prompt: Prompt) -> int:
+        """Return the limit of new tokens of a request."""
         config = self._state.config
         if len(self.recorder.turns) + len(self._state.running) >= config.max_turns:
             raise LimitError("turns", f"session {self.id} has reached its limit of {config.max_turns} turns")
@@ -347,10 +354,10 @@ class Session:
                 f"session {self.id}: the prompt has {len(prompt.token_ids)} tokens, and the context length is "
                 f"{config.context_length}; no reply fits",
             )
-        limits = [limit for limit in (params.max_tokens, config.sampling.max_tokens, room) if limit is not None]
-        if min(limits) < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {min(limits)}")
-        return replace(params, max_tokens=min(limits))
+        limit = min(limit for limit in (given, config.sampling.max_tokens, room) if limit is not None)
+        if limit < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {limit}")
+        return limit
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:

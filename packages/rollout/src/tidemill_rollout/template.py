@@ -1,5 +1,6 @@
 """A model's chat template: the text of a conversation, and the tokens that follow a sampled reply."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tidemill_rollout.messages import Message, for_template
 
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+_NUM_CACHED_PROMPTS = 32  # all samples of a group start with the same prompt
 _OPEN_REASONING = re.compile(r"<think>\s*\Z")
 
 Fingerprint = tuple[int, int]
@@ -42,6 +44,7 @@ class ChatTemplate:
         self._keep_reasoning = keep_reasoning
         self._removable = _REASONING if keep_reasoning else _EMPTY_REASONING
         added = tokenizer.added_tokens_decoder.items()
+        self._encode = functools.lru_cache(_NUM_CACHED_PROMPTS)(self._encode_uncached)
         self._special = {token.content: id for id, token in added if token.special and token.content}
 
     @property
@@ -58,6 +61,9 @@ class ChatTemplate:
         Raises:
             ValueError: the text contains half of a surrogate pair, which UTF-8 cannot represent.
         """
+        return list(self._encode(text))
+
+    def _encode_uncached(self, text: str) -> list[int]:
         text.encode()
         return self.tokenizer.encode(text, add_special_tokens=False)
 
