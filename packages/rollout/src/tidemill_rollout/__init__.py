@@ -1,5 +1,6 @@
 """Episodes for reinforcement learning: any environment or agent, with an exact record of the sampled tokens."""
 
+from tidemill_rollout.demonstration import demonstration
 from tidemill_rollout.endpoint import Endpoint
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.episode import EpisodeFn, EpisodeResult, load_episode, register_episode, run_episode
@@ -48,6 +49,7 @@ __all__ = [
     "SessionEndedError",
     "TemplateError",
     "Trajectory",
+    "demonstration",
     "load_episode",
     "register_episode",
     "run_episode",

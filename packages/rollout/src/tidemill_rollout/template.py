@@ -104,6 +104,23 @@ class ChatTemplate:
                 "tokenizer.chat_template that accepts them"
             ) from error
 
+    def reply(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """Return the tokens of the last message as a reply of the model, with the token that ends it.
+
+        Raises:
+            TemplateError: the template rejects the messages, or the prompt of the reply is no prefix of them.
+        """
+        prompt = self.render(messages[:-1], tools, add_generation_prompt=True)
+        text = self.render(messages, tools, add_generation_prompt=False)
+        body, closing = self._split_closing(text, messages[-1]["content"])
+        if not body.startswith(prompt):
+            found = fork("template", prompt, body)
+            raise TemplateError(
+                "the chat template must write a reply right after its prompt; expected text that starts with "
+                f"{found.expected!r}, got {found.received!r}"
+            )
+        return self.encode(body.removeprefix(prompt) + (closing or str(self.tokenizer.eos_token)))
+
     def fingerprint(self, prompt: str) -> Fingerprint:
         """Return what `suffix` needs to know of the text of the prompt that the reply was sampled for."""
         text = self._removable.sub("", _OPEN_REASONING.sub("", prompt))
