@@ -1,0 +1,1 @@
+"""Reports about a run that does not make progress: which process is stuck, and where."""

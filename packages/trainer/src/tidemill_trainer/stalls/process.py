@@ -1,0 +1,167 @@
+"""The processes of a run: who they are, and what the kernel reports about them."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+_SAMPLE_S = 0.5
+_REGISTRY = "processes.jsonl"
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_WORDS = {
+    psutil.STATUS_STOPPED: "stopped (state T)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger (state t)",
+    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep, such as a disk access (state D)",
+    psutil.STATUS_ZOMBIE: "dead (state Z)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """A process that belongs to a run.
+
+    Attributes:
+        name: name of its log, such as "actor_0", or "driver".
+        pid: process id.
+        created_s: start of the process, which tells it from a later one with the same id.
+        node: Ray's id of the node; empty without Ray.
+    """
+
+    name: str
+    pid: int
+    created_s: float
+    node: str = ""
+
+    @classmethod
+    def of_this_process(cls, name: str, node: str = "") -> "Registration":
+        pid = os.getpid()
+        return cls(name=name, pid=pid, created_s=psutil.Process(pid).create_time(), node=node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessState:
+    """A process as the kernel sees it.
+
+    Attributes:
+        title: role in the run, such as "rank 1 of group 'actor'".
+        host: name of its machine.
+        pid: process id.
+        status: status in psutil's words.
+        cpu_s: CPU seconds since its start.
+        cpu_share: CPU seconds per second during a short sample; above 1 with several threads.
+        rss_bytes: resident memory.
+        log: name of the log of the registered process that it is or descends from.
+    """
+
+    title: str
+    host: str
+    pid: int
+    status: str
+    cpu_s: float
+    cpu_share: float
+    rss_bytes: int
+    log: str
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.status in _STOPPED
+
+    @property
+    def state(self) -> str:
+        """The status in words."""
+        if self.status in _WORDS:
+            return _WORDS[self.status]
+        return f"busy with {100 * self.cpu_share:.0f} % CPU" if self.cpu_share >= 0.05 else "idle"
+
+    def __str__(self) -> str:
+        return f"{self.title}, process {self.pid} on {self.host}, is {self.state}"
+
+
+def register(logs: Path, registration: Registration) -> None:
+    """Record a process in the folder of logs, so that a report finds it even if it does not respond."""
+    with (logs / _REGISTRY).open("a") as file:
+        file.write(json.dumps(asdict(registration)) + "\n")
+
+
+def registered(logs: Path) -> list[Registration]:
+    """Return the processes that were recorded in the folder of logs, including those that have exited."""
+    file = logs / _REGISTRY
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [Registration(**json.loads(line)) for line in lines]
+
+
+def role(name: str) -> str:
+    """Return the role of a registered process for messages, as in the errors of a call to its group."""
+    group, _, rank = name.rpartition("_")
+    if group == "episodes":
+        return f"episode worker {rank}"
+    return f"rank {rank} of group {group!r}" if rank.isdecimal() else name
+
+
+def observe(registrations: Sequence[Registration]) -> list[ProcessState]:
+    """Return the state of processes on this machine and of their descendants, each once. Takes about half a second."""
+    titles: dict[psutil.Process, tuple[str, str]] = {}
+    for registration in registrations:
+        process = _process(registration)
+        if process is not None:
+            titles[process] = role(registration.name), registration.name
+    for process, (title, log) in list(titles.items())[::-1]:  # the driver comes first and is the parent of Ray's
+        for child in _children(process):
+            titles.setdefault(child, (f"{_command(child)} below {title}", log))
+    before = {process: _cpu_s(process) for process in titles}
+    time.sleep(_SAMPLE_S)
+    states = [_state(process, title, log, before[process]) for process, (title, log) in titles.items()]
+    return [state for state in states if state is not None]
+
+
+def _process(registration: Registration) -> psutil.Process | None:
+    try:
+        process = psutil.Process(registration.pid)
+        return process if process.create_time() == registration.created_s else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        words = " ".join(process.cmdline()).split()
+        return " ".join(words)[:60].rstrip() if words else process.name()
+    except psutil.Error:  # it has exited, or belongs to another user
+        return "(unknown command)"
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return times.user + times.system
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _state(process: psutil.Process, title: str, log: str, cpu_before_s: float) -> ProcessState | None:
+    try:
+        with process.oneshot():
+            cpu_s = _cpu_s(process)
+            return ProcessState(
+                title=title,
+                host=os.uname().nodename,
+                pid=process.pid,
+                status=process.status(),
+                cpu_s=cpu_s,
+                cpu_share=(cpu_s - cpu_before_s) / _SAMPLE_S,
+                rss_bytes=process.memory_info().rss,
+                log=log,
+            )
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,149 @@
+"""The watch over a run: names its waits on the terminal, and reports those that expire."""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from tidemill_dispatch import WorkerError
+
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.stalls.inspection import DRIVER, inspect_nodes, queue_states
+from tidemill_trainer.stalls.process import Registration, registered
+from tidemill_trainer.stalls.report import StallReport, late_ranks
+from tidemill_trainer.waits import ActiveWait, Waits
+
+REPORT_SIGNAL = signal.SIGUSR1
+"""Signal at which the driver writes a report and continues."""
+_FIRST_LINE_S = 30.0
+_LINE_EVERY_S = 60.0
+_POLL_S = 1.0
+
+
+class StallError(RuntimeError):
+    """A wait has expired. The message names the wait, its limit, the culprit and the file of the report."""
+
+
+class Watch:
+    """Watches the waits of a run during a `with` block, in a thread of its own.
+
+    - A line on the terminal names a wait that lasts 30 s, and again each minute.
+    - At `REPORT_SIGNAL`, and when a wait expires, a report is written to `stall.txt`, the newest one first.
+
+    The block raises `StallError` from the error of a wait that has expired.
+
+    Args:
+        waits: the waits of the driver.
+        logs: folder of the logs.
+        progress: terminal output.
+        queues: returns references to the descriptions of the queues of the run, by owner.
+    """
+
+    def __init__(
+        self, waits: Waits, logs: Path, progress: Progress, queues: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        self.report = logs / "stall.txt"
+        self._waits = waits
+        self._logs = logs
+        self._progress = progress
+        self._queues = queues
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Watch during the block."""
+        reading, writing = os.pipe()
+        thread = threading.Thread(target=self._run, args=(reading,), name="watch", daemon=True)
+        with _signal_to(writing):
+            thread.start()
+            try:
+                yield
+            except Exception as error:
+                active = self._waits.active_at(error)
+                if not active or not _has_expired(active[-1], error):
+                    raise
+                raise StallError(self._write("a wait has expired", active, error)) from error
+            finally:
+                os.close(writing)  # the thread reads the end of the pipe
+                thread.join()
+                os.close(reading)
+
+    def _run(self, signals: int) -> None:
+        shown: tuple[float, float] = (0.0, 0.0)  # start of a wait, and when the next line is due
+        while True:
+            readable, _, _ = select.select([signals], [], [], _POLL_S)
+            received = os.read(signals, 4096) if readable else None
+            if received == b"":
+                return
+            if received is not None and REPORT_SIGNAL in received:
+                self._on_request()
+            active = self._waits.active()
+            if not active:
+                continue
+            innermost = active[-1]
+            if shown[0] != innermost.since_s:
+                shown = innermost.since_s, innermost.since_s + _FIRST_LINE_S
+            if time.monotonic() >= shown[1]:
+                shown = innermost.since_s, shown[1] + _LINE_EVERY_S
+                self._progress.info(_line(innermost), style="dim")
+
+    def _on_request(self) -> None:
+        self._progress.info(self._write(f"requested by {REPORT_SIGNAL.name}", self._waits.active(), None))
+
+    def _write(self, reason: str, active: tuple[ActiveWait, ...], error: BaseException | None) -> str:
+        """Write a report; return its summary and where it is."""
+        here = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        driver = Registration.of_this_process(DRIVER, here)
+        processes, unreachable = inspect_nodes([driver, *registered(self._logs)], self._logs, here=here)
+        report = StallReport(
+            reason=reason,
+            waits=active,
+            last_progress=self._waits.last_progress(),
+            processes=processes,
+            logs=self._logs,
+            error=error,
+            unreachable=unreachable,
+            queues=queue_states(self._queues()),
+        )
+        try:
+            earlier = self.report.read_text() if self.report.is_file() else ""
+            self.report.write_text(report.text() + (f"\n{'=' * 80}\n\n{earlier}" if earlier else ""))
+        except OSError as problem:  # such as a full disk; the summary is more important
+            return f"{report.summary()}\nThe report cannot be written: {problem}"
+        return f"{report.summary()}\nStack traces and the state of all processes are in {self.report}"
+
+
+def _has_expired(active: ActiveWait, error: Exception) -> bool:
+    """Return whether an error means that a wait has expired, or that ranks of a call hang after another one failed."""
+    if isinstance(error, TimeoutError) or late_ranks(error):
+        return True
+    limit = active.wait.worker_limit
+    return isinstance(error, WorkerError) and limit is not None and active.seconds() >= limit.seconds
+
+
+def _line(active: ActiveWait) -> str:
+    seconds = active.seconds()
+    return (
+        f"waiting for {active.wait.name} by {active.wait.on} since {seconds:.0f} s ({active.wait.limit_after(seconds)})"
+    )
+
+
+@contextmanager
+def _signal_to(pipe: int) -> Iterator[None]:
+    """Write the numbers of received signals to a pipe, at once and even if the main thread hangs in compiled code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    os.set_blocking(pipe, False)
+    handler = signal.signal(REPORT_SIGNAL, lambda _signum, _frame: None)  # the default is to kill the process
+    usual = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(usual)
+        signal.signal(REPORT_SIGNAL, handler)
