@@ -183,6 +183,24 @@ def test_error_lists_all_engines_with_their_last_error_when_none_is_left():
     asyncio.run(run())
 
 
+def test_request_that_crashes_engines_is_sent_to_two_further_ones_and_others_continue():
+    async def run():
+        case = Case("abcde")
+        for name in "abc":
+            case.engines[name].is_dead = True
+        with pytest.raises(
+            EngineError, match=r"^3 engines died .* \(a: .*refused; b: .*refused; c: .*refused\)"
+        ) as error:
+            await case.pool.generate(PROMPT, SAMPLING, session_id="s0")
+        assert not isinstance(error.value, EngineDiedError)
+        assert [len(engine.calls) for engine in case.engines.values()] == [1, 1, 1, 0, 0]
+        other = await case.start("s1")
+        case.engines["d"].finish()
+        assert await other == reply(PROMPT, SAMPLING)
+
+    asyncio.run(run())
+
+
 def test_waiting_request_fails_when_the_last_engine_dies():
     async def run():
         case = Case()
@@ -331,7 +349,7 @@ class Schedule(Case):
         results = await asyncio.gather(*(task for _, task in self.tasks), return_exceptions=True)
         for (sampling, _), result in zip(self.tasks, results, strict=True):
             if isinstance(result, EngineError):
-                assert re.search("no log-probs|none of 3 engines is left", str(result))
+                assert re.search("no log-probs|none of 3 engines is left|3 engines died one after another", str(result))
             elif not isinstance(result, asyncio.CancelledError):
                 assert result == reply(PROMPT, sampling)
         assert self.pool.metrics()["num_waiting"] == 0

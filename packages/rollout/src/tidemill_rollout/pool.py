@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
-from tidemill_rollout.errors import EngineDiedError
+from tidemill_rollout.errors import EngineDiedError, EngineError
 
+_MAX_FAILOVERS = 2
 _MAX_SESSIONS = 1 << 16  # a session that is forgotten loses its prefix cache, nothing else
 
 
@@ -15,6 +16,8 @@ class _Member:
     """An engine with its counts. A restarted engine is a new member.
 
     Attributes:
+        name: its name in the pool.
+        engine: the engine.
         version: its verified weight version.
         num_running: requests that it is processing.
         num_requests: requests that it has received.
@@ -22,6 +25,7 @@ class _Member:
         error: why it left the pool; None while it serves.
     """
 
+    name: str
     engine: Engine
     version: int
     num_running: int = 0
@@ -38,7 +42,8 @@ class EnginePool:
     engine has the newest version, requests wait.
 
     An engine whose call raises `EngineDiedError` leaves the pool, and its requests are sent to other engines with the
-    same tokens and the same seed. All other errors belong to the request and are raised.
+    same tokens and the same seed; each to at most two further ones, because it may be what crashes them. All other
+    errors belong to the request and are raised.
 
     Args:
         engines: engines by name; names appear in errors and metrics.
@@ -48,7 +53,7 @@ class EnginePool:
     def __init__(self, engines: Mapping[str, Engine], *, version: int = 0) -> None:
         if not engines:
             raise ValueError("an engine pool requires at least one engine, got none")
-        self._members = {name: _Member(engine, version) for name, engine in engines.items()}
+        self._members = {name: _Member(name, engine, version) for name, engine in engines.items()}
         self._newest = version
         self._sessions: dict[str, _Member] = {}  # least recently used first
         self._num_requests = 0
@@ -81,7 +86,7 @@ class EnginePool:
             engine: the engine; it can be the same object as before.
             version: its verified weight version. Until that is the newest one, it receives no requests.
         """
-        self._members[name] = _Member(engine, version)
+        self._members[name] = _Member(name, engine, version)
         self._notify(version)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
@@ -89,8 +94,10 @@ class EnginePool:
 
         Raises:
             EngineDiedError: no engine is left; the message has the last error of each.
-            EngineError: the request failed.
+            EngineError: the request failed, or three engines died one after another while they processed it; the
+                message names them.
         """
+        died: list[str] = []
         while True:
             member = await self._member_for(session_id)
             self._num_requests += 1
@@ -103,6 +110,12 @@ class EnginePool:
                 member.error = str(error)
                 self._num_failovers += 1
                 self._notify(self._newest)
+                died.append(f"{member.name}: {error}")
+                if len(died) > _MAX_FAILOVERS:
+                    raise EngineError(
+                        f"{len(died)} engines died one after another while they processed the same request, which is "
+                        f"not sent to another ({'; '.join(died)}); check the logs of the engines"
+                    ) from error
             finally:
                 member.num_running -= 1
 
