@@ -230,6 +230,19 @@ def test_thousand_sessions_each_record_their_own_conversation(scripted):
         assert turn.messages[0]["content"] == f"hello {number}"
 
 
+def test_endpoint_on_all_interfaces_has_an_address_that_clients_can_connect_to(scripted):
+    async def run():
+        async with asyncio.timeout(LIMIT_S), Endpoint("0.0.0.0") as endpoint:
+            session = scripted("the answer<|im_end|>").session()
+            endpoint.add(session)
+            assert "0.0.0.0" not in session.base_url
+            async with httpx.AsyncClient(trust_env=False) as client:
+                headers = {"Authorization": f"Bearer {session.api_key}"}
+                assert (await client.get(f"{session.base_url}/models", headers=headers)).status_code == 200
+
+    asyncio.run(run())
+
+
 def test_connections_do_not_delay_small_replies(scripted):
     """Without TCP_NODELAY, each request on a connection after the first one takes 40 ms."""
 

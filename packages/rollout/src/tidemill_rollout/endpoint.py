@@ -52,7 +52,8 @@ class Endpoint:
     Tokens are not streamed one by one: a stream starts at once, and its content follows when the reply is complete.
 
     Args:
-        host: address to listen on; other machines reach only an address of a network interface.
+        host: address to listen on; other machines reach only an address of a network interface. "0.0.0.0" listens on
+            all of them, and `base_url` has the one that leads to other machines.
         port: port; 0 chooses a free one.
     """
 
@@ -66,7 +67,7 @@ class Endpoint:
     @property
     def base_url(self) -> str:
         """Address for clients, such as "http://127.0.0.1:8000/v1"."""
-        return f"http://{self._host}:{self._port}/v1"
+        return f"http://{_client_host(self._host)}:{self._port}/v1"
 
     async def __aenter__(self) -> Self:
         listener = socket.create_server((self._host, self._port))
@@ -227,6 +228,18 @@ async def _cancel(tasks: Sequence[asyncio.Task[Reply]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _client_host(host: str) -> str:
+    """Return the address at which clients reach a server that listens on `host`."""
+    if host != "0.0.0.0":
+        return host
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # selects a network interface and sends nothing
+        except OSError:  # no network
+            return "127.0.0.1"
+        return probe.getsockname()[0]
 
 
 async def _json(request: Request) -> Any:
