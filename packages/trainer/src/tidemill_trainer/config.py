@@ -214,6 +214,9 @@ class TrainerConfig:
     Attributes:
         name: name of the run's folder in `run_dir`; None uses the name of the config file and the current time.
         run_dir: parent folder of all runs.
+        project_name: name that groups runs: the project in Weights & Biases, the experiment in MLflow.
+        logger: where metrics go in addition to the terminal and `metrics.jsonl`: "tensorboard", "wandb", "mlflow". Each
+            one requires the extra of its name, such as `tidemill-trainer[wandb]`.
         total_steps: steps of reinforcement learning, each on one batch of prompts. With mini-batches or epochs, a step
             consists of several optimizer steps, which `optimizer.total_steps` and `optimizer.lr_warmup_steps` count.
         val_before_train: validate before the first step. After a warm-up, the model is always validated.
@@ -230,6 +233,8 @@ class TrainerConfig:
 
     name: str | None = None
     run_dir: str = "runs"
+    project_name: str = "tidemill"
+    logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     total_steps: _Count = 100
     val_before_train: bool = True
     stop_at_accuracy: _Fraction | None = None

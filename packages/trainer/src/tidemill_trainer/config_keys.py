@@ -63,7 +63,6 @@ _ABSENT = {  # verl's keys that have no direct equivalent here
     "use_dynamic_bsz": "micro-batches are formed by tokens, unless engine.micro_batch_size_per_gpu is set",
     "val_kwargs": "validation decodes greedily, with one response per problem",
     "resume_mode": "use the option --resume of the command to continue a run",
-    "logger": "metrics are in metrics.jsonl and report.html in the folder of the run",
     "actor_rollout_ref": "use the sections model, engine, optimizer, actor and rollout",
     "optim": "use the section optimizer",
     "custom_reward_function": 'use reward.function="path/file.py:name"',

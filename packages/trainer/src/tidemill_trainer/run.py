@@ -15,6 +15,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.data import DataError
 from tidemill_trainer.inputs import Inputs, load_inputs
+from tidemill_trainer.loggers import open_loggers
 from tidemill_trainer.logs import tail
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
@@ -84,7 +85,7 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
     run: RunDir | None = None
     try:
         inputs = load_inputs(config, progress)
-        with open_run(config, stem, resume=resume) as run:
+        with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
             _fit(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
         hint = f"\n{run.how_to_continue()}" if run is not None and isinstance(error, RewardError) else ""

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,11 @@ from tidemill_trainer.config_file import ConfigError, config_to_dict, load_confi
 
 
 class RunDir:
-    """The files of one run. Each line of `metrics.jsonl` and `rollouts.jsonl` is a JSON object with a `step`."""
+    """The files of one run. Each line of `metrics.jsonl` and `rollouts.jsonl` is a JSON object with a `step`.
+
+    Attributes:
+        listeners: called with each line of metrics after it is written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,11 +35,15 @@ class RunDir:
         self.report = path / "report.html"
         self.about = path / "assets" / "about.txt"  # description of the demo's problems
         self.lock = path / "lock"
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a line of metrics. Numbers that are not finite become null, since JSON does not have them."""
         infinite = {name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
-        _append(self.metrics, [{**metrics, **dict.fromkeys(infinite)}])
+        line = {**metrics, **dict.fromkeys(infinite)}
+        _append(self.metrics, [line])
+        for listener in self.listeners:
+            listener(line)
 
     def append_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Append one line per rollout. Types that JSON does not have, such as dates of a parquet file, become text."""
@@ -161,7 +169,7 @@ def _locked(run: RunDir) -> Iterator[None]:
 _MAY_CHANGE = frozenset(
     {
         *(f"trainer.{key}" for key in ("name", "run_dir", "total_steps", "stop_at_accuracy", "test_freq", "save_freq")),
-        *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address")),
+        *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address", "project_name", "logger")),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
         "reward.on_error",
