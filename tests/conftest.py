@@ -17,12 +17,14 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
     right = sum(a == b for a, b in zip(solution_str, ground_truth)) / max(len(solution_str), len(ground_truth))
     return {"score": right, "acc": solution_str == ground_truth}
 
-calls = 0
+broken_problems = set()
 
 def broken(data_source, solution_str, ground_truth, extra_info):
-    global calls
-    calls += 1
-    return 0.0 if calls == 1 else 1 / 0  # a function that fails on the whole first batch stops the run
+    if not broken_problems:
+        broken_problems.add(ground_truth)
+    if ground_truth in broken_problems:  # all samples of the first problem
+        return 1 / 0
+    return right_digits(data_source, solution_str, ground_truth, extra_info)
 """
 
 

@@ -22,6 +22,7 @@ from tidemill_trainer.config_file import load_config
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoTokenizer
@@ -38,24 +39,25 @@ _WATCHED = ("rollout/log_prob_abs_diff/mean", "rollout/log_prob_abs_diff/max", "
 class Shifted(Trainer):
     """Replaces the experts of the rollout by other ones."""
 
-    def _generate(self, step: int) -> DataProto:
-        return shifted(super()._generate(step))
+    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
+        assert episodes.rows is not None
+        return super()._add_old_log_probs(replace(episodes, rows=shifted(episodes.rows)))
 
 
 class WithoutRolloutExperts(Trainer):
     """Drops the experts of the rollout, as R2 does not use them."""
 
-    def _generate(self, step: int) -> DataProto:
-        batch = super()._generate(step)
-        batch.pop([COLUMN])
-        return batch
+    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
+        assert episodes.rows is not None
+        episodes.rows.pop([COLUMN])
+        return super()._add_old_log_probs(episodes)
 
 
 class ShiftedUpdate(WithoutRolloutExperts):
     """Uses other experts in the update than for the old log-probs."""
 
-    def _add_old_log_probs(self, batch: DataProto) -> DataProto:
-        return shifted(super()._add_old_log_probs(batch))
+    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
+        return shifted(super()._add_old_log_probs(episodes))
 
 
 def shifted(batch: DataProto) -> DataProto:
@@ -112,8 +114,10 @@ def watch(folder: Path, config: Config) -> dict[str, Any]:
                 "R2": train("R2", WithoutRolloutExperts, "R2"),
                 "R2_shifted": train("R2_shifted", ShiftedUpdate, "R2"),
             }
+            (folder / "one").mkdir()
             trainer = Trainer(config, cluster, inputs, RunDir(folder / "one"), progress)
-            batch = trainer._generate(1)
+            batch = trainer._rollouts.take(1).rows
+            assert batch is not None
             columns = ["input_ids", "responses"]
             for name, inputs in (("replayed", [*columns, COLUMN]), ("free", columns)):
                 seen[name] = compare(batch, cluster.actor.compute_log_prob(batch.select(inputs)))

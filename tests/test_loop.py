@@ -1,6 +1,5 @@
 """The training loop with real components: Ray actors, two FSDP2 ranks on gloo, and a stock SGLang engine."""
 
-import functools
 import json
 import math
 import shutil
@@ -8,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
-from tidemill_dataproto import DataProto
-from tidemill_rollout import Problem, SamplingParams, SessionConfig
+from tidemill_rollout import Problem
+from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.ledger import trained_problems
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import RewardScorer
 from tidemill_trainer.rollout import RayEngine
-from tidemill_trainer.rollout.episode_worker import EpisodeTask, EpisodeWorker, create_episode
-from tidemill_trainer.rollout.rows import training_rows
-from tidemill_trainer.rollout.worker import sampling_seeds
+from tidemill_trainer.rollout.episode_task import EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,6 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600), pyt
 _TIMES = (
     "timing_s/",
     *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
+    "episode/addition/seconds",
     "weight_update/seconds",
     "weight_update/gb_per_s",
 )
@@ -86,7 +83,7 @@ def test_metrics_have_verl_names_and_are_finite(eight_steps):
         *(f"critic/{name}/{kind}" for name in ("score", "rewards", "advantages") for kind in ("mean", "max", "min")),
         *(f"response_length/{kind}" for kind in ("mean", "max", "min", "clip_ratio")),
         *(f"prompt_length/{kind}" for kind in ("mean", "max", "min", "clip_ratio")),
-        *(f"timing_s/{n}" for n in ("step", "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")),
+        *(f"timing_s/{n}" for n in ("step", "gen", "old_log_prob", "adv", "update_actor", "update_weights")),
         "timing_s/save_checkpoint",
         "timing_s/testing",
         *(f"perf/{name}" for name in ("throughput", "total_num_tokens", "time_per_step", "max_memory_allocated_gb")),
@@ -134,7 +131,8 @@ def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, 
 def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
     run, _ = eight_steps
     shutil.copytree(run.checkpoints / "step_000004", tmp_path / "checkpoints" / "step_000004")
-    shutil.copy(run.metrics, tmp_path / "metrics.jsonl")
+    for file in (run.metrics, run.ledger):
+        shutil.copy(file, tmp_path)
     resumed, _ = train_in(tmp_path)
     whole, again = _steps(run), _steps(resumed)
     assert sorted(again) == sorted(whole)
@@ -142,6 +140,8 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
         for name, value in whole[step].items():
             if not name.startswith(_TIMES):
                 assert again[step][name] == value, (step, name)
+    assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
+    assert again[8]["ledger/episodes/undone"] == again[8]["ledger/episodes/issued"] - 8 * 64 == 4 * 64
     weights = [load_file(r.checkpoints / "step_000008" / "huggingface" / "model.safetensors") for r in (run, resumed)]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
@@ -156,10 +156,24 @@ def test_adapter_calls_reach_the_engine(cluster):
 
 
 def test_failed_rewards_are_counted_and_the_run_continues(train_in, warmed_up, make_config):
-    run, result = train_in(warmed_up, _broken(make_config), "trainer.total_steps=1")
+    """One problem is never scored: its group is not trained on, and all others are."""
+    run, result = train_in(warmed_up, _broken(make_config), "trainer.total_steps=1", "episode.max_error_share=0.5")
     assert result.steps == 1
-    assert _steps(run)[1]["reward/num_errors"] == 63
-    assert _steps(run)[1]["actor/grad_norm"] == 0.0
+    row = _steps(run)[1]
+    assert row["reward/num_errors"] == row["episode/error/ZeroDivisionError"] == 8
+    assert row["episode/num_retries"] == 16
+    assert row["ledger/episodes/trained"] == 56
+    assert row["ledger/tokens/failed"] > 0
+    assert row["actor/grad_norm"] > 0
+    failed = [line for line in run.read_rollouts() if line["status"] == "environment_error"]
+    assert all(line["score"] is None and line["rows"] == [] for line in failed)
+
+
+def test_run_stops_when_too_many_episodes_fail(train_in, warmed_up, make_config):
+    with pytest.raises(
+        EpisodeError, match=r"step 1 failed, also when repeated: 8 times ZeroDivisionError.*max_error_share=0.1"
+    ):
+        train_in(warmed_up, _broken(make_config), "trainer.total_steps=1")
 
 
 class _Crash(Progress):
@@ -170,7 +184,13 @@ class _Crash(Progress):
 
 
 def test_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, make_config, quiet):
-    overrides = [_broken(make_config), "trainer.save_freq=1", "trainer.test_freq=0", "trainer.total_steps=2"]
+    overrides = [
+        _broken(make_config),
+        "episode.max_error_share=0.5",
+        "trainer.save_freq=1",
+        "trainer.test_freq=0",
+        "trainer.total_steps=2",
+    ]
     with pytest.raises(KeyboardInterrupt):
         train_in(warmed_up, *overrides, progress=_Crash(quiet.console))
     run, _ = train_in(warmed_up, *overrides)
@@ -182,50 +202,60 @@ def _broken(make_config):
     return f"reward.function={make_config().reward.function.replace(':right_digits', ':broken')}"
 
 
-def test_episodes_sample_the_same_tokens_as_a_batch(cluster, make_config, quiet, tmp_path):
-    config = make_config()
-    inputs = load_inputs(config, quiet)
-    rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()[:32]]
-    prompts = inputs.train[:32].repeat(4, interleave=True).select(["prompts"], [])
-    seeds = sampling_seeds(3, 1, 128)
-    expected = cluster.rollout.generate_sequences(
-        prompts.union(DataProto.from_dict({"sampling_seed": seeds})), greedy=False
-    )
-    sampling = SamplingParams(max_tokens=config.rollout.response_length, temperature=config.rollout.temperature)
-    worker = ray.remote(num_cpus=0)(EpisodeWorker).remote(
-        0,
-        functools.partial(create_episode, "single_turn", config.reward.function),
-        config.model.path,
-        trust_remote_code=False,
-        config=SessionConfig(sampling=sampling),
-        timeout_s=60,
-        num_engines=1,
-        log_dir=str(tmp_path),
-    )
-    ray.get(worker.ready.remote())
-    cluster.rollout.connect_episode_workers([worker])
+_EPISODES = """
+import asyncio, ctypes, os, time
+
+async def episode(problem, session):
+    kind = problem.extra_info
+    if kind == "dies":
+        os._exit(3)
+    if kind == "exits":
+        exit()
+    if kind == "raises":
+        raise KeyError("seven")
+    if kind == "hangs":
+        await asyncio.sleep(1000)
+    reply = await session.generate(text=problem.prompt)
+    return {"nan": float("nan"), "none": None, "text": "1.0"}.get(kind, 1.0)
+"""
+
+
+def _run_episodes(cluster, make_config, folder, kinds, *overrides):
+    """Run one episode of each kind and return all, with the outcomes by kind."""
+    (folder / "env.py").write_text(_EPISODES)
+    cluster.episodes.load(make_config(f"episode.function={folder / 'env.py'}:episode", *overrides))
     tasks = [
-        EpisodeTask(
-            problem=Problem(
-                prompt=rows[number // 4]["prompt"],
-                id=str(number // 4),
-                data_source=rows[number // 4]["data_source"],
-                ground_truth=rows[number // 4]["ground_truth"],
-            ),
-            sample=number % 4,
-            seed=int(seeds[number]),
-        )
-        for number in range(128)
+        EpisodeTask(number=number, problem=Problem(prompt="12+34=", id=str(number), extra_info=kind), seed=1)
+        for number, kind in enumerate(kinds)
     ]
-    results = ray.get(worker.run.remote(tasks, greedy=False))
-    ray.kill(worker)
-    batch = training_rows(results)
-    for name in ("responses", "rollout_log_probs", "response_mask", "input_ids"):
-        assert torch.equal(batch[name].values(), expected[name].values())
-        assert torch.equal(batch[name].offsets(), expected[name].offsets())
-    assert torch.equal(batch["prompts"].values(), prompts["prompts"].values())
-    scorer = RewardScorer(config.reward, inputs.reward_fn, inputs.tokenizer)
-    scores = scorer(inputs.train[:32].repeat(4, interleave=True).union(expected))
-    assert torch.equal(batch["scores"], scores.score)
-    assert torch.equal(batch["acc"], scores.acc)
-    assert {result.outcome.status for result in results} == {"ok"}
+    episodes = cluster.episodes.run(tasks, greedy=False)
+    accounted = sum(summary.num_tokens for summary in episodes.summaries) + episodes.num_lost
+    assert accounted == episodes.num_generated
+    return episodes, {kind: each.outcome for kind, each in zip(kinds, episodes.summaries, strict=True)}
+
+
+def test_bad_episodes_affect_no_other(cluster, make_config, tmp_path):
+    kinds = ["fine", "exits", "raises", "hangs", "nan", "none", "text", "fine"]
+    episodes, outcomes = _run_episodes(cluster, make_config, tmp_path, kinds, "episode.timeout_s=1")
+    assert {kind for kind, outcome in outcomes.items() if outcome.status == "ok"} == {"fine"}
+    assert outcomes["hangs"].reason == "time: no result within 1 s"
+    reasons = {kind: outcome.reason for kind, outcome in outcomes.items() if outcome.status == "environment_error"}
+    assert reasons.keys() == {"exits", "raises", "nan", "none", "text"}
+    assert reasons["raises"] == "KeyError: 'seven' (in env.py:11)"
+    assert reasons["exits"].startswith("SystemExit")
+    assert reasons["nan"].startswith("ValueError: expected a finite float32")
+    assert reasons["none"].startswith("TypeError: an episode must return a number")
+    assert episodes.rows is not None
+    assert sorted(set(episodes.rows["task"].tolist())) == [0, 7]
+    first, second = episodes.rows["responses"].unbind()
+    assert torch.equal(first, second)  # the same seed
+
+
+def test_episode_that_kills_its_process_affects_no_other(cluster, make_config, tmp_path):
+    kinds = ["fine", "dies", "fine"]
+    episodes, outcomes = _run_episodes(cluster, make_config, tmp_path, kinds, "episode.max_retries=0")
+    assert outcomes["fine"].status == "ok"
+    assert outcomes["dies"].reason.startswith("died: episode worker 0 died; see ")
+    assert 2 <= episodes.num_restarts <= 3
+    assert episodes.rows is not None
+    assert episodes.rows["task"].tolist() == [0, 2]

@@ -113,8 +113,11 @@ def test_each_epoch_contains_every_problem_once(tmp_path, tokenizer):
     assert [tokenizer.decode(row) for row in again["prompts"].unbind()] == drawn[9:12]
     other = PromptLoader(data, batch_size=7, seed=6).batch(1)
     assert [tokenizer.decode(row) for row in other["prompts"].unbind()] != epochs[0]
-    uid = [name for step in range(1, 4) for name in loader.batch(step).non_tensor_batch["uid"]]
-    assert len(set(uid)) == 9
+    problems = [problem for step in range(1, 4) for problem in loader.problems(step)]
+    assert [problem.prompt for problem in problems] == drawn[:9]
+    assert [problem.ordinal for problem in problems] == list(range(9))
+    assert len({problem.id for problem in problems}) == 9
+    assert [f"{row}=" for row in loader.rows(3)] == drawn[6:9]
 
 
 def test_warm_up_columns_are_prompt_response_and_end_token(tmp_path, tokenizer):

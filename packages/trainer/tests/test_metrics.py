@@ -1,5 +1,8 @@
 import pytest
-from tidemill_trainer.metrics import mean_metrics, performance_metrics
+from tidemill_rollout import Outcome, Problem
+from tidemill_trainer.metrics import episode_metrics, mean_metrics, performance_metrics, validation_metrics
+from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask, Failure
 
 RATES = {
     "perf/tokens_per_s": 100.0,
@@ -33,3 +36,38 @@ def test_metrics_are_averaged_and_skipped_steps_summed():
     actual = mean_metrics([steps[0], steps[1] | RATES])
     assert actual == {"actor/loss": 1.5, "actor/grad_nonfinite": 2.0} | performance_metrics([RATES])
     assert not {"perf/step_s", "perf/tokens_per_s"} & actual.keys()
+
+
+def _summary(number, outcome, *, source="sums", failures=(), **counts):
+    task = EpisodeTask(number=number, problem=Problem(prompt="1+1=", id=str(number), data_source=source))
+    return EpisodeSummary(task=task, outcome=outcome, failures=failures, counts=counts, seconds=1.0 + number)
+
+
+def test_failed_episodes_do_not_lower_the_accuracy():
+    failed = Outcome(reward=0.0, status="environment_error", reason="ValueError: x")
+    right, wrong = Outcome(reward=0.2, metrics={"acc": 1.0}), Outcome(reward=0.0)
+    summaries = [_summary(0, right), _summary(1, failed), _summary(2, wrong, source="other")]
+    assert validation_metrics(summaries) == {
+        "val/accuracy": 0.5,
+        "val-core/sums/acc/mean@1": 1.0,
+        "val-core/other/acc/mean@1": 0.0,
+    }
+
+
+def test_episodes_are_counted_by_status_reason_and_source():
+    failures = [Failure(reason="ValueError: x", num_tokens=3)] * 2
+    summaries = [
+        _summary(0, Outcome(reward=1.0, metrics={"num_tool_calls": 2.0}), num_turns=3.0, num_sampled_tokens=8.0),
+        _summary(
+            1, Outcome(reward=0.0, status="truncated", reason="length: full"), num_turns=1.0, num_sampled_tokens=2.0
+        ),
+        _summary(2, Outcome(reward=0.0, status="environment_error", reason="ValueError: x"), failures=failures),
+    ]
+    episodes = Episodes(rows=None, summaries=summaries, num_generated=16, num_lost=0, num_restarts=1)
+    metrics = episode_metrics(episodes, 5)
+    assert metrics["episode/status/ok"] == metrics["episode/status/truncated"] == 1.0
+    assert metrics["episode/error/length"] == metrics["episode/error/ValueError"] == 1.0
+    assert (metrics["episode/num_retries"], metrics["episode/num_worker_restarts"]) == (1.0, 1.0)
+    assert metrics["rollout/trained_token_share"] == 0.5
+    assert metrics["episode/sums/num_tool_calls/mean"] == 2.0
+    assert metrics["episode/sums/seconds/p50"] == 2.0

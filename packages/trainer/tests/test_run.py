@@ -8,7 +8,10 @@ from tidemill_trainer.cli import DEMO_CONFIG, main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward.function=exactmatch"], "config key reward.function: expected one of exact_match, or"),
+        (
+            ["reward.function=exactmatch"],
+            "config key reward.function: expected a registered reward function (exact_match), ",
+        ),
         (["optimizer.learning_rate=1"], "unknown config key optimizer.learning_rate"),
         (['data.train_files=["none.jsonl"]'], f"data file {Path('none.jsonl').absolute()} does not exist"),
     ],

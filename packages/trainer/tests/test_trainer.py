@@ -13,6 +13,7 @@ from tidemill_trainer.demo.model import character_tokenizer
 from tidemill_trainer.demo.task import CHARACTERS
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 
@@ -53,7 +54,7 @@ def rollouts(*, with_experts):
     tokens, lengths = torch.arange(5 * ROWS) % 12 + 3, [5] * ROWS
     input_ids = ragged.ragged(tokens, lengths)
     responses = ragged.ragged(tokens.view(ROWS, 5)[:, 2:].reshape(-1), [3] * ROWS)
-    columns = {"input_ids": input_ids, "responses": responses}
+    columns = {"input_ids": input_ids, "responses": responses, "task": torch.arange(ROWS)}
     for name in ("response_mask", "advantages"):
         columns[name] = ragged.like(torch.ones(3 * ROWS), responses)
     batch = DataProto.from_dict(columns)
@@ -65,14 +66,15 @@ def rollouts(*, with_experts):
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
 def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode, tmp_path):
     overrides = ["model.path=m", "engine.backend=megatron", f"actor.router_replay.mode={mode}"]
-    config = load_config(DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}"])
-    actor = Actor(replays=mode != "disabled")
-    inputs = Inputs(
-        tokenizer=character_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None, reward_fn=None
+    config = load_config(
+        DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}", "data.train_batch_size=2"]
     )
-    cluster = SimpleNamespace(actor=actor, rollout=None)
+    actor = Actor(replays=mode != "disabled")
+    inputs = Inputs(tokenizer=character_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None)
+    cluster = SimpleNamespace(actor=actor, episodes=SimpleNamespace(load=lambda config: None))
     trainer = Trainer(config, cluster, inputs, RunDir(tmp_path), Progress(Console(file=io.StringIO())))
-    batch = trainer._add_old_log_probs(rollouts(with_experts=mode == "R3"))
+    rows = rollouts(with_experts=mode == "R3")
+    batch = trainer._add_old_log_probs(Episodes(rows=rows, summaries=[], num_generated=0, num_lost=0, num_restarts=0))
     mini_batches = list(trainer._mini_batches(batch, step=1))
     assert len(mini_batches) == ROWS // N
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx
@@ -74,16 +74,21 @@ class SGLangEngine:
 
     Args:
         engine: the engine. SGLang aborts a request in it when its call is cancelled.
+        arguments: further arguments of each `Engine.async_generate`, such as `{"return_routed_experts": True}`.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._engine = engine
+        self._arguments = dict(arguments)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
         try:
             output = await self._engine.async_generate(
-                input_ids=list(token_ids), sampling_params=sglang_sampling(sampling), return_logprob=True
+                input_ids=list(token_ids),
+                sampling_params=sglang_sampling(sampling),
+                return_logprob=True,
+                **self._arguments,
             )
         except Exception as error:  # SGLang raises ValueError, HTTPException and errors of its own
             raise EngineError(f"SGLang refused or aborted the request: {type(error).__name__}: {error}") from error
@@ -124,4 +129,5 @@ def to_generation(output: Mapping[str, Any]) -> Generation:
         log_probs=[item[0] for item in sampled],
         finish_reason=finish["type"],
         versions=[(str(meta.get("weight_version", "")), len(sampled))] if sampled else [],
+        extra={name: meta[name] for name in ("routed_experts",) if meta.get(name) is not None},
     )

@@ -18,6 +18,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout import EngineFiles, RayEngine, RolloutWorker
+from tidemill_trainer.rollout.episode_pool import EpisodePool
 from tidemill_trainer.run_dir import RunDir
 
 _CONNECT_S = 10.0
@@ -34,10 +35,12 @@ class Cluster:
     Attributes:
         actor: the group of `ActorWorker`s, one per training process.
         rollout: the group of `RolloutWorker`s, one per engine.
+        episodes: the processes that run episodes.
     """
 
     actor: RayWorkerGroup
     rollout: RayWorkerGroup
+    episodes: EpisodePool
 
     def __init__(self, config: Config, run: RunDir, progress: Progress) -> None:
         self._config = config
@@ -45,6 +48,7 @@ class Cluster:
         self._progress = progress
         self._groups: list[RayWorkerGroup] = []
         self._files: EngineFiles | None = None
+        self._pool: EpisodePool | None = None
         self._owns_ray = False
 
     def __enter__(self) -> Self:
@@ -66,6 +70,7 @@ class Cluster:
         """Stop all processes of the run. A second call does nothing."""
         groups, self._groups = self._groups, []
         files, self._files = self._files, None
+        pool, self._pool = self._pool, None
         owns_ray, self._owns_ray = self._owns_ray, False
         with _signals_ignored(), ExitStack() as stack:  # runs all callbacks, last one first, even if one raises
             if owns_ray:
@@ -74,6 +79,8 @@ class Cluster:
                 stack.callback(files.remove)
             for group in groups:
                 stack.callback(group.shutdown)
+            if pool is not None:
+                stack.callback(pool.shutdown)
 
     def _start_ray(self) -> None:
         if ray.is_initialized():
@@ -86,11 +93,12 @@ class Cluster:
         if address is not None:
             _check_reachable(address)
         self._owns_ray = True
+        num_processes = config.actor.num_workers + config.rollout.num_engines + config.episode.num_workers
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local" if address is None else address,
             # For Ray this is only the number of processes to start, which may exceed the number of cores.
-            num_cpus=config.actor.num_workers + config.rollout.num_engines if address is None else None,
+            num_cpus=num_processes if address is None else None,
             include_dashboard=False if address is None else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -142,6 +150,7 @@ class Cluster:
             blocking=False,
         )
         self._groups.append(self.actor)
+        self.episodes = self._pool = EpisodePool(config.episode.num_workers, self.rollout, logs, self._progress)
 
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""

@@ -62,7 +62,8 @@ class RolloutConfig:
     Attributes:
         n: responses per prompt (the group size of GRPO).
         temperature, top_p, top_k: sampling parameters of training rollouts; validation decodes greedily.
-        response_length: maximum number of new tokens.
+        response_length: maximum number of new tokens of a reply. All tokens of an episode, with the prompt and what
+            tools returned, are at most `data.max_prompt_length + rollout.response_length`.
         device: "auto" selects CUDA if Ray has GPUs.
         dtype: dtype of the engine's weights.
         num_engines: number of engines that share the prompts.
@@ -73,7 +74,9 @@ class RolloutConfig:
         mem_fraction_static: share of the GPU memory for weights and KV pool.
         deterministic: sample every response with its own seed, so that a run can be reproduced token by token.
         engine_args: additional arguments of `sglang.Engine`, passed unchanged.
-        timeout_s: timeout of the engine's start and of one generation call.
+        max_log_prob_abs_diff: the run stops when the mean difference of the log-probs of rollout and training is
+            larger (see `tidemill_trainer.mismatch`). None: a limit by dtype.
+        timeout_s: timeout of the engine's start and of the generation of one reply.
     """
 
     n: Annotated[int, AfterValidator(_group_size)] = 8
@@ -90,23 +93,48 @@ class RolloutConfig:
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
     deterministic: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
+    max_log_prob_abs_diff: _Positive | None = None
     timeout_s: _Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardConfig:
-    """The reward function and the handling of its errors.
+class EpisodeConfig:
+    """The episodes, which run in processes of their own.
 
     Attributes:
-        function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr".
-        on_error: if the function raises, "zero" sets the reward of that sample to 0 and counts and reports the error;
-            "stop" stops the run. A function that fails on every sample of the first batch always stops the run.
-        timeout_s: timeout of one call, which then counts as an error; inf disables it. See `tidemill_trainer.deadline`
-            for what it can interrupt.
+        function: "single_turn" generates one reply to the prompt and scores it with the reward function. Others are
+            "pkg.mod:attr" or "path/file.py:attr": `async def episode(problem, session)` returns the reward (see
+            tidemill-rollout).
+        num_workers: number of processes.
+        max_concurrent: maximum number of episodes that a process runs at the same time.
+        max_turns: maximum number of replies of an episode.
+        timeout_s: time limit of an episode, which then counts as truncated.
+        max_retries: how often an episode is repeated after an environment error. An episode that fails each time is not
+            trained on.
+        max_error_share: the run stops when more than this share of the episodes of a step or validation failed each
+            time.
+    """
+
+    function: str = "single_turn"
+    num_workers: _Count = 1
+    max_concurrent: _Count = 1024
+    max_turns: _Count = 100
+    timeout_s: _Positive = 600.0
+    max_retries: _CountOrZero = 2
+    max_error_share: _Fraction = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """The reward function of the episode "single_turn".
+
+    Attributes:
+        function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr". An error of the function is
+            an environment error of its episode.
+        timeout_s: timeout of one call, which then counts as an error; inf disables it.
     """
 
     function: str = "exact_match"
-    on_error: Literal["zero", "stop"] = "zero"
     timeout_s: _Positive = 60.0
 
 
@@ -256,6 +284,7 @@ class Config:
         engine: the training engine; `backend` selects it, "fsdp2" or "megatron".
         optimizer: AdamW, gradient clipping and learning-rate schedule.
         rollout: generation with SGLang.
+        episode: the episodes.
         reward: the reward function.
         algorithm: conversion of rewards to advantages.
         actor: the policy update.
@@ -269,6 +298,7 @@ class Config:
     engine: Annotated[FSDP2Config | MegatronConfig, Field(discriminator="backend")] = field(default_factory=FSDP2Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -77,8 +77,12 @@ def with_absolute_paths(config: Config) -> Config:
 
 def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
     """Apply `change` to every path of the configuration."""
-    data, function = config.data, config.reward.function
-    file, colon, attr = function.rpartition(":")
+    data = config.data
+
+    def changed(function: str) -> str:
+        file, colon, attr = function.rpartition(":")
+        return f"{change(file)}{colon}{attr}" if file.endswith(".py") else function
+
     return replace(
         config,
         model=replace(config.model, path=change(config.model.path)),
@@ -87,7 +91,8 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
             train_files=tuple(change(path) for path in data.train_files),
             val_files=tuple(change(path) for path in data.val_files),
         ),
-        reward=replace(config.reward, function=f"{change(file)}{colon}{attr}" if file.endswith(".py") else function),
+        episode=replace(config.episode, function=changed(config.episode.function)),
+        reward=replace(config.reward, function=changed(config.reward.function)),
         trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
+from tidemill_rollout import Problem
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
@@ -34,15 +35,21 @@ def load_prompts(
 
     Returns:
         A batch with one row per problem and the number of skipped rows, whose prompt is longer than
-        `max_prompt_length`. The batch has the ragged int64 column `prompts` [B, j] and the object columns
-        `data_source`, `ground_truth`, `extra_info` and `response` (None if the file has none).
+        `max_prompt_length`. The batch has the ragged int64 column `prompts` [B, j] and the object columns `prompt` (as
+        in the file), `data_source`, `ground_truth`, `extra_info` and `response` (None if the file has none).
 
     Raises:
         DataError: a file is missing or cannot be read, a row has no prompt or one that the chat template rejects, a
             prompt is too long (unless skipped), or there are no rows.
     """
     prompts: list[torch.Tensor] = []
-    columns: dict[str, list[Any]] = {"data_source": [], "ground_truth": [], "extra_info": [], "response": []}
+    columns: dict[str, list[Any]] = {
+        "prompt": [],
+        "data_source": [],
+        "ground_truth": [],
+        "extra_info": [],
+        "response": [],
+    }
     num_skipped = 0
     for file in files:
         for number, row in enumerate(_read_rows(Path(file)), start=1):
@@ -63,6 +70,7 @@ def load_prompts(
                     "choose another reward function"
                 )
             prompts.append(torch.tensor(ids, dtype=torch.int64))
+            columns["prompt"].append(row["prompt"])
             columns["data_source"].append(row.get("data_source") or "data")
             columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
@@ -90,8 +98,8 @@ class PromptLoader:
         self._batch_size = batch_size
         self._seed = seed
 
-    def batch(self, step: int) -> DataProto:
-        """Return the problems of `step` (from 1), with an object column `uid` that is unique per problem."""
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row numbers of the problems of `step` (from 1), int64 [batch_size]."""
         size = len(self._dataset)
         positions = np.arange((step - 1) * self._batch_size, step * self._batch_size)
         rows = np.empty(self._batch_size, dtype=np.int64)
@@ -99,9 +107,31 @@ class PromptLoader:
             order = np.random.default_rng([self._seed, int(epoch)]).permutation(size)
             here = positions // size == epoch
             rows[here] = order[positions[here] % size]
-        batch = self._dataset[torch.from_numpy(rows)]
-        uid = [f"{step}-{number}" for number in range(self._batch_size)]
-        return batch.union(DataProto.from_dict({}, {"uid": uid}))
+        return rows
+
+    def batch(self, step: int) -> DataProto:
+        """Return the problems of `step`."""
+        return self._dataset[torch.from_numpy(self.rows(step))]
+
+    def problems(self, step: int) -> list[Problem]:
+        """Return the problems of `step`; their ids are unique in the run."""
+        return to_problems(self.batch(step), str(step), ordinal=(step - 1) * self._batch_size)
+
+
+def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0) -> list[Problem]:
+    """Return the rows of a batch of `load_prompts` as problems with the ids "{prefix}-0", "{prefix}-1", ...
+
+    Args:
+        batch: the rows.
+        prefix: start of the ids.
+        ordinal: ordinal of the first problem.
+    """
+    names = ("prompt", "data_source", "ground_truth", "extra_info")
+    columns = [batch.non_tensor_batch[name] for name in names]
+    return [
+        Problem(id=f"{prefix}-{number}", ordinal=ordinal + number, **dict(zip(names, values, strict=True)))
+        for number, values in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:

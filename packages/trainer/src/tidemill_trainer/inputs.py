@@ -1,4 +1,4 @@
-"""Loading of everything that a configuration refers to: tokenizer, problems and reward function."""
+"""Loading of everything that a configuration refers to: tokenizer, problems and the user's functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
+from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.preflight import check_machine, check_model
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import RewardFn, exact_match, load_reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Tokenizer, problems and reward function of a run, loaded and checked before any process starts.
+    """Tokenizer and problems of a run, loaded and checked before any process starts.
 
     Attributes:
         val: validation problems; None without validation files.
@@ -26,22 +26,22 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train: DataProto
     val: DataProto | None
-    reward_fn: RewardFn
 
 
 def load_inputs(config: Config, progress: Progress) -> Inputs:
-    """Check model and machine, and load tokenizer, problems and reward function.
+    """Check model, machine and the user's functions, and load tokenizer and problems.
 
     Raises:
-        ConfigError, DataError, RewardError: a user error (reported without a traceback).
+        ConfigError, DataError: a user error (reported without a traceback).
     """
     check_machine(config, progress)
     check_model(config)
-    reward_fn = load_reward(config.reward.function)
+    create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
     tokenizer = _load_tokenizer(config)
+    needs_ground_truth = config.episode.function == "single_turn" and config.reward.function == "exact_match"
 
     def load(files: Sequence[str]) -> DataProto:
-        return _load_problems(files, tokenizer, config, progress, needs_ground_truth=reward_fn is exact_match)
+        return _load_problems(files, tokenizer, config, progress, needs_ground_truth=needs_ground_truth)
 
     train_data = load(config.data.train_files)
     val_data = load(config.data.val_files) if config.data.val_files else None
@@ -50,7 +50,7 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
             "the warm-up requires a `response` in every row of data.train_files; add it, or set warmup.max_steps=0"
         )
     _warn_about_sizes(config, len(train_data), progress)
-    return Inputs(tokenizer=tokenizer, train=train_data, val=val_data, reward_fn=reward_fn)
+    return Inputs(tokenizer=tokenizer, train=train_data, val=val_data)
 
 
 def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> None:

@@ -1,12 +1,17 @@
 """Metrics of a step, with verl's names."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
+from tidemill_rollout.outcome import Status
 
 from tidemill_trainer.advantages import frac_zero_std_groups
+from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import EpisodeSummary
 
 _RATES = {
     "perf/mfu": "perf/mfu/actor",
@@ -15,34 +20,75 @@ _RATES = {
 }
 
 
-def batch_metrics(batch: DataProto, *, max_prompt_length: int, response_length: int) -> dict[str, float]:
-    """Compute scores, advantages, lengths and the log-prob difference of rollout and training for a scored batch.
+def batch_metrics(
+    batch: DataProto, scored: DataProto, *, max_prompt_length: int, response_length: int
+) -> dict[str, float]:
+    """Compute scores, advantages and lengths of a batch.
 
     Args:
-        batch: batch with the ragged columns `prompts`, `responses`, `response_mask`, `rollout_log_probs`,
-            `old_log_probs`, `entropy` and `advantages`, with `scores`, `rewards`, `acc` [B], and the object column
-            `uid`.
+        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `entropy` and `advantages`.
+        scored: episodes with `scores`, `rewards`, `acc` [E] and the object column `uid`.
         max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
     """
     mask = batch["response_mask"].values().bool()
     prompts = ragged.lengths(batch["prompts"]).float()
     responses = ragged.lengths(batch["responses"]).float()
-    difference = (batch["rollout_log_probs"].values() - batch["old_log_probs"].values()).abs()[mask]
     return {
-        **_spread("critic/score", batch["scores"]),
-        **_spread("critic/rewards", batch["rewards"]),
+        **_spread("critic/score", scored["scores"]),
+        **_spread("critic/rewards", scored["rewards"]),
         **_spread("critic/advantages", batch["advantages"].values()[mask]),
         **_spread("response_length", responses),
         "response_length/clip_ratio": (responses >= response_length).float().mean().item(),
         **_spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean().item(),
-        "actor/entropy": batch["entropy"].values()[mask].mean().item() if len(difference) else 0.0,
-        "reward/acc/mean": batch["acc"].mean().item(),
-        "reward/frac_zero_std_groups": frac_zero_std_groups(batch["rewards"], batch.non_tensor_batch["uid"]),
-        "rollout/log_prob_abs_diff/mean": difference.mean().item() if len(difference) else 0.0,
-        "rollout/log_prob_abs_diff/max": difference.max().item() if len(difference) else 0.0,
+        "actor/entropy": batch["entropy"].values()[mask].mean().item() if mask.any() else 0.0,
+        "reward/acc/mean": scored["acc"].mean().item(),
+        "reward/frac_zero_std_groups": frac_zero_std_groups(scored["rewards"], scored.non_tensor_batch["uid"]),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
     }
+
+
+def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, float]:
+    """Compute how episodes ended and how long they took, in total and per data source.
+
+    Args:
+        episodes: the episodes of a step.
+        num_trained_tokens: tokens with mask 1 in the batch.
+    """
+    summaries = episodes.summaries
+    by_status = Counter(summary.outcome.status for summary in summaries)
+    errors = Counter(
+        summary.outcome.reason.partition(":")[0] for summary in summaries if summary.outcome.status != "ok"
+    )
+    forks: Counter[str] = Counter()
+    for summary in summaries:
+        forks.update({name: int(count) for name, count in summary.counts.items() if name.startswith("num_forks/")})
+    sampled = sum(
+        summary.counts.get("num_sampled_tokens", 0.0) for summary in summaries if summary.outcome.is_trainable
+    )
+    metrics = {
+        **{f"episode/status/{status}": float(by_status[status]) for status in get_args(Status)},
+        **{f"episode/error/{reason}": float(count) for reason, count in sorted(errors.items())},
+        "reward/num_errors": float(by_status["environment_error"]),
+        "episode/num_retries": float(sum(len(summary.failures) for summary in summaries))
+        - by_status["environment_error"],
+        "episode/num_worker_restarts": float(episodes.num_restarts),
+        "rollout/trained_token_share": num_trained_tokens / sampled if sampled else 0.0,
+        **{f"rollout/{name}": float(count) for name, count in sorted(forks.items())},
+    }
+    for source, group in _by_source(summaries).items():
+        seconds = np.array([summary.seconds for summary in group])
+        metrics |= {
+            f"episode/{source}/seconds/mean": float(seconds.mean()),
+            f"episode/{source}/seconds/p50": float(np.quantile(seconds, 0.5)),
+            f"episode/{source}/seconds/p95": float(np.quantile(seconds, 0.95)),
+            f"episode/{source}/num_turns/mean": float(np.mean([each.counts.get("num_turns", 0.0) for each in group])),
+        }
+        names = {name for summary in group for name in summary.outcome.metrics} - {"acc"}
+        for name in sorted(names):
+            values = [each.outcome.metrics[name] for each in group if name in each.outcome.metrics]
+            metrics[f"episode/{source}/{name}/mean"] = float(np.mean(values))
+    return metrics
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -77,17 +123,27 @@ def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float
     return rates | {"perf/max_memory_allocated_gb": max(part["perf/peak_memory_gib"] for part in parts)}
 
 
-def validation_metrics(data_source: np.ndarray, acc: torch.Tensor) -> dict[str, float]:
+def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
     """Compute `val/accuracy` over all problems, and `val-core/{source}/acc/mean@1` for each data source.
 
     Args:
-        data_source: data source of each problem [B].
-        acc: accuracy of one response per problem, float32 [B].
+        summaries: one episode per problem. Those that failed are not counted.
     """
-    return {"val/accuracy": acc.mean().item()} | {
-        f"val-core/{source}/acc/mean@1": acc[torch.from_numpy(data_source == source)].mean().item()
-        for source in sorted(set(data_source))
+    sound = [summary for summary in summaries if summary.outcome.is_trainable]
+    return {"val/accuracy": _accuracy(sound)} | {
+        f"val-core/{source}/acc/mean@1": _accuracy(group) for source, group in _by_source(sound).items()
     }
+
+
+def _accuracy(summaries: Sequence[EpisodeSummary]) -> float:
+    return torch.tensor([summary.acc for summary in summaries], dtype=torch.float32).mean().item()
+
+
+def _by_source(summaries: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSummary]]:
+    groups: dict[str, list[EpisodeSummary]] = {}
+    for summary in summaries:
+        groups.setdefault(summary.task.problem.data_source, []).append(summary)
+    return dict(sorted(groups.items()))
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -14,15 +14,17 @@ from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.data import DataError
+from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import Inputs, load_inputs
 from tidemill_trainer.loggers import open_loggers
 from tidemill_trainer.logs import tail
+from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
-from tidemill_trainer.rewards import RewardError
 from tidemill_trainer.run_dir import RunDir, open_run
 
-_INPUT_ERRORS = (ConfigError, DataError, CheckpointError, RewardError)
+_INPUT_ERRORS = (ConfigError, DataError, CheckpointError)
+_STOPPING_ERRORS = (EpisodeError, MismatchError)
 _WORKER_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError)
 
 
@@ -88,8 +90,11 @@ def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
         with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
             _fit(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
-        hint = f"\n{run.how_to_continue()}" if run is not None and isinstance(error, RewardError) else ""
-        progress.fail(f"{error}{hint}")
+        progress.fail(str(error))
+        return 1
+    except _STOPPING_ERRORS as error:
+        assert run is not None
+        progress.fail(f"{error}\n{run.how_to_continue()}")
         return 1
     except KeyboardInterrupt:
         if run is None:

@@ -19,7 +19,7 @@ from tidemill_trainer.config_file import ConfigError, config_to_dict, load_confi
 
 
 class RunDir:
-    """The files of one run. Each line of `metrics.jsonl` and `rollouts.jsonl` is a JSON object with a `step`.
+    """The files of one run. Each line of a `.jsonl` file is a JSON object with a `step`.
 
     Attributes:
         listeners: called with each line of metrics after it is written.
@@ -30,6 +30,8 @@ class RunDir:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.forks = path / "forks.jsonl"
+        self.ledger = path / "ledger.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.report = path / "report.html"
@@ -49,11 +51,18 @@ class RunDir:
         """Append one line per rollout. Types that JSON does not have, such as dates of a parquet file, become text."""
         _append(self.rollouts, rollouts)
 
+    def append_forks(self, forks: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line per example of an episode that had to start another token sequence."""
+        _append(self.forks, forks)
+
     def read_metrics(self) -> list[dict[str, Any]]:
         return list(_read(self.metrics))
 
     def read_rollouts(self) -> list[dict[str, Any]]:
         return list(_read(self.rollouts))
+
+    def read_forks(self) -> list[dict[str, Any]]:
+        return list(_read(self.forks))
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest complete checkpoint; None if there is none."""
@@ -90,7 +99,7 @@ class RunDir:
 
     def remove_after(self, step: int) -> None:
         """Remove metrics and rollouts of steps after `step`, which a resumed run repeats."""
-        for file in (self.metrics, self.rollouts):
+        for file in (self.metrics, self.rollouts, self.forks):
             kept = [row for row in _read(file) if row["step"] <= step]
             partial = file.with_suffix(".partial")
             partial.unlink(missing_ok=True)
@@ -172,7 +181,8 @@ _MAY_CHANGE = frozenset(
         *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address", "project_name", "logger")),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
-        "reward.on_error",
+        *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
+        "rollout.max_log_prob_abs_diff",
     }
 )
 

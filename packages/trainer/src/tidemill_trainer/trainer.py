@@ -15,12 +15,14 @@ from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, with_responses
+from tidemill_trainer.episode_record import episode_record
 from tidemill_trainer.inputs import Inputs
-from tidemill_trainer.metrics import batch_metrics, mean_metrics, performance_metrics, validation_metrics
+from tidemill_trainer.metrics import batch_metrics, mean_metrics, performance_metrics
+from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import RewardScorer, Scores
+from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
-from tidemill_trainer.rollout.worker import sampling_seeds
+from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
 
 _LOG_PROB_COLUMNS = ["input_ids", "responses"]
@@ -49,7 +51,7 @@ class Trainer:
     Args:
         config: configuration of the run.
         cluster: running workers; the caller starts and stops them.
-        inputs: tokenizer, problems and reward function; without `val` the model is not validated.
+        inputs: tokenizer and problems; without `val` the model is not validated.
         run: folder for metrics, rollouts and checkpoints.
         progress: terminal output.
     """
@@ -64,12 +66,13 @@ class Trainer:
     ) -> None:
         self._config = config
         self._actor = cluster.actor
-        self._rollout = cluster.rollout
         self._tokenizer = inputs.tokenizer
-        self._scorer = RewardScorer(config.reward, inputs.reward_fn, inputs.tokenizer)
-        self._loader = PromptLoader(inputs.train, config.data.train_batch_size, config.trainer.seed)
+        cluster.episodes.load(config)
+        self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress)
+        self._gate = MismatchGate(
+            config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype)
+        )
         self._warmup_loader = PromptLoader(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
-        self._val = inputs.val
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._progress = progress
@@ -85,17 +88,18 @@ class Trainer:
             timing = Timing()
             with timing("step"):
                 with timing("gen"):
-                    batch = self._generate(step)
-                with timing("reward"):
-                    scores = self._scorer(batch)
+                    episodes = self._rollouts.take(step)
                 with timing("old_log_prob"):
-                    batch = self._add_old_log_probs(batch)
+                    batch = self._add_old_log_probs(episodes)
+                    metrics = self._gate.check(batch)
                 with timing("adv"):
-                    batch = self._add_advantages(batch, scores, step)
-                    metrics = self._batch_metrics(batch)
+                    scored = self._score(episodes, step)
+                    batch = self._add_advantages(batch, scored)
+                    metrics |= self._batch_metrics(batch, scored)
                 with timing("update_actor"):
                     parts = [self._actor.update_actor(mini_batch)[0] for mini_batch in self._mini_batches(batch, step)]
                     metrics |= mean_metrics(parts)
+                metrics |= self._rollouts.settle(step, episodes, int(ragged.values(batch["response_mask"]).sum()))
                 with timing("update_weights"):
                     metrics |= self._actor.update_weights(step)[0]
                 is_last = step == config.total_steps
@@ -106,7 +110,7 @@ class Trainer:
                 if is_saved:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
-            self._log(step, metrics, batch, scores, timing)
+            self._log(step, metrics, batch, episodes, timing)
             if is_saved:  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
                 self._checkpoints.commit(step)
         return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
@@ -120,11 +124,13 @@ class Trainer:
             self._actor.load_checkpoint(str(path / "engine"))
             self._actor.update_weights(step)
             self._run.remove_after(step)
+            self._rollouts.resume(step)
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
             return step
         self._run.check_resumable()
         self._run.remove_after(-1)  # an incomplete line at most
+        self._rollouts.resume(0)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
             self._checkpoints.save(0, self._write_checkpoint)
@@ -158,72 +164,73 @@ class Trainer:
                 break
         self._actor.reset_optimizer("rl")
 
-    def _generate(self, step: int) -> DataProto:
-        """Return the rollouts of a step: for each prompt `n` consecutive rows."""
-        config = self._config
-        prompts = self._loader.batch(step).repeat(config.rollout.n, interleave=True)
-        seeds = sampling_seeds(config.trainer.seed, step, len(prompts))
-        request = prompts.select(["prompts"], []).union(DataProto.from_dict({"sampling_seed": seeds}))
-        rollouts = self._rollout.generate_sequences(request, greedy=False)
-        batch = prompts.union(rollouts)
-        batch.meta_info["temperature"] = config.rollout.temperature
-        return batch
-
-    def _add_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Add `old_log_probs`, `entropy` and, with router replay, the `routed_experts` that were used for them."""
-        inputs = batch.select(_LOG_PROB_COLUMNS)
+    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
+        """Return the rows with `old_log_probs`, `entropy` and, for router replay, the `routed_experts` behind them."""
+        batch = episodes.rows
+        assert batch is not None
+        batch.meta_info["temperature"] = self._config.rollout.temperature
+        inputs = batch.select(_LOG_PROB_COLUMNS, [])
         if self._config.actor.router_replay.mode == "R3":
             # The result has the same column, in which the last token of each row has experts, too.
             inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
         return batch.union(self._actor.compute_log_prob(inputs))
 
-    def _add_advantages(self, batch: DataProto, scores: Scores, step: int) -> DataProto:
-        """Add `scores`, `acc`, `rewards` [B] and the ragged `advantages`, equal for all tokens of a row."""
+    def _score(self, episodes: Episodes, step: int) -> DataProto:
+        """Return `task`, `scores`, `acc`, `rewards`, `advantages` [E] and `uid` of the E trainable episodes."""
         config = self._config.algorithm
-        rewards = scores.score
+        summaries = [summary for summary in episodes.summaries if summary.outcome.is_trainable]
+        uid = np.array([summary.task.problem.id for summary in summaries], dtype=object)
+        scores = torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32)
+        rewards = scores
         if config.shuffle_rewards:
             order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
             rewards = rewards[torch.from_numpy(order)]
-        per_row = grpo_advantages(rewards, batch.non_tensor_batch["uid"], norm_by_std=config.norm_adv_by_std_in_grpo)
-        advantages = ragged.like(ragged.expand_rows(per_row, batch["responses"]), batch["responses"])
-        columns = {"scores": scores.score, "acc": scores.acc, "rewards": rewards, "advantages": advantages}
-        return batch.union(DataProto.from_dict(columns))
+        return DataProto.from_dict(
+            {
+                "task": torch.tensor([summary.task.number for summary in summaries]),
+                "scores": scores,
+                "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
+                "rewards": rewards,
+                "advantages": grpo_advantages(rewards, uid, norm_by_std=config.norm_adv_by_std_in_grpo),
+            },
+            {"uid": uid},
+        )
 
-    def _batch_metrics(self, batch: DataProto) -> dict[str, float]:
-        config = self._config
+    def _add_advantages(self, batch: DataProto, scored: DataProto) -> DataProto:
+        """Add the ragged `advantages`, equal for all tokens of an episode."""
+        per_row = scored["advantages"][torch.searchsorted(scored["task"], batch["task"])]
+        advantages = ragged.like(ragged.expand_rows(per_row, batch["responses"]), batch["responses"])
+        return batch.union(DataProto.from_dict({"advantages": advantages}))
+
+    def _batch_metrics(self, batch: DataProto, scored: DataProto) -> dict[str, float]:
+        data, rollout = self._config.data, self._config.rollout
         return batch_metrics(
-            batch, max_prompt_length=config.data.max_prompt_length, response_length=config.rollout.response_length
+            batch, scored, max_prompt_length=data.max_prompt_length, response_length=rollout.response_length
         )
 
     def _mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
         """Yield the batches of the optimizer steps: whole groups in a random order given by seed, step and epoch."""
         config = self._config
-        n = config.rollout.n
-        num_prompts = len(batch) // n
+        num_prompts = config.data.train_batch_size
         size = num_prompts if config.actor.ppo_mini_batch_size is None else config.actor.ppo_mini_batch_size
         has_replay = config.actor.router_replay.mode != "disabled"
         columns = batch.select([*_UPDATE_COLUMNS, *([ROUTED_EXPERTS] if has_replay else [])], [])
+        groups = batch["task"].numpy() // config.rollout.n
         for epoch in range(config.actor.ppo_epochs):
             order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
             for start in range(0, num_prompts, size):
-                groups = np.sort(order[start : start + size])
-                rows = (groups[:, None] * n + np.arange(n)).reshape(-1)
-                yield self._balanced(columns[torch.from_numpy(rows)])
+                rows = np.flatnonzero(np.isin(groups, order[start : start + size]))
+                if len(rows) > 0:  # all episodes of the problems may have failed
+                    yield self._balanced(columns[torch.from_numpy(rows)])
 
     def _balanced(self, batch: DataProto) -> DataProto:
         """Reorder the rows so that every data-parallel rank gets about the same number of tokens."""
         return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._actor.dp_size("actor")))
 
     def _validate(self) -> dict[str, float]:
-        """Return the held-out accuracy of greedy decoding, in total and per data source."""
-        if self._val is None:
-            return {}
-        responses = self._rollout.generate_sequences(self._val.select(["prompts"], []), greedy=True)
-        scores = self._scorer(self._val.union(responses))
-        self._report_errors(scores)
-        metrics = validation_metrics(self._val.non_tensor_batch["data_source"], scores.acc)
-        self._accuracy = metrics["val/accuracy"]
-        return metrics | {"val/num_errors": float(len(scores.errors))}
+        metrics = self._rollouts.validate()
+        self._accuracy = metrics.get("val/accuracy", self._accuracy)
+        return metrics
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._actor.save_checkpoint(str(folder.resolve() / "engine"))
@@ -232,41 +239,19 @@ class Trainer:
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy
 
-    def _log(self, step: int, metrics: dict[str, float], batch: DataProto, scores: Scores, timing: "Timing") -> None:
+    def _log(
+        self, step: int, metrics: dict[str, float], batch: DataProto, episodes: Episodes, timing: "Timing"
+    ) -> None:
         seconds = timing.seconds["step"]
         metrics |= timing.metrics() | {
             "perf/time_per_step": seconds,
             "perf/throughput": metrics["perf/total_num_tokens"] / seconds / self._config.actor.num_workers,
-            "reward/num_errors": float(len(scores.errors)),
         }
-        self._report_errors(scores)
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
-        self._run.append_rollouts(self._samples(step, batch, scores))
+        shown = [summary for summary in episodes.summaries if summary.task.is_shown]
+        self._run.append_rollouts([{"step": step, **episode_record(each, batch, self._tokenizer)} for each in shown])
         is_validated = "testing" in timing.seconds
         self._progress.step("rl", metrics | {"step": step}, self._accuracy if is_validated else None)
-
-    def _samples(self, step: int, batch: DataProto, scores: Scores) -> list[dict[str, object]]:
-        count = min(self._config.trainer.save_samples, len(batch))
-        rows = [number * len(batch) // count for number in range(count)]
-        prompts = batch["prompts"].unbind()
-        return [
-            {
-                "step": step,
-                "prompt": self._tokenizer.decode(prompts[row]),
-                "response": scores.texts[row],
-                "ground_truth": batch.non_tensor_batch["ground_truth"][row],
-                "score": scores.score[row].item(),
-                "acc": scores.acc[row].item(),
-            }
-            for row in rows
-        ]
-
-    def _report_errors(self, scores: Scores) -> None:
-        if scores.errors:
-            self._progress.warn(
-                f"the reward function failed for {len(scores.errors)} of {len(scores.texts)} responses; first error: "
-                f"{scores.errors[0]}"
-            )
 
     def _read_accuracy(self) -> None:
         """Read the accuracies of a resumed run from its metrics."""

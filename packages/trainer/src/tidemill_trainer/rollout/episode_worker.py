@@ -1,103 +1,125 @@
 """A process that runs episodes."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import gc
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from tidemill_rollout import (
+    Endpoint,
     EnginePool,
     EpisodeFn,
     EpisodeResult,
     Policy,
-    Problem,
     SamplingParams,
+    Session,
     SessionConfig,
-    load_episode,
     run_episode,
 )
-from tidemill_rollout.episodes import single_turn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from tidemill_trainer.config import Config
+from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.logs import redirect_output
-from tidemill_trainer.rewards import load_reward
+from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.exchange import Mailbox, Request, Result
+from tidemill_trainer.rollout.rows import training_rows
 
-
-def create_episode(name: str, reward_function: str) -> EpisodeFn:
-    """Return an episode by name (see `load_episode`); "single_turn" is scored by the reward function of that name."""
-    return single_turn(load_reward(reward_function)) if name == "single_turn" else load_episode(name)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeTask:
-    """One episode to run.
-
-    Attributes:
-        problem: the problem.
-        sample: number of the episode among those of the problem.
-        seed: seed of the session; None: the engine chooses.
-    """
-
-    problem: Problem
-    sample: int
-    seed: int | None
+PART_INTERVAL_S = 1.0
+"""Seconds between two parts of `EpisodeWorker.run`; a worker that returns none is blocked."""
 
 
 class EpisodeWorker:
-    """Run episodes in one process, as many at a time as there are. An async Ray actor.
+    """Run episodes in one process. An async Ray actor.
 
     Args:
         number: number of the worker.
-        create_episode: returns the episode function; called in this process, which imports the user's code.
-        tokenizer_path: folder of the tokenizer.
-        trust_remote_code: passed to `AutoTokenizer`.
-        config: sampling parameters and limits for training. Validation decodes greedily.
-        timeout_s: time limit of an episode.
         num_engines: number of engines that fetch requests.
         log_dir: folder for the log of this process.
     """
 
-    def __init__(
-        self,
-        number: int,
-        create_episode: Callable[[], EpisodeFn],
-        tokenizer_path: str,
-        *,
-        trust_remote_code: bool,
-        config: SessionConfig,
-        timeout_s: float,
-        num_engines: int,
-        log_dir: str,
-    ) -> None:
+    def __init__(self, number: int, num_engines: int, log_dir: str) -> None:
         redirect_output(log_dir, f"episodes_{number}")
-        self._episode = create_episode()
-        self._timeout_s = timeout_s
         self._mailboxes = [Mailbox(f"engine {rank}") for rank in range(num_engines)]
-        pool = EnginePool({f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)})
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
-        self._training = Policy(pool, tokenizer, config)
-        greedy = SamplingParams(max_tokens=config.sampling.max_tokens, temperature=0.0)
-        self._validation = Policy(pool, tokenizer, replace(config, sampling=greedy, is_training=False))
+        self._pool = EnginePool({f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)})
+        self._endpoint: Endpoint | None = None
+        self._experts_shape: tuple[int, int] | None = None
+        self._num_reported = 0
 
-    async def ready(self) -> None:
-        """Return when the worker is constructed."""
+    async def load(self, config: Config) -> None:
+        """Load the user's functions and the tokenizer; the episodes of later calls of `run` use them.
 
-    async def run(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> list[EpisodeResult]:
-        """Run episodes at the same time and return their results in the same order.
+        Raises:
+            ConfigError: a function cannot be loaded.
+        """
+        self._config = config
+        self._episode: EpisodeFn = create_episode(config)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        if self._endpoint is None:
+            self._endpoint = await Endpoint().__aenter__()
+        training = session_config(config)
+        greedy = SamplingParams(max_tokens=training.sampling.max_tokens, temperature=0.0)
+        validation = replace(training, sampling=greedy, is_training=False)
+        self._training = Policy(self._pool, tokenizer, training)
+        self._validation = Policy(self._pool, tokenizer, validation)
+        if config.actor.router_replay.mode == "R3":
+            model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+            text = model.get_text_config()
+            self._experts_shape = text.num_hidden_layers, text.num_experts_per_tok
+        gc.collect()
+        gc.freeze()  # otherwise each collection visits all objects that the imports created
+
+    async def run(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> AsyncIterator[EpisodePart]:
+        """Run episodes at the same time and yield those that have finished, each second and at the end.
 
         Args:
             tasks: the episodes.
             greedy: decode greedily, for validation.
         """
         policy = self._validation if greedy else self._training
-        sessions = [policy.session(f"{task.problem.id}/{task.sample}", seed=task.seed) for task in tasks]
-        return list(
-            await asyncio.gather(
-                *(
-                    run_episode(self._episode, task.problem, session, timeout_s=self._timeout_s)
-                    for task, session in zip(tasks, sessions, strict=True)
+        limit = asyncio.Semaphore(self._config.episode.max_concurrent)
+
+        async def run(task: EpisodeTask) -> tuple[EpisodeSummary, EpisodeResult]:
+            async with limit:
+                return await self._solve(task, policy)
+
+        running = {asyncio.create_task(run(task)) for task in tasks}
+        try:
+            while running:
+                done, running = await asyncio.wait(running, timeout=PART_INTERVAL_S)
+                yield self._part([task.result() for task in done])
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _solve(self, task: EpisodeTask, policy: Policy) -> tuple[EpisodeSummary, EpisodeResult]:
+        """Run an episode, again after an environment error until the attempts are used up."""
+        config = self._config.episode
+        failures: list[Failure] = []
+        assert self._endpoint is not None
+        while True:
+            session = policy.session(f"{task.name}/{len(failures)}", seed=task.seed)
+            self._endpoint.add(session)
+            try:
+                result = await run_episode(self._episode, task.problem, session, timeout_s=config.timeout_s)
+            finally:
+                self._endpoint.remove(session)
+            if not result.outcome.is_trainable:
+                failures.append(
+                    Failure(reason=result.outcome.reason, num_tokens=int(result.metrics["num_sampled_tokens"]))
                 )
-            )
+            if result.outcome.is_trainable or len(failures) > config.max_retries:
+                return _summary(task, result, failures, session), result
+
+    def _part(self, finished: Sequence[tuple[EpisodeSummary, EpisodeResult]]) -> EpisodePart:
+        num_tokens = sum(mailbox.num_tokens for mailbox in self._mailboxes)
+        num_generated, self._num_reported = num_tokens - self._num_reported, num_tokens
+        trained = [(summary.task, result) for summary, result in finished if result.outcome.is_trainable]
+        has_rows = any(result.trajectories for _, result in trained)
+        return EpisodePart(
+            rows=training_rows(trained, experts_shape=self._experts_shape) if has_rows else None,
+            summaries=[summary for summary, _ in finished],
+            num_generated=num_generated,
         )
 
     async def take(self, engine: int) -> tuple[list[Request], list[int]]:
@@ -111,3 +133,30 @@ class EpisodeWorker:
     async def fail(self, engine: int, reason: str) -> None:
         """Fail the requests to an engine that has stopped."""
         self._mailboxes[engine].fail(reason)
+
+
+def session_config(config: Config) -> SessionConfig:
+    """Return the sampling parameters and limits of training episodes."""
+    rollout = config.rollout
+    return SessionConfig(
+        sampling=SamplingParams(
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        ),
+        context_length=config.data.max_prompt_length + rollout.response_length,
+        max_turns=config.episode.max_turns,
+        generate_timeout_s=rollout.timeout_s,
+    )
+
+
+def _summary(task: EpisodeTask, result: EpisodeResult, failures: Sequence[Failure], session: Session) -> EpisodeSummary:
+    return EpisodeSummary(
+        task=task,
+        outcome=result.outcome,
+        failures=failures,
+        counts=result.metrics,
+        seconds=result.seconds,
+        forks=list(session.recorder.fork_examples.values()),
+    )

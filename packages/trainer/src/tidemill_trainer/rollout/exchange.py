@@ -52,6 +52,8 @@ class Mailbox:
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
         self._has_mail = asyncio.Event()
         self._failure: str | None = None
+        self.num_tokens = 0
+        """Tokens that the engine has returned so far."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
@@ -86,6 +88,7 @@ class Mailbox:
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
+                self.num_tokens += len(result.token_ids)
                 future.set_result(result)
 
     def fail(self, reason: str) -> None:

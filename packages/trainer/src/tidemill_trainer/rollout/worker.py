@@ -1,4 +1,4 @@
-"""A Ray actor with a stock SGLang engine: token ids in, token ids out."""
+"""A Ray actor with a stock SGLang engine."""
 
 import asyncio
 import importlib.metadata
@@ -6,10 +6,8 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
-from tidemill_dataproto import DataProto, ragged
-from tidemill_dispatch import Dispatch, Worker, register, split_over
+from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_engines import ModelConfig
 from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
@@ -18,7 +16,6 @@ from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
-from tidemill_trainer.rollout.routed_experts import COLUMN, routed_experts_column
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -73,10 +70,10 @@ def _require_cpu_plugin() -> None:
 
 
 class RolloutWorker(Worker):
-    """One engine. The group "rollout" splits prompts over its workers and collects the responses in the same order.
+    """One engine, which generates for episode workers.
 
-    The event loop of the engine runs in a thread, so that it generates for episode workers at any time, also during the
-    calls of this worker.
+    The event loop of the engine runs in a thread, so that it serves requests at any time, also during the calls of this
+    worker.
 
     Args:
         config: sampling parameters and engine settings.
@@ -102,7 +99,6 @@ class RolloutWorker(Worker):
         self._return_routed_experts = return_routed_experts
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
-        self.register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start_engine(self) -> None:
@@ -131,80 +127,10 @@ class RolloutWorker(Worker):
         Args:
             workers: handles of their actors.
         """
-        engine = SGLangEngine(self._require_engine())
+        arguments = {"return_routed_experts": True} if self._return_routed_experts else {}
+        engine = SGLangEngine(self._require_engine(), arguments=arguments)
         for worker in workers:
             self._submit(serve(engine, worker, self.rank))
-
-    @register(split_over("rollout"))
-    def generate_sequences(self, prompts: DataProto, *, greedy: bool) -> DataProto:
-        """Generate one response per row.
-
-        Args:
-            prompts: ragged int64 `prompts` [B, j]; int64 `sampling_seed` [B] unless `greedy`.
-            greedy: decode greedily, ignoring temperature, top_p and top_k.
-
-        Returns:
-            Rows in the same order with the ragged columns `responses` int64 [B, j] (exactly the sampled tokens,
-            including the end token), `rollout_log_probs` float32 (at the sampling temperature), `response_mask` float32
-            (all ones) and `input_ids` (prompt and response). With `return_routed_experts`, unless `greedy`, also
-            `routed_experts` int32 [B, j, layers, top_k] (see `routed_experts_column`).
-
-        Raises:
-            RuntimeError: the engine finished a request for another reason than an end token or the length limit.
-        """
-        with_experts = self._return_routed_experts and not greedy
-        outputs: list[Any] = []
-        if len(prompts) > 0:
-            request = self._require_engine().async_generate(
-                input_ids=[row.tolist() for row in prompts["prompts"].unbind()],
-                sampling_params=self._sampling_params(prompts, greedy),
-                return_logprob=True,
-                return_routed_experts=with_experts,
-            )
-            outputs = self._submit(request).result()  # type: ignore[assignment]
-        tokens: list[int] = []
-        log_probs: list[float] = []
-        lengths: list[int] = []
-        for row, output in enumerate(outputs):
-            meta = output["meta_info"]
-            if meta["finish_reason"]["type"] not in ("stop", "length"):
-                raise RuntimeError(
-                    f'row {row}: expected SGLang\'s finish_reason "stop" or "length", got {meta["finish_reason"]}; see '
-                    "the rollout log in the folder of the run"
-                )
-            sampled = meta["output_token_logprobs"]
-            log_probs.extend(item[0] for item in sampled)
-            tokens.extend(item[1] for item in sampled)
-            lengths.append(len(sampled))
-        responses = ragged.ragged(torch.tensor(tokens, dtype=torch.int64), lengths)
-        columns = {
-            "responses": responses,
-            "rollout_log_probs": ragged.like(torch.tensor(log_probs, dtype=torch.float32), responses),
-            "response_mask": ragged.like(torch.ones(len(tokens)), responses),
-            "input_ids": ragged.concat_rows(prompts["prompts"], responses),
-        }
-        if with_experts:
-            columns[COLUMN] = self._routed_experts(outputs, columns["input_ids"])
-        return DataProto.from_dict(columns)
-
-    def _routed_experts(self, outputs: list[Any], input_ids: torch.Tensor) -> torch.Tensor:
-        model = self._require_engine().server_args.get_model_config().hf_text_config
-        return routed_experts_column(
-            [output["meta_info"][COLUMN] for output in outputs],
-            input_ids,
-            num_layers=model.num_hidden_layers,
-            top_k=model.num_experts_per_tok,
-        )
-
-    def _sampling_params(self, prompts: DataProto, greedy: bool) -> list[dict[str, Any]]:
-        config = self._config
-        common: dict[str, Any] = {"max_new_tokens": config.response_length}
-        if greedy:
-            return [common | {"temperature": 0.0}] * len(prompts)
-        common |= {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-        if not config.deterministic:
-            return [common] * len(prompts)
-        return [common | {"sampling_seed": seed} for seed in prompts["sampling_seed"].tolist()]
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._require_engine().loop)
@@ -251,9 +177,3 @@ class RolloutWorker(Worker):
         if self._client is None:
             raise RuntimeError("the engine is not running; call start_engine() first")
         return self._client
-
-
-def sampling_seeds(seed: int, step: int, count: int) -> torch.Tensor:
-    """Return a seed for each response of a step, int64 [count] in [0, 2**31), a function of the arguments alone."""
-    state = np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)
-    return torch.from_numpy((state >> 1).astype(np.int64))

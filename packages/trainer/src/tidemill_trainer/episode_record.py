@@ -1,0 +1,61 @@
+"""An episode as a line of `rollouts.jsonl`."""
+
+from typing import Any
+
+import torch
+from tidemill_dataproto import DataProto
+from transformers import PreTrainedTokenizerBase
+
+from tidemill_trainer.rollout.episode_task import EpisodeSummary
+
+_VALUES = ("response_mask", "rollout_log_probs", "old_log_probs", "advantages")
+
+
+def episode_record(summary: EpisodeSummary, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what the report shows of an episode, down to its tokens.
+
+    Args:
+        summary: the episode.
+        batch: rows of the step, with the columns of `training_rows`, `old_log_probs` and `advantages`.
+        tokenizer: tokenizer that decodes the tokens.
+
+    Returns:
+        `prompt` and `response` are the texts of the first row. A failed episode has no rows, and no score. In `rows`,
+        `turns` are (context, sampled) token counts, whose sums cover all tokens in order; `response_mask`, log-probs
+        and advantages have one entry per token after the prompt.
+    """
+    task, outcome = summary.task, summary.outcome
+    numbers = torch.nonzero(batch["task"] == task.number).flatten().tolist()
+    rows = [_row(batch[[number]], tokenizer) for number in numbers]
+    prompt = response = ""
+    if numbers:
+        first = batch[[numbers[0]]]
+        prompt = tokenizer.decode(first["prompts"].values())
+        response = tokenizer.decode(first["responses"].values(), skip_special_tokens=True)
+    return {
+        "episode": task.name,
+        "data_source": task.problem.data_source,
+        "prompt": prompt,
+        "response": response,
+        "ground_truth": task.problem.ground_truth,
+        "score": outcome.reward if outcome.is_trainable else None,
+        "acc": summary.acc if outcome.is_trainable else None,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "seconds": summary.seconds,
+        "metrics": {**summary.counts, **outcome.metrics},
+        "rows": rows,
+    }
+
+
+def _row(row: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    ids = row["input_ids"].values().tolist()
+    objects = {
+        name: row.non_tensor_batch[name][0] for name in ("branch", "finish_reason", "versions", "turns", "messages")
+    }
+    return {
+        **objects,
+        "token_ids": ids,
+        "tokens": [tokenizer.decode([token]) for token in ids],
+        **{name: [round(value, 6) for value in row[name].values().tolist()] for name in _VALUES},
+    }

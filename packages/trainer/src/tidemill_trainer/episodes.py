@@ -1,0 +1,26 @@
+"""The episode of a run, found by name, and the error of a run whose episodes fail."""
+
+from tidemill_rollout import EpisodeFn, load_episode
+from tidemill_rollout.episodes import single_turn
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.rewards import load_reward
+
+
+class EpisodeError(RuntimeError):
+    """Too many episodes failed; the message has the reasons."""
+
+
+def create_episode(config: Config) -> EpisodeFn:
+    """Return the episode of `config.episode.function`; "single_turn" is scored by `config.reward.function`.
+
+    Raises:
+        ConfigError: a function does not exist or cannot be imported; the message names file and function.
+    """
+    if config.episode.function == "single_turn":
+        return single_turn(load_reward(config.reward.function), reward_timeout_s=config.reward.timeout_s)
+    try:
+        return load_episode(config.episode.function)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"config key episode.function: {error}") from error

@@ -1,0 +1,59 @@
+"""The gate on the difference between the log-probs of rollout and training."""
+
+import torch
+from tidemill_dataproto import DataProto
+
+_LIMITS = {"float32": 0.005, "float16": 0.01, "bfloat16": 0.05}
+_LATER = 4.0
+
+
+class MismatchError(RuntimeError):
+    """The engines sample from another distribution than the one that is trained; the message has the difference."""
+
+
+class MismatchGate:
+    """Compare the log-probs of rollout and training, and stop the run if they do not belong to the same policy.
+
+    The mean of |rollout - training| over the tokens of a batch has a limit: 0.005 if both compute in float32, 0.01 with
+    float16 and 0.05 with bfloat16. It applies to the first batch, and so after each start and resume; later batches may
+    have four times as much. Stale or wrong weights, another chat template or other sampling parameters exceed it.
+
+    Args:
+        limit: limit for the first batch; None: by dtype.
+        dtypes: dtypes of the weights in the engines and in training.
+    """
+
+    def __init__(self, limit: float | None, dtypes: tuple[str, ...]) -> None:
+        self._limit = max(_LIMITS.get(dtype, 0.05) for dtype in dtypes) if limit is None else limit
+        self._is_first = True
+
+    def check(self, batch: DataProto) -> dict[str, float]:
+        """Check a batch with `rollout_log_probs`, `old_log_probs` and `response_mask`.
+
+        Returns:
+            `rollout/log_prob_abs_diff/mean` and `/max`.
+
+        Raises:
+            MismatchError: the mean difference exceeds the limit, or a log-prob is positive or not finite.
+        """
+        mask = batch["response_mask"].values().bool()
+        rollout, training = (batch[name].values()[mask] for name in ("rollout_log_probs", "old_log_probs"))
+        for name, values in (("rollout", rollout), ("training", training)):
+            is_wrong = ~(torch.isfinite(values) & (values <= 1e-6))  # rounding in training
+            if is_wrong.any():
+                raise MismatchError(
+                    f"{int(is_wrong.sum())} of {len(values)} log-probs of {name} are positive or not finite, the first "
+                    f"is {values[is_wrong][0].item()}"
+                )
+        difference = (rollout - training).abs()
+        mean, largest = (difference.mean().item(), difference.max().item()) if len(difference) else (0.0, 0.0)
+        limit = self._limit if self._is_first else _LATER * self._limit
+        if mean > limit:
+            raise MismatchError(
+                f"the log-probs of rollout and training differ by {mean:.3g} on average, more than {limit:g} (largest "
+                f"difference {largest:.3g}, {len(difference)} tokens): the engines do not sample from the policy that "
+                "is trained. Check that both load the same model, dtype and chat template; raise "
+                "rollout.max_log_prob_abs_diff only if the difference is expected"
+            )
+        self._is_first = False
+        return {"rollout/log_prob_abs_diff/mean": mean, "rollout/log_prob_abs_diff/max": largest}

@@ -1,0 +1,227 @@
+"""The processes that run episodes."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+from tidemill_dataproto import DataProto
+from tidemill_dispatch.ray import RayWorkerGroup
+from tidemill_rollout import Outcome
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
+from tidemill_trainer.rollout.episode_worker import PART_INTERVAL_S, EpisodeWorker
+
+_START_S = 300.0
+_BLOCKED_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episodes:
+    """The episodes of one step or validation.
+
+    Attributes:
+        rows: rows of the trainable episodes, ordered by episode (see `training_rows`); None without one.
+        summaries: one per episode, ordered by number.
+        num_generated: tokens that the engines returned for all attempts.
+        num_lost: those of them that belonged to unfinished episodes of lost workers.
+        num_restarts: workers that died or were blocked, and were replaced.
+    """
+
+    rows: DataProto | None
+    summaries: list[EpisodeSummary]
+    num_generated: int
+    num_lost: int
+    num_restarts: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Batch:
+    """Episodes that one worker runs at the same time.
+
+    Attributes:
+        worker: number of the worker.
+        tasks: episodes without a summary, by number.
+        last_part_s: when the worker last returned a part, on the monotonic clock.
+        num_generated: tokens that the engines returned for unfinished episodes.
+    """
+
+    worker: int
+    tasks: dict[int, EpisodeTask]
+    num_generated: int = 0
+    last_part_s: float = field(default_factory=time.monotonic)
+
+
+class EpisodePool:
+    """Run episodes in worker processes. The death of a process affects only the episodes that it was running.
+
+    Nobody can say which of them killed it. So each half of them runs in a process of its own, again and again, until
+    the one remains that kills its process alone.
+
+    Args:
+        num_workers: number of processes.
+        engines: the group of `RolloutWorker`s. Their engines must have started before `load`.
+        log_dir: folder for the logs of the processes.
+        progress: terminal output.
+    """
+
+    def __init__(self, num_workers: int, engines: RayWorkerGroup, log_dir: str, progress: Progress) -> None:
+        self._engines = engines
+        self._log_dir = log_dir
+        self._progress = progress
+        self._config: Config | None = None
+        self._checked_s = time.monotonic()
+        self.workers: list[Any] = [self._start(number) for number in range(num_workers)]
+
+    def load(self, config: Config) -> None:
+        """Connect the workers with the engines, and load the user's functions of a configuration.
+
+        Raises:
+            ConfigError: a function cannot be loaded by a worker.
+        """
+        is_connected = self._config is not None
+        self._config = config
+        if not is_connected:
+            self._engines.connect_episode_workers(self.workers)
+        self._load(self.workers)
+
+    def run(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> Episodes:
+        """Run episodes to their end.
+
+        Args:
+            tasks: episodes with different numbers.
+            greedy: decode greedily, for validation.
+
+        Raises:
+            WorkerDiedError: an engine died.
+        """
+        shares = np.array_split(np.arange(len(tasks)), len(self.workers))
+        waiting = deque([tasks[index] for index in share] for share in shares if len(share) > 0)
+        idle = list(range(len(self.workers)))
+        running: dict[Any, _Batch] = {}
+        parts: list[EpisodePart] = []
+        crashes: dict[int, list[Failure]] = defaultdict(list)
+        num_restarts = num_lost = 0
+        try:
+            while waiting or running:
+                while waiting and idle:
+                    batch = _Batch(worker=idle.pop(0), tasks={task.number: task for task in waiting.popleft()})
+                    stream = self.workers[batch.worker].run.remote(list(batch.tasks.values()), greedy=greedy)
+                    running[stream] = batch
+                for stream in self._ready(running):
+                    batch = running[stream]
+                    reason = self._receive(stream, batch, parts)
+                    if reason is None:
+                        continue
+                    del running[stream]
+                    idle.append(batch.worker)
+                    if batch.tasks:
+                        num_restarts += 1
+                        num_lost += batch.num_generated
+                        self._restart(batch, reason)
+                        waiting.extendleft(self._repeated(batch, reason, crashes, parts))
+        finally:
+            for stream in running:  # after an error; a later call must not meet these episodes
+                ray.cancel(stream)
+        return _joined(parts, num_restarts, num_lost)
+
+    def shutdown(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+    def _start(self, number: int) -> Any:
+        options = {"num_cpus": 1, "max_concurrency": 10_000, "scheduling_strategy": "SPREAD"}
+        worker = ray.remote(EpisodeWorker).options(**options)
+        return worker.remote(number, len(self._engines.workers), self._log_dir)
+
+    def _load(self, workers: Sequence[Any]) -> None:
+        try:
+            ray.get([worker.load.remote(self._config) for worker in workers], timeout=_START_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise RuntimeError(
+                f"an episode worker died while it loaded the user's functions; see {self._log_dir}/episodes_*.log"
+            ) from error
+
+    def _ready(self, running: Mapping[Any, _Batch]) -> list[Any]:
+        """Wait for a part and return the streams that have one, or whose worker is gone or blocked."""
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=2 * PART_INTERVAL_S)
+        now = time.monotonic()
+        if not ready or now - self._checked_s > 2 * PART_INTERVAL_S:
+            self._engines.check_alive()
+            self._checked_s = now
+        return ready + [stream for stream, batch in running.items() if now - batch.last_part_s > _BLOCKED_S]
+
+    def _receive(self, stream: Any, batch: _Batch, parts: list[EpisodePart]) -> str | None:
+        """Receive a part. Return None, "" after the last part, or why there will be none."""
+        if time.monotonic() - batch.last_part_s > _BLOCKED_S:
+            return (
+                f"episode worker {batch.worker} did not respond for {_BLOCKED_S:g} s: an `async` episode blocks its "
+                "event loop, or compiled code holds the interpreter"
+            )
+        try:
+            part = cast(EpisodePart, ray.get(next(stream)))
+        except StopIteration:
+            return ""
+        except RayActorError:
+            return f"episode worker {batch.worker} died; see {self._log_dir}/episodes_{batch.worker}.log"
+        parts.append(part)
+        batch.last_part_s = time.monotonic()
+        batch.num_generated += part.num_generated
+        for summary in part.summaries:
+            batch.num_generated -= summary.num_tokens
+            del batch.tasks[summary.task.number]
+        return None
+
+    def _restart(self, batch: _Batch, reason: str) -> None:
+        """Replace a worker that died or is blocked."""
+        self._progress.warn(f"{reason}; {len(batch.tasks)} episodes that it was running are repeated")
+        ray.kill(self.workers[batch.worker])
+        worker = self.workers[batch.worker] = self._start(batch.worker)
+        self._engines.connect_episode_workers([worker])
+        self._load([worker])
+
+    def _repeated(
+        self, batch: _Batch, reason: str, crashes: dict[int, list[Failure]], parts: list[EpisodePart]
+    ) -> list[list[EpisodeTask]]:
+        """Return the unfinished episodes of a lost worker, in groups for one process each."""
+        assert self._config is not None
+        tasks = list(batch.tasks.values())
+        if len(tasks) > 1:
+            half = len(tasks) // 2
+            return [tasks[:half], tasks[half:]]
+        [task] = tasks
+        failures = crashes[task.number]
+        failures.append(Failure(reason=f"died: {reason}", num_tokens=0))
+        if len(failures) <= self._config.episode.max_retries:
+            return [tasks]
+        outcome = Outcome(reward=0.0, status="environment_error", reason=failures[-1].reason)
+        summary = EpisodeSummary(task=task, outcome=outcome, failures=failures)
+        parts.append(EpisodePart(rows=None, summaries=[summary], num_generated=0))
+        return []
+
+
+def _joined(parts: Sequence[EpisodePart], num_restarts: int, num_lost: int) -> Episodes:
+    rows = [part.rows for part in parts if part.rows is not None]
+    joined = DataProto.concat(rows) if rows else None
+    if joined is not None and not bool((joined["task"].diff() >= 0).all()):
+        joined = joined[torch.argsort(joined["task"], stable=True)]
+    return Episodes(
+        rows=joined,
+        summaries=sorted((summary for part in parts for summary in part.summaries), key=lambda each: each.task.number),
+        num_generated=sum(part.num_generated for part in parts),
+        num_lost=num_lost,
+        num_restarts=num_restarts,
+    )

@@ -1,0 +1,171 @@
+"""The rollouts of a step: problems become episodes, and episodes become rows to train on."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.data import PromptLoader, to_problems
+from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.inputs import Inputs
+from tidemill_trainer.ledger import Ledger, Settlement
+from tidemill_trainer.metrics import episode_metrics, validation_metrics
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes
+from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.run_dir import RunDir
+
+
+class Rollouts:
+    """Run the episodes of each step and of the validation, and account for them in the ledger.
+
+    Args:
+        config: configuration of the run.
+        pool: processes that run the episodes; `pool.load(config)` has been called.
+        inputs: problems.
+        run: folder for the ledger and for examples of forks.
+        progress: terminal output.
+    """
+
+    def __init__(self, config: Config, pool: EpisodePool, inputs: Inputs, run: RunDir, progress: Progress) -> None:
+        self._config = config
+        self._pool = pool
+        self._loader = PromptLoader(inputs.train, config.data.train_batch_size, config.trainer.seed)
+        self._val = inputs.val
+        self._run = run
+        self._progress = progress
+        self._ledger = Ledger(run.ledger)
+        self._seen_forks = {fork["reason"] for fork in run.read_forks()}
+
+    def resume(self, step: int) -> None:
+        """Record that the run continues after `step`."""
+        self._ledger.resume(step)
+
+    def take(self, step: int) -> Episodes:
+        """Run the episodes of a step: `n` for each problem, numbered in the order of the problems.
+
+        Raises:
+            EpisodeError: more of them failed than `episode.max_error_share`, or none can be trained on.
+        """
+        config = self._config
+        problems, n = self._loader.problems(step), config.rollout.n
+        count = len(problems) * n
+        shown = set(shown_episodes(count, config.trainer.save_samples))
+        seeds = sampling_seeds(config.trainer.seed, step, count) if config.rollout.deterministic else [None] * count
+        tasks = [
+            EpisodeTask(number=k, problem=problems[k // n], sample=k % n, seed=seeds[k], is_shown=k in shown)
+            for k in range(count)
+        ]
+        self._ledger.issue(step, self._loader.rows(step).tolist(), n)
+        episodes = self._pool.run(tasks, greedy=False)
+        self._check_errors(episodes.summaries, f"step {step}")
+        if episodes.rows is None:
+            raise EpisodeError(f"step {step}: none of {count} episodes sampled a token that can be trained on")
+        self._write_forks(step, episodes.summaries)
+        return episodes
+
+    def settle(self, step: int, episodes: Episodes, num_trained_tokens: int) -> dict[str, float]:
+        """Account for the episodes of a step after the update, and return the metrics of episodes and ledger.
+
+        Args:
+            num_trained_tokens: tokens with mask 1 in the batch of the update.
+        """
+        assert episodes.rows is not None
+        trained = set(episodes.rows["task"].tolist())
+        rows, n = self._loader.rows(step), self._config.rollout.n
+        dropped: Counter[str] = Counter()
+        dropped_tokens: Counter[str] = Counter({"worker lost": episodes.num_lost})
+        failed: Counter[str] = Counter()
+        failed_tokens: Counter[str] = Counter()
+        for summary in episodes.summaries:
+            for failure in summary.failures:
+                failed_tokens[_kind(failure.reason)] += failure.num_tokens
+            if not summary.outcome.is_trainable:
+                failed[_kind(summary.outcome.reason)] += 1
+                continue
+            dropped_tokens["untrained branch"] += int(summary.counts["num_untrained_branch_tokens"])
+            if summary.task.number not in trained:
+                dropped["no trained token"] += 1
+        settlement = Settlement(
+            num_generated=episodes.num_generated,
+            trained=Counter(int(rows[number // n]) for number in trained),
+            num_trained_tokens=num_trained_tokens,
+            dropped=_pairs(dropped, dropped_tokens),
+            failed=_pairs(failed, failed_tokens),
+        )
+        self._ledger.settle(step, settlement)
+        return episode_metrics(episodes, num_trained_tokens) | self._ledger.metrics()
+
+    def validate(self) -> dict[str, float]:
+        """Return the held-out accuracy of greedy decoding, in total and per data source; empty without problems.
+
+        Raises:
+            EpisodeError: more episodes failed than `episode.max_error_share`.
+        """
+        if self._val is None:
+            return {}
+        problems = to_problems(self._val, "val")
+        tasks = [EpisodeTask(number=number, problem=problem) for number, problem in enumerate(problems)]
+        summaries = self._pool.run(tasks, greedy=True).summaries
+        num_errors = self._check_errors(summaries, "the validation")
+        return validation_metrics(summaries) | {"val/num_errors": float(num_errors)}
+
+    def _check_errors(self, summaries: Sequence[EpisodeSummary], where: str) -> int:
+        """Report failed episodes and return their number."""
+        failed = [summary for summary in summaries if not summary.outcome.is_trainable]
+        if not failed:
+            return 0
+        reasons = Counter(summary.outcome.reason for summary in failed).most_common(3)
+        examples = "; ".join(f"{count} times {reason}" for reason, count in reasons)
+        message = f"{len(failed)} of {len(summaries)} episodes of {where} failed, also when repeated: {examples}"
+        config = self._config.episode
+        if len(failed) > config.max_error_share * len(summaries):
+            raise EpisodeError(
+                f"{message}. That is more than episode.max_error_share={config.max_error_share:g}; repair the "
+                "environment or the reward function"
+            )
+        self._progress.warn(f"{message}; they are not trained on")
+        return len(failed)
+
+    def _write_forks(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
+        """Keep the first example of each reason."""
+        for summary in summaries:
+            new = [fork for fork in summary.forks if fork.reason not in self._seen_forks]
+            self._seen_forks |= {fork.reason for fork in new}
+            self._run.append_forks(
+                [
+                    {
+                        "step": step,
+                        "episode": summary.task.name,
+                        "reason": fork.reason,
+                        "expected": fork.expected,
+                        "received": fork.received,
+                    }
+                    for fork in new
+                ]
+            )
+
+
+def shown_episodes(count: int, num_shown: int) -> list[int]:
+    """Return the numbers of `num_shown` of `count` episodes, spread evenly."""
+    num_shown = min(num_shown, count)
+    return [position * count // num_shown for position in range(num_shown)]
+
+
+def sampling_seeds(seed: int, step: int, count: int) -> list[int]:
+    """Return a seed for each episode of a step, in [0, 2**31), a function of the arguments alone."""
+    state = np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)
+    return (state >> 1).tolist()
+
+
+def _kind(reason: str) -> str:
+    return reason.partition(":")[0]
+
+
+def _pairs(episodes: Counter[str], tokens: Counter[str]) -> dict[str, tuple[int, int]]:
+    return {
+        name: (episodes[name], tokens[name])
+        for name in sorted(episodes.keys() | tokens.keys())
+        if episodes[name] or tokens[name]
+    }

@@ -1,0 +1,82 @@
+import re
+
+import pytest
+from tidemill_trainer.ledger import Ledger, LedgerError, Settlement, trained_problems
+
+
+def _settlement(**changes):
+    values = {
+        "num_generated": 40,
+        "trained": {7: 2, 9: 1},
+        "num_trained_tokens": 25,
+        "dropped": {"untrained branch": (0, 3)},
+        "failed": {"ValueError": (1, 12)},
+    }
+    return Settlement(**(values | changes))
+
+
+def test_every_episode_and_token_is_in_one_place(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.issue(1, [7, 9], 2)
+    assert ledger.metrics()["ledger/episodes/in_flight"] == 4
+    ledger.settle(1, _settlement())
+    metrics = ledger.metrics()
+    assert [metrics[f"ledger/episodes/{kind}"] for kind in ("issued", "trained", "failed", "in_flight")] == [4, 3, 1, 0]
+    assert [metrics[f"ledger/tokens/{kind}"] for kind in ("generated", "trained", "dropped", "failed")] == [
+        40,
+        25,
+        3,
+        12,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_generated": 41},
+            "every one of 41 tokens generated in exactly one place, found 25 trained + 3 dropped + 12 failed = 40",
+        ),
+        ({"num_trained_tokens": 24}, "= 39;"),
+        (
+            {"trained": {7: 2}},
+            "every one of 4 episodes issued in exactly one place, found 2 trained + 0 dropped + 1 failed = 3",
+        ),
+        ({"trained": {7: 3, 9: 1}}, "= 5;"),
+    ],
+)
+def test_missing_and_doubled_counts_are_errors(changes, message, tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.issue(1, [7, 9], 2)
+    with pytest.raises(LedgerError, match=re.escape(message)):
+        ledger.settle(1, _settlement(**changes))
+
+
+def test_resumed_run_undoes_later_steps_and_trains_the_same_problems(tmp_path):
+    whole, interrupted = tmp_path / "whole.jsonl", tmp_path / "interrupted.jsonl"
+
+    def run(ledger, steps):
+        for step in steps:
+            ledger.issue(step, [17 + step, 9], 2)
+            ledger.settle(step, _settlement(trained={17 + step: 2, 9: 1}))
+
+    run(Ledger(whole), range(1, 6))
+    first = Ledger(interrupted)
+    run(first, range(1, 4))
+    first.issue(4, [21, 9], 2)
+    with interrupted.open("a") as file:
+        file.write('{"event": "settl')  # killed while writing
+    resumed = Ledger(interrupted)
+    resumed.resume(2)
+    run(resumed, range(3, 6))
+    assert trained_problems(interrupted) == trained_problems(whole)
+    metrics = Ledger(interrupted).metrics()
+    kinds = ("trained", "dropped", "failed", "in_flight", "undone")
+    assert metrics["ledger/episodes/issued"] == 28 == sum(metrics[f"ledger/episodes/{kind}"] for kind in kinds)
+    assert metrics["ledger/episodes/undone"] == 8
+
+
+def test_resume_without_later_steps_writes_nothing(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.resume(0)
+    assert not (tmp_path / "ledger.jsonl").exists()

@@ -1,0 +1,37 @@
+import pytest
+import torch
+from tidemill_dataproto import DataProto, ragged
+from tidemill_trainer.mismatch import MismatchError, MismatchGate
+
+
+def _batch(rollout, training, mask=(1.0, 1.0, 0.0)):
+    responses = ragged.ragged(torch.arange(3), [2, 1])
+    values = {"rollout_log_probs": rollout, "old_log_probs": training, "response_mask": mask}
+    return DataProto.from_dict({name: ragged.like(torch.tensor(value), responses) for name, value in values.items()})
+
+
+def test_differences_of_trained_tokens_are_measured():
+    metrics = MismatchGate(None, ("bfloat16", "float32")).check(_batch([-1.0, -2.0, 0.0], [-1.01, -2.03, -9.0]))
+    assert metrics["rollout/log_prob_abs_diff/mean"] == pytest.approx(0.02, abs=1e-6)
+    assert metrics["rollout/log_prob_abs_diff/max"] == pytest.approx(0.03, abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtypes", "limit"), [(("float32", "float32"), 0.005), (("bfloat16", "float32"), 0.05)])
+def test_first_batch_has_a_strict_limit_and_later_ones_four_times_as_much(dtypes, limit):
+    close, apart = (_batch([-1.0, -1.0, 0.0], [-1.0 - d, -1.0 - d, 0.0]) for d in (0.9 * limit, 1.1 * limit))
+    with pytest.raises(MismatchError, match="the engines do not sample from the policy that is trained"):
+        MismatchGate(None, dtypes).check(apart)
+    gate = MismatchGate(None, dtypes)
+    gate.check(close)
+    gate.check(apart)
+    with pytest.raises(MismatchError, match=f"more than {4 * limit:g} "):
+        gate.check(_batch([-1.0, -1.0, 0.0], [-1.0 - 5 * limit] * 3))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0.5, float("-inf")])
+def test_impossible_log_probs_are_errors_where_they_are_trained_on(wrong):
+    with pytest.raises(MismatchError, match="1 of 2 log-probs of rollout are positive or not finite"):
+        MismatchGate(None, ("float32",)).check(_batch([-1.0, wrong, 0.0], [-1.0, -1.0, 0.0]))
+    with pytest.raises(MismatchError, match="log-probs of training"):
+        MismatchGate(None, ("float32",)).check(_batch([-1.0, -1.0, 0.0], [wrong, -1.0, 0.0]))
+    MismatchGate(None, ("float32",)).check(_batch([-1.0, -1.0, wrong], [-1.0, -1.0, wrong]))
