@@ -5,21 +5,20 @@ import email.parser
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from tidemill_testing import tiny_model
+from tidemill_testing.sglang_server import sglang_server
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -167,7 +166,8 @@ def test_readme_example_runs_where_only_the_package_is_installed(wheels, environ
     model = tiny_model(tmp_path / "model", "qwen3", vocab_size=512)
     write_tokenizer(model)
     script = re.sub(r'"path/to/\w+"', repr(str(model)), script)
-    with sglang_server(model) if install.has_server else nullcontext("") as url:
+    plain = {"api_key": None, "skip_tokenizer_init": False}
+    with sglang_server(model, **plain) if install.has_server else nullcontext(("", None)) as (url, _):
         (tmp_path / "example.py").write_text(script.replace("http://127.0.0.1:30000", url))
         output = run(str(environment / "bin" / "python"), "example.py", cwd=tmp_path)
     assert re.search(install.output, output), output
@@ -185,22 +185,6 @@ def write_tokenizer(model: Path) -> None:
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
     fast.save_pretrained(model)
-
-
-@contextmanager
-def sglang_server(model: Path) -> Iterator[str]:
-    """Run an SGLang server and yield its URL."""
-    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
-    options = ["--model-path", str(model), "--port", str(port), "--max-total-tokens", "4096", "--skip-server-warmup"]
-    server = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *options])
-    try:
-        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
-            assert server.poll() is None, "the server exited while it started"
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
 
 
 def freeze(environment: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tidemill_rollout import EnginePool, Policy, SamplingParams, SGLangServer
 from tidemill_rollout.session import SessionConfig
 from tidemill_testing import tiny_model
-from tidemill_testing.sglang_server import API_KEY, sglang_server
+from tidemill_testing.sglang_server import API_KEY, HEADERS, sglang_server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ async def converse(policy, session_id):
 
 async def wait_until_running(url, task):
     """Wait until a server generates the second reply."""
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {API_KEY}"}) as client:
+    async with httpx.AsyncClient(headers=HEADERS) as client:
         while not task.done():
             (load,) = (await client.get(f"{url}/v1/loads")).json()["loads"]
             if load["num_running_reqs"] and load["num_used_tokens"] > 100:

@@ -8,42 +8,54 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 API_KEY = "not-a-secret"
-_ARGUMENTS: dict[str, str | None] = {
-    "api-key": API_KEY,
+HEADERS = {"Authorization": f"Bearer {API_KEY}"}
+_ARGUMENTS: dict[str, Any] = {
+    "api_key": API_KEY,
     "host": "127.0.0.1",
     "device": "cpu",
     "dtype": "float32",
-    "sampling-backend": "pytorch",
-    "mem-fraction-static": "0.1",
-    "max-total-tokens": "4096",
-    "log-level": "warning",
-    "disable-cuda-graph": None,
-    "disable-overlap-schedule": None,
-    "skip-tokenizer-init": None,
-    "skip-server-warmup": None,
-    "enable-deterministic-inference": None,
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 4096,
+    "log_level": "warning",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "enable_deterministic_inference": True,
 }
 
 
 @contextmanager
-def sglang_server(checkpoint: Path, **arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def sglang_server(
+    checkpoint: Path, *, environment: Mapping[str, str] = MappingProxyType({}), **arguments: Any
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a server; yield its URL and its process, which leads the process group of all its processes.
 
     Args:
-        arguments: SGLang arguments, in addition to those of a small deterministic server.
+        checkpoint: folder of the model.
+        environment: environment variables in addition to those of this process.
+        arguments: SGLang arguments in addition to those of a small deterministic server; False and None remove one.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
-    for name, value in (_ARGUMENTS | {name.replace("_", "-"): value for name, value in arguments.items()}).items():
-        command += [f"--{name}"] if value is None else [f"--{name}", value]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+    for name, value in (_ARGUMENTS | arguments).items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        command += [f"--{name.replace('_', '-')}", *map(str, values)]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_healthy(url, process)
@@ -59,7 +71,7 @@ def sglang_server(checkpoint: Path, **arguments: str) -> Iterator[tuple[str, sub
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {API_KEY}"})
+    request = urllib.request.Request(f"{url}/health", headers=HEADERS)
     deadline = time.monotonic() + 500
     while True:
         assert process.poll() is None, f"the server exited with {process.returncode}"

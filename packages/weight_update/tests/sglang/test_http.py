@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_server import HEADERS, KEY, PROMPT, SAMPLING, Server, serving
+from sglang_server import HEADERS, PROMPT, SAMPLING, Server, serving
 from tidemill_testing import tiny_model
+from tidemill_testing.sglang_server import API_KEY
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.sglang import HttpEngine
 
@@ -59,8 +60,8 @@ def check_updates(server: Server, checkpoints: list[Path], expected: dict[Path, 
     """Check that both paths and a link give bitwise the same log-probabilities."""
     logprobs = []
     for client, link in ((HttpEngine, None), (StockHttpEngine, None), (HttpEngine, GroupLink())):
-        engine = client(server.url, api_key=KEY)
-        assert (engine.tp_size, HttpEngine(server.url, api_key=KEY).has_loader) == (tp_size, True)
+        engine = client(server.url, api_key=API_KEY)
+        assert (engine.tp_size, HttpEngine(server.url, api_key=API_KEY).has_loader) == (tp_size, True)
         updater = WeightUpdater([engine], bucket_bytes=1 << 16, link=link)
         for version, path in enumerate((checkpoints[1], checkpoints[2])):
             stats = updater.update(state(path), version)
@@ -101,7 +102,7 @@ def test_updates_with_concurrent_and_abandoned_requests(server, checkpoints, exp
             statuses.add(server.request("POST", "/generate", body)[0])
         return statuses
 
-    updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], in_flight=in_flight)
+    updater = WeightUpdater([HttpEngine(server.url, api_key=API_KEY)], in_flight=in_flight)
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(call_repeatedly, num_tokens) for num_tokens in (3, 7, 12)]
         try:
@@ -123,7 +124,7 @@ def test_wrong_key_is_refused(server):
 
 
 def test_cache_that_cannot_be_flushed_is_an_error(server, checkpoints, expected):
-    updater = WeightUpdater([StockHttpEngine(server.url, api_key=KEY, timeout_s=10)])
+    updater = WeightUpdater([StockHttpEngine(server.url, api_key=API_KEY, timeout_s=10)])
     with contextlib.closing(server.connect()) as running:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}
         running.request("POST", "/generate", json.dumps(body), HEADERS)

@@ -16,8 +16,9 @@ import pytest
 import torch
 import transformers
 from reference_answers import most_likely, state
-from sglang_server import HEADERS, KEY, Server, serving
+from sglang_server import HEADERS, Server, serving
 from tidemill_testing import tiny_model
+from tidemill_testing.sglang_server import API_KEY
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 from tidemill_weight_update.sglang import HttpEngine
@@ -120,7 +121,7 @@ def check_answers(answers: list[Answer], models: list[Any]) -> None:
 @pytest.mark.parametrize("link", [None, GroupLink()], ids=["on this machine", "as if on another"])
 def test_every_answer_is_computed_by_the_version_that_it_reports(server, models, link):
     """Including requests that run when the update starts, and requests that arrive during it."""
-    updater = WeightUpdater([SlowVersionEngine(server.url, api_key=KEY)], link=link)
+    updater = WeightUpdater([SlowVersionEngine(server.url, api_key=API_KEY)], link=link)
     updater.update(state(models[0]), 0)
     started, updated = {0: time.monotonic()}, {0: time.monotonic()}
     with callers(server) as answers:
@@ -141,7 +142,7 @@ def test_every_answer_is_computed_by_the_version_that_it_reports(server, models,
 
 def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(server, models):
     """SGLang's lock does not wait for abandoned requests, and cannot flush the cache before they end."""
-    updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], bucket_bytes=1 << 16)
+    updater = WeightUpdater([HttpEngine(server.url, api_key=API_KEY)], bucket_bytes=1 << 16)
     updater.update(state(models[0]), 0)
     answers = []
 
@@ -172,7 +173,7 @@ def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(serve
 def test_request_that_blocks_the_cache_flush_is_aborted(server, models):
     """Requests that arrived since are aborted as well: SGLang cannot distinguish them. The running request simulates
     one whose client is gone and that SGLang has not aborted in time."""
-    engine = HttpEngine(server.url, api_key=KEY)
+    engine = HttpEngine(server.url, api_key=API_KEY)
     with running_request(server, 400) as read, ThreadPoolExecutor(1) as pool:
         engine.hold()
         waiting: Future[tuple[int, Any]] = pool.submit(server.request, "POST", "/generate", body(24))
@@ -190,7 +191,7 @@ def test_request_that_blocks_the_cache_flush_is_aborted(server, models):
 @pytest.fixture
 def updater(server, models) -> Iterator[WeightUpdater]:
     """Updater that has sent the first model as version "good"; at the end the server must run with it."""
-    updater = WeightUpdater([HttpEngine(server.url, api_key=KEY)], bucket_bytes=1 << 16)
+    updater = WeightUpdater([HttpEngine(server.url, api_key=API_KEY)], bucket_bytes=1 << 16)
     updater.update(state(models[0]), "good")
     yield updater
     assert version_of(generate(server)) == "good"
@@ -232,7 +233,7 @@ class InterruptingEngine(HttpEngine):
 
 
 def test_interrupt_during_the_load_leaves_the_server_paused(server, models, updater, ctrl_c):
-    interrupted = WeightUpdater([InterruptingEngine(server.url, api_key=KEY)])
+    interrupted = WeightUpdater([InterruptingEngine(server.url, api_key=API_KEY)])
     with pytest.raises(KeyboardInterrupt):
         interrupted.update(state(models[1]), "bad")
     interrupted.close()
@@ -240,7 +241,7 @@ def test_interrupt_during_the_load_leaves_the_server_paused(server, models, upda
         waiting = pool.submit(generate, server)
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
-        updater.update(state(models[0]), "good", engines=[HttpEngine(server.url, api_key=KEY)])
+        updater.update(state(models[0]), "good", engines=[HttpEngine(server.url, api_key=API_KEY)])
         assert version_of(waiting.result(20)) == "good"
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_server import HEADERS, KEY, PROMPT, SAMPLING, Server, serving
+from sglang_server import HEADERS, PROMPT, SAMPLING, Server, serving
 from tidemill_testing import tiny_model
+from tidemill_testing.sglang_server import API_KEY
 from tidemill_weight_update import LoraConfig, WeightUpdater, merge_lora
 from tidemill_weight_update.sglang import HttpEngine
 
@@ -74,7 +75,7 @@ def check_same(got: tuple[list[int], torch.Tensor], wanted: tuple[list[int], tor
 @pytest.fixture
 def updater(server, base) -> Iterator[WeightUpdater]:
     """Updater of a server with its base weights and no adapters."""
-    engine = HttpEngine(server.url, api_key=KEY)
+    engine = HttpEngine(server.url, api_key=API_KEY)
     for name in engine.adapters():
         engine.unload_adapter(name)
     made = WeightUpdater([engine])
@@ -113,7 +114,7 @@ def test_new_name_replaces_an_adapter_that_a_request_still_uses(server, base, up
     last = json.loads(lines[-1].removeprefix(b"data: "))
     assert last["meta_info"]["finish_reason"]["type"] == "length"
     assert whole[-len(last["output_ids"]) :] == last["output_ids"]  # completed with the weights it started with
-    assert HttpEngine(server.url, api_key=KEY).adapters() == ["policy-2"]
+    assert HttpEngine(server.url, api_key=API_KEY).adapters() == ["policy-2"]
     status, _ = server.request(
         "POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING, "lora_path": "policy-1"}
     )
