@@ -1,0 +1,43 @@
+"""An SGLang engine of this process."""
+
+import asyncio
+
+import pytest
+from tidemill_rollout import EngineError, SamplingParams, SGLangEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+PROMPT = [5, 6, 7, 8, 9]
+LONG = SamplingParams(max_tokens=480, extra={"ignore_eos": True})
+SHORT = SamplingParams(max_tokens=10, seed=3, extra={"ignore_eos": True})
+
+
+async def num_running(engine) -> int:
+    (load,) = await engine.tokenizer_manager.get_loads()
+    return load.num_running_reqs
+
+
+def test_cancelled_call_frees_its_request_in_the_engine_and_no_other(engine):
+    async def run():
+        client = SGLangEngine(engine)
+        expected = await client.generate(PROMPT, SHORT, session_id="a")
+        call = asyncio.create_task(client.generate(PROMPT, LONG, session_id="a"))
+        while await num_running(engine) == 0:
+            assert not call.done(), call.exception()
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        for _ in range(20):  # 200 tokens: less than the cancelled request would still need
+            assert await client.generate(PROMPT, SHORT, session_id="b") == expected
+            if await num_running(engine) == 0:
+                return
+        pytest.fail("the cancelled request still runs")
+
+    engine.loop.run_until_complete(asyncio.wait_for(run(), 60))
+
+
+def test_request_that_sglang_refuses_is_an_engine_error_with_its_reason(engine):
+    call = SGLangEngine(engine).generate([5] * 5000, SHORT, session_id="a")
+    with pytest.raises(EngineError, match=r"SGLang refused or aborted the request: .*5000"):
+        engine.loop.run_until_complete(call)
