@@ -1,6 +1,7 @@
 """A tokenizer whose tokens span several characters, and an engine that replies with given texts."""
 
 import functools
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from tidemill_rollout import Generation, Policy, SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases` and `endpoint_client`
+sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases`, `endpoint_client` and `five_ways`
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -83,6 +84,16 @@ def bpe() -> Callable[..., PreTrainedTokenizerFast]:
 @pytest.fixture(scope="session")
 def tokenizer(bpe) -> PreTrainedTokenizerFast:
     return bpe()
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory) -> Path:
+    """An interpreter of its own: that of a virtual environment, with the packages of this one."""
+    venv = tmp_path_factory.mktemp("interpreter") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
+    (next(venv.glob("lib/python*/site-packages")) / "shared.pth").write_text(str(site))
+    return venv / "bin" / "python"
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 import asyncio
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from tidemill_rollout import Endpoint, Policy, Problem, SessionConfig
-from tidemill_rollout.episodes import single_turn
 from tidemill_rollout.episodes.command import command
 
 PROBLEM = Problem(prompt=[{"role": "user", "content": "hello"}], ordinal=3, ground_truth="42", extra_info={"level": 1})
@@ -158,20 +156,6 @@ def test_process_that_left_the_group_does_not_delay_the_end_of_the_episode(scrip
         os.kill(int((tmp_path / "pid").read_text()), 9)
 
 
-def test_command_has_the_tokens_and_reward_of_the_same_task_in_this_process(scripted):
-    code = ASK + "print(float(ask(problem['prompt'])['content'] == problem['ground_truth']))"
-
-    def exact(data_source, solution_str, ground_truth, extra_info):
-        return float(solution_str == ground_truth)
-
-    policy = scripted("42<|im_end|>")
-    in_command, in_process = run_together(policy, python(code), single_turn(exact))
-    assert in_command.outcome == in_process.outcome
-    assert in_command.outcome.reward == 1.0
-    assert in_command.trajectories == in_process.trajectories
-    assert policy.engine.requests[0] == policy.engine.requests[1]  # prompt and sampling parameters, with the seed
-
-
 def test_commands_at_the_same_time_have_sessions_of_their_own(scripted):
     code = ASK + "print(sum(ask(problem['prompt'])['content'] == '42' for _ in range(3)))"
     results = run_together(scripted("42<|im_end|>"), *[python(code)] * 8)
@@ -186,11 +170,7 @@ def test_context_limit_in_a_command_truncates_the_episode(scripted):
     assert outcome.reason.startswith("length: ")
 
 
-def test_openai_client_in_an_interpreter_of_its_own(scripted, tmp_path):
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    (next(venv.glob("lib/python*/site-packages")) / "shared.pth").write_text(str(site))
+def test_openai_client_in_an_interpreter_of_its_own(scripted, interpreter, tmp_path):
     (tmp_path / "agent.py").write_text(
         "import json, sys, openai\n"
         "problem = json.loads(sys.stdin.readline())\n"
@@ -198,10 +178,10 @@ def test_openai_client_in_an_interpreter_of_its_own(scripted, tmp_path):
         "for _ in range(2):\n"
         "    reply = openai.OpenAI().chat.completions.create(model='policy', messages=messages).choices[0].message\n"
         "    messages += [{'role': 'assistant', 'content': reply.content}, {'role': 'user', 'content': 'again'}]\n"
-        f"assert sys.prefix == {str(venv)!r}, sys.prefix\n"
+        f"assert sys.prefix == {str(interpreter.parents[1])!r}, sys.prefix\n"
         "print(float(reply.content == problem['ground_truth']))\n"
     )
-    episode = command([str(venv / "bin" / "python"), "agent.py"], cwd=tmp_path)
+    episode = command([str(interpreter), "agent.py"], cwd=tmp_path)
     (result,) = run_together(scripted("hello<|im_end|>", "42<|im_end|>"), episode)
     assert (result.outcome.status, result.outcome.reward) == ("ok", 1.0), result.outcome
     assert len(result.trajectories) == 1

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import five_ways
 import pytest
-from tidemill_rollout import Endpoint, Problem
-from tidemill_rollout.episodes import single_turn
+from tidemill_rollout import Endpoint
 from tidemill_rollout.episodes.verifiers import verifiers_environment
 
 pytestmark = pytest.mark.slow  # installs verifiers
@@ -57,29 +57,27 @@ def python(tmp_path_factory):
     return interpreter
 
 
-def test_taskset_has_the_tokens_and_rewards_of_the_same_task_in_this_process(scripted, python, tmp_path):
+@pytest.fixture
+def sums(python, tmp_path):
+    """The episode of the taskset."""
     (tmp_path / "sums.py").write_text(TASKSET)
-    episode = verifiers_environment(python, {"id": "sums"}, env={"PYTHONPATH": str(tmp_path)})
+    return verifiers_environment(python, {"id": "sums"}, env={"PYTHONPATH": str(tmp_path)})
 
-    def exact(data_source, solution_str, ground_truth, extra_info):
-        return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
 
-    problem = Problem(
-        prompt=[{"role": "user", "content": "what is 2 + 40"}], ground_truth="42", extra_info={"index": 2}
-    )
+def test_same_task_written_five_ways_has_the_same_tokens_masks_and_rewards(tokenizer, python, sums):
+    episodes = five_ways.ways(python) | {"verifiers": sums}
+    assert len(episodes) == 5
+    five_ways.assert_equal(five_ways.run(tokenizer, episodes))
 
+
+def test_metrics_of_the_task_are_those_of_the_outcome_and_a_missing_task_is_an_environment_error(scripted, sums):
     async def run():
         async with Endpoint() as endpoint:
             policy = scripted("42<|im_end|>", endpoint=endpoint)
-            here = await policy.run(single_turn(exact), problem, seed=5)
-            there = await policy.run(episode, problem, seed=5)
-            missing = await policy.run(episode, replace(problem, extra_info={"index": 9}))
-            return policy, here, there, missing
+            missing = replace(five_ways.PROBLEM, extra_info={"index": 9})
+            return await asyncio.gather(policy.run(sums, five_ways.PROBLEM), policy.run(sums, missing))
 
-    policy, here, there, missing = asyncio.run(run())
-    assert there.outcome == here.outcome, there.outcome.reason
-    assert there.outcome.reward == 1.0
-    assert there.trajectories == here.trajectories
-    assert policy.engine.requests[0] == policy.engine.requests[1]
+    found, missing = asyncio.run(run())
+    assert (found.outcome.status, found.outcome.metrics) == ("ok", {"length": 2.0}), found.outcome.reason
     assert missing.outcome.status == "environment_error"
     assert "the taskset {'id': 'sums'} has no task 9" in missing.outcome.reason
