@@ -1,7 +1,6 @@
 """Running episodes: results, errors, limits, cancellation; and finding them by name."""
 
 import asyncio
-import contextlib
 import functools
 import re
 import threading
@@ -13,10 +12,8 @@ from tidemill_rollout import (
     LimitError,
     ModelError,
     Outcome,
-    Policy,
     Problem,
     SessionConfig,
-    SessionEndedError,
     load_episode,
     register_episode,
 )
@@ -26,22 +23,6 @@ PROBLEM = Problem(prompt="hello")
 
 def run(policy, episode, **settings):
     return asyncio.run(policy.run(episode, PROBLEM, **settings))
-
-
-class WaitingEngine:
-    """An engine that never replies and counts its cancelled requests."""
-
-    def __init__(self):
-        self.started = threading.Event()
-        self.num_cancelled = 0
-
-    async def generate(self, token_ids, sampling, *, session_id):
-        self.started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
 
 
 async def asks(problem, session):
@@ -174,140 +155,6 @@ def test_context_limit_in_a_child_task_truncates_the_episode(scripted):
     result = run(scripted("x<|im_end|>", config=SessionConfig(context_length=20)), episode)
     assert result.outcome.status == "truncated"
     assert result.outcome.reason.startswith("length: ")
-
-
-@pytest.mark.parametrize("episode", [asks, asks_blocking])
-def test_time_limit_cancels_the_request_to_the_engine(tokenizer, episode):
-    engine = WaitingEngine()
-    result = run(Policy(engine, tokenizer), episode, timeout_s=0.05)
-    assert (result.outcome.status, result.outcome.reason) == ("truncated", "time: no result within 0.05 s")
-    assert (engine.num_cancelled, result.trajectories) == (1, [])
-
-
-@pytest.mark.parametrize("episode", [asks, asks_blocking])
-def test_cancelling_the_caller_cancels_the_episode_and_its_request(tokenizer, episode):
-    engine = WaitingEngine()
-
-    async def cancel():
-        task = asyncio.create_task(Policy(engine, tokenizer).run(episode, PROBLEM))
-        while not engine.started.is_set():
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert engine.num_cancelled == 1
-
-
-def test_time_limit_ends_an_episode_without_async_that_never_returns(scripted):
-    is_stopped = threading.Event()
-    errors = []
-
-    def sleeps(problem, session):
-        is_stopped.wait()
-        try:
-            session.generate(text="hello")
-        except SessionEndedError as error:
-            errors.append(error)
-
-    policy = scripted("x<|im_end|>")
-
-    async def many():
-        slow = [policy.run(sleeps, PROBLEM, timeout_s=0.05) for _ in range(50)]  # more than a pool of threads has
-        results = await asyncio.gather(*slow, policy.run(asks_blocking, PROBLEM))
-        is_stopped.set()
-        while len(errors) < 50:
-            await asyncio.sleep(0.001)
-        return results
-
-    *slow, other = asyncio.run(many())
-    assert {result.outcome.reason for result in slow} == {"time: no result within 0.05 s"}
-    assert other.outcome.status == "ok"
-    assert "has ended" in str(errors[0])
-
-
-def test_time_limit_ends_an_episode_that_ignores_its_cancellation(scripted, monkeypatch):
-    monkeypatch.setattr("tidemill_rollout.episode.CANCEL_GRACE_S", 0.05)
-    is_stopped = False
-
-    async def ignores(problem, session):
-        while not is_stopped:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(1000)
-
-    async def limited():
-        nonlocal is_stopped
-        result = await scripted("x<|im_end|>").run(ignores, PROBLEM, timeout_s=0.05)
-        is_stopped = True  # else asyncio.run would wait for the episode
-        return result
-
-    assert asyncio.run(limited()).outcome.reason == "time: no result within 0.05 s"
-
-
-def test_error_in_the_clean_up_after_the_time_limit_is_still_the_time_limit(scripted):
-    async def fails_late(problem, session):
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            raise ValueError("clean-up failed")
-
-    assert run(scripted("x<|im_end|>"), fails_late, timeout_s=0.05).outcome.status == "truncated"
-
-
-def test_session_that_is_used_after_the_episode_refuses_and_leaves_its_outcome_unchanged(scripted):
-    late = []
-    has_ended = asyncio.Event()
-
-    async def leaves_a_task(problem, session):
-        async def use_later():
-            await has_ended.wait()
-            await session.generate(text="hello")
-
-        late.append(asyncio.create_task(use_later()))
-        return 1.0
-
-    policy = scripted("x<|im_end|>")
-
-    async def use():
-        result = await policy.run(leaves_a_task, PROBLEM)
-        has_ended.set()
-        with pytest.raises(SessionEndedError, match="has ended"):
-            await late[0]
-        return result
-
-    result = asyncio.run(use())
-    assert (result.outcome.status, result.trajectories) == ("ok", [])
-
-
-def test_request_that_runs_when_the_episode_returns_is_cancelled(tokenizer):
-    engine = WaitingEngine()
-    requests = []
-
-    async def returns_early(problem, session):
-        requests.append(asyncio.create_task(session.generate(text="hello")))
-        while not engine.started.is_set():
-            await asyncio.sleep(0)
-        return 1.0
-
-    async def use():
-        result = await Policy(engine, tokenizer).run(returns_early, PROBLEM)
-        with pytest.raises(SessionEndedError, match="ended before the engine replied"):
-            await requests[0]
-        return result
-
-    assert asyncio.run(use()).outcome.status == "ok"
-    assert engine.num_cancelled == 1
-
-
-def test_thousand_branches_have_a_row_each(scripted):
-    async def episode(problem, session):
-        await asyncio.gather(*(session.branch().generate(text="hello") for _ in range(1000)))
-        return 1.0
-
-    result = run(scripted("x<|im_end|>"), episode)
-    assert len(result.trajectories) == 1000
-    assert result.metrics["num_trained_tokens"] == result.metrics["num_sampled_tokens"]
 
 
 def test_partial_and_object_with_async_call_are_async_episodes(scripted):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -93,6 +94,7 @@ async def run_episode(
 
 
 async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> Outcome:
+    process = os.getpid()
     try:
         if is_async(function):
             result = await function(problem, session)  # type: ignore[misc]
@@ -108,6 +110,9 @@ async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> O
         if outcome.status == "environment_error" and session.limit is not None:
             return truncated(session.limit.limit, f"{session.limit}; then {outcome.reason}"[:_MAX_REASON])
         return outcome
+    finally:
+        if os.getpid() != process:
+            os._exit(1)  # a child that the episode has forked must not continue with the other episodes
 
 
 def _outcome_of_error(error: BaseException, function: EpisodeFn) -> Outcome:

@@ -137,6 +137,13 @@ def test_arguments_that_are_not_json_are_refused():
         asyncio.run(Tool(multiply)('{"x": 6', 1.0))
 
 
+def test_call_whose_text_is_not_json_is_the_answer(chat):
+    result, messages = chat('<tool_call>\n{"name": "multiply", "arguments": {"x": 6\n</tool_call><|im_end|>')
+    assert messages[-1]["content"].startswith('<tool_call>\n{"name": "multiply"')
+    assert (result.outcome.status, result.outcome.reward) == ("ok", 0.0)
+    assert result.outcome.metrics == {"num_tool_calls": 0.0, "num_tool_errors": 0.0}
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_call_that_never_returns_ends_at_its_time_limit(chat, is_async):
     is_stopped = threading.Event()
