@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,10 @@ class RunDir:
         return list(_read(self.metrics))
 
     def read_rollouts(self) -> list[dict[str, Any]]:
-        return list(_read(self.rollouts))
+        return list(self.iter_rollouts())
+
+    def iter_rollouts(self) -> Iterator[dict[str, Any]]:
+        return _read(self.rollouts)
 
     def read_forks(self) -> list[dict[str, Any]]:
         return list(_read(self.forks))
@@ -98,12 +101,11 @@ class RunDir:
         )
 
     def remove_after(self, step: int) -> None:
-        """Remove metrics and rollouts of steps after `step`, which a resumed run repeats."""
-        for file in (self.metrics, self.rollouts, self.forks):
-            kept = [row for row in _read(file) if row["step"] <= step]
+        """Remove metrics, rollouts and forks of steps after `step`, which a resumed run repeats."""
+        for file in filter(Path.is_file, (self.metrics, self.rollouts, self.forks)):
             partial = file.with_suffix(".partial")
             partial.unlink(missing_ok=True)
-            _append(partial, kept)
+            _append(partial, (row for row in _read(file) if row["step"] <= step))
             partial.replace(file)
 
 
@@ -205,7 +207,7 @@ def _check_same(new: Config, old: Config, run: RunDir) -> None:
         )
 
 
-def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with file.open("a") as lines:
         lines.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 

@@ -34,7 +34,7 @@ def test_report_is_one_file_and_escapes_model_output(tmp_path):
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "2 steps, held-out accuracy 0.250 before and 0.750 after reinforcement learning" in page
-    assert not re.search(r"(src|href|url)\s*[=(]", page)
+    assert not re.search(r"(src|url)\s*[=(]|href=\"(?!#)", page)
     assert page.count("<svg") == 7
 
 

@@ -1,8 +1,9 @@
 """Line charts as SVG text, without scripts, fonts or other files."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 _WIDTH, _HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 34
@@ -12,7 +13,9 @@ _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774", "#c
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False) -> str:
+def line_chart(
+    title: str, series: Mapping[str, Points], *, log_y: bool = False, links: Mapping[float, str] | None = None
+) -> str:
     """Return an SVG chart with one line per series, and a legend next to the title if there are several.
 
     Args:
@@ -20,6 +23,7 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
         series: (x, y) points by name. Points that are not finite (or not positive with `log_y`) are omitted, as are
             series without any other points.
         log_y: use a logarithmic y axis.
+        links: addresses by x. A click goes to the address of the nearest x.
     """
     drawable = {name: [p for p in points if _drawable(p, log_y)] for name, points in series.items()}
     clean = {name: points for name, points in drawable.items() if points}
@@ -39,7 +43,9 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_y: bool = False)
         if len(line) <= 40:
             dots = (f'<circle cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2" fill="{color}"/>' for x, y in line)
             parts.extend(dots)
-    return "".join(parts) + "</svg>"
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    near = {x: address for x, address in sorted((links or {}).items()) if low <= x <= high}
+    return "".join([*parts, *_bands(near, x_axis, clean)]) + "</svg>"
 
 
 def _heading(title: str, names: Sequence[str]) -> list[str]:
@@ -95,6 +101,24 @@ def _round_step(raw: float) -> float:
     """Return the next larger number that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+
+
+def _bands(links: Mapping[float, str], x_axis: _Axis, series: Mapping[str, Points]) -> Iterator[str]:
+    """Yield an invisible rectangle for each link, with the values at its x as a tooltip, and a mark on the x axis."""
+    if not links:
+        return
+    places = [x_axis.at(x) for x in links]
+    middles = [(left + right) / 2 for left, right in pairwise(places)]
+    values = {name: dict(points) for name, points in series.items()}
+    bottom = _HEIGHT - _BOTTOM
+    edges = pairwise([_LEFT, *middles, _WIDTH - _RIGHT])
+    for (x, address), place, (left, right) in zip(links.items(), places, edges, strict=True):
+        numbers = ", ".join(f"{name} {line[x]:.4g}" for name, line in values.items() if x in line)
+        yield (
+            f'<a href="{escape(address)}"><title>{escape(f"step {x:g}: {numbers}")}</title>'
+            f'<path class="mark" d="M{place:.1f} {bottom - 4}v8"/>'
+            f'<rect class="band" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{bottom - _TOP}"/></a>'
+        )
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:

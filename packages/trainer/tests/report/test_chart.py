@@ -2,7 +2,7 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from tidemill_trainer.chart import line_chart
+from tidemill_trainer.report.chart import line_chart
 
 
 def _lines(svg):

@@ -1,0 +1,68 @@
+"""The charts of a report."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tidemill_trainer.report.chart import Points, line_chart
+
+_PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "testing", "save_checkpoint")
+_IF_REPORTED = (  # title, label and metric
+    ("Training speed (tokens per second)", "all ranks", "perf/tokens_per_s/actor"),
+    ("Training MFU (fraction of peak FLOPs)", "MFU", "perf/mfu/actor"),
+    ("Peak training memory (GiB, largest rank)", "memory", "perf/max_memory_allocated_gb"),
+    ("Share of the sampled tokens that is trained on", "share", "rollout/trained_token_share"),
+)
+_IF_ANY = (  # title, and metrics by label; shown if a number is above 0
+    ("Failed rewards", {"training": "reward/num_errors", "validation": "val/num_errors"}),
+    (
+        "Episodes that are not ok",
+        {name: f"episode/status/{name}" for name in ("truncated", "model_error", "environment_error")},
+    ),
+)
+
+
+def charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> list[str]:
+    """Return the charts of a run.
+
+    Args:
+        metrics: lines of `metrics.jsonl`.
+        links: addresses of steps, for clicks in the charts.
+    """
+    rl = [row for row in metrics if row.get("phase") == "rl"]
+    warmup = [row for row in metrics if row.get("phase") == "sft"]
+
+    def chart(title: str, names: Mapping[str, str], *, log_y: bool = False) -> str:
+        return line_chart(title, {label: _points(rl, name) for label, name in names.items()}, log_y=log_y, links=links)
+
+    shown = [
+        chart("Reward (batch mean)", {"mean": "critic/score/mean"}),
+        line_chart("Held-out accuracy (greedy)", {"accuracy": _validations(metrics)}, links=links),
+        chart("Response length (tokens)", {kind: f"response_length/{kind}" for kind in ("mean", "max", "min")}),
+        chart(
+            "Log-prob difference |rollout - training|",
+            {kind: f"rollout/log_prob_abs_diff/{kind}" for kind in ("mean", "max")},
+            log_y=True,
+        ),
+        chart("Seconds per phase", {phase: f"timing_s/{phase}" for phase in _PHASES}),
+        chart("Entropy (nats per token)", {"entropy": "actor/entropy"}),
+        chart("Gradient norm (before clipping)", {"norm": "actor/grad_norm"}),
+    ]
+    shown += [chart(title, {label: name}) for title, label, name in _IF_REPORTED if _points(rl, name)]
+    for title, names in _IF_ANY:
+        if any(number > 0 for name in names.values() for _, number in _points(rl, name)):
+            shown.append(chart(title, names))
+    if warmup:
+        loss = _points(warmup, "sft/loss", lambda row: row["sft/step"])
+        shown.append(line_chart("Warm-up: SFT loss", {"loss": loss}))
+    return shown
+
+
+def _points(
+    rows: Sequence[Mapping[str, Any]], name: str, x: Callable[[Mapping[str, Any]], float] = lambda row: row["step"]
+) -> Points:
+    return [(x(row), row[name]) for row in rows if row.get(name) is not None]
+
+
+def _validations(metrics: Sequence[Mapping[str, Any]]) -> Points:
+    """Return the last validation of each step; the warm-up is step 0."""
+    return sorted({row["step"]: row["val/accuracy"] for row in metrics if "val/accuracy" in row}.items())

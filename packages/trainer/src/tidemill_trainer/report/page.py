@@ -1,0 +1,66 @@
+"""The page with charts, tables, episodes and configuration of a run."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from tidemill_trainer import report
+from tidemill_trainer.report.charts import charts
+from tidemill_trainer.report.episode import Episode, Outcome, choose
+from tidemill_trainer.report.episodes import episodes_html, step_anchor
+from tidemill_trainer.report.tables import forks_html, ledger_table, outcome_tables
+from tidemill_trainer.run_dir import RunDir
+
+# The policy forbids scripts and every address outside of the page, in addition to escaping all data.
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+{style}</style></head><body>
+<h1>{title}</h1><p class="sub">{summary}</p>
+<div class="charts">{charts}</div>
+<p class="sub">A click in a chart goes to the saved episodes of the nearest marked step.</p>
+{tables}<h2>Episodes</h2>{about}{episodes}
+<h2>Configuration</h2><pre>{config}</pre>
+</body></html>
+"""
+
+
+def write_report(run: RunDir) -> None:
+    """Write `run.report` from metrics, episodes, forks and configuration of the run."""
+    metrics = run.read_metrics()
+    # Episodes with all their tokens may not fit into memory, so the file is read twice.
+    outcomes = [Outcome.of(line) for line in run.iter_rollouts()]
+    chosen = choose(outcomes)
+    episodes = [Episode.of(line) for index, line in enumerate(run.iter_rollouts()) if index in chosen]
+    links = {float(episode.outcome.step): f"#{step_anchor(episode.outcome.step)}" for episode in episodes}
+    tables = outcome_tables(outcomes, metrics) + ledger_table(metrics) + forks_html(run.read_forks(), metrics)
+    page = _PAGE.format(
+        title=escape(run.path.name),
+        style=files(report).joinpath("report.css").read_text(encoding="utf-8"),
+        summary=escape(_summary(metrics)),
+        charts="".join(charts(metrics, links)),
+        tables=tables,
+        about=f"<p>{escape(run.about.read_text())}</p>" if run.about.is_file() else "",
+        episodes=episodes_html(episodes, len(outcomes), {row["step"]: row for row in metrics}),
+        config=escape(run.config.read_text()),
+    )
+    partial = run.report.with_suffix(".partial")
+    # A sampled text may contain half of a surrogate pair, which UTF-8 does not have.
+    partial.write_text(page, encoding="utf-8", errors="backslashreplace")
+    partial.replace(run.report)
+
+
+def _summary(metrics: Sequence[Mapping[str, Any]]) -> str:
+    steps = [row["step"] for row in metrics if row.get("phase") == "rl"]
+    accuracies = [row["val/accuracy"] for row in metrics if "val/accuracy" in row]
+    text = f"{max(steps, default=0)} steps"
+    if accuracies:
+        before = [row["val/accuracy"] for row in metrics if "val/accuracy" in row and row["step"] == 0][-1:]
+        text += (
+            f", held-out accuracy {before[0] if before else accuracies[0]:.3f} before and {accuracies[-1]:.3f} after "
+            "reinforcement learning"
+        )
+    return text
