@@ -51,7 +51,7 @@ def _turn(number: int, turn: Turn, max_tokens: int) -> str:
 
 def _largest_difference(tokens: Sequence[Token]) -> str:
     differences = [difference for token in tokens if (difference := _log_prob_difference(token)) is not None]
-    return f"largest log-prob difference {max(differences):.4f}" if differences else ""
+    return f"largest log-prob difference {max(differences):.2g}" if differences else ""
 
 
 def _text(tokens: Sequence[Token]) -> str:
@@ -100,7 +100,7 @@ def _marked(tokens: Sequence[Token]) -> str:
     for token in tokens:
         if token.version is not None and token.version != version:
             version = token.version
-            parts.append(f"<sup>v{escape(version)}</sup>")
+            parts.append(f"<sup>{'v' * version.isdigit()}{escape(version)}</sup>")
         parts.append(_token(token))
     return "".join(parts)
 
