@@ -41,6 +41,7 @@ _BACKENDS = {"fsdp2": (), "megatron": ("engine.backend=megatron", "engine.tp=2")
 _TIMES = (
     "timing_s/",
     *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
+    "episode/addition/seconds",
     "weight_update/seconds",
     "weight_update/gb_per_s",
 )

@@ -24,9 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from tidemill_trainer import run  # imports torch, which takes seconds; --help stays fast
 
-        overrides = [*args.overrides, *(["algorithm.shuffle_rewards=true"] if args.shuffle_rewards else [])]
+        overrides = [
+            *args.overrides,
+            *(["algorithm.shuffle_rewards=true"] if getattr(args, "shuffle_rewards", False) else []),
+        ]
         if args.command == "demo":
             return run.demo(args.config, overrides)
+        if args.command == "eval":
+            return run.evaluate(args.target, overrides, n=args.n, greedy=args.n == 1 and not args.sample)
         return run.train(args.config, overrides, resume=args.resume)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
@@ -42,6 +47,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += others
     return args
+
+
+def _count(text: str) -> int:
+    """Return a number of at least 1; argparse reports the error of any other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number >= 1, got {text!r}")
+    return int(text)
 
 
 def _interrupt(_signum: int, _frame: object) -> None:
@@ -68,8 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train with your own configuration", allow_abbrev=False)
     train.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of the run")
     train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    for command in (demo, train):
+    evaluate = commands.add_parser("eval", help="measure the accuracy of a model or checkpoint", allow_abbrev=False)
+    evaluate.add_argument(
+        "target",
+        type=Path,
+        metavar="CONFIG.toml|FOLDER",
+        help="a configuration, or the folder of a run or of one of its checkpoints",
+    )
+    evaluate.add_argument("--n", type=_count, default=1, help="samples per problem (default: 1, greedy)")
+    evaluate.add_argument("--sample", action="store_true", help="sample also with --n 1, instead of decoding greedily")
+    for command in (demo, train, evaluate):
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
+    for command in (demo, train):
         command.add_argument(
             "--shuffle-rewards",
             action="store_true",

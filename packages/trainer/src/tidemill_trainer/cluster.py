@@ -31,6 +31,7 @@ class Cluster:
         config: configuration of the run.
         run: folder of the run, for the logs.
         progress: terminal output.
+        has_training: start training workers; without them the engines serve `model.path`.
 
     Attributes:
         actor: the group of `ActorWorker`s, one per training process.
@@ -42,8 +43,9 @@ class Cluster:
     rollout: RayWorkerGroup
     episodes: EpisodePool
 
-    def __init__(self, config: Config, run: RunDir, progress: Progress) -> None:
+    def __init__(self, config: Config, run: RunDir, progress: Progress, *, has_training: bool = True) -> None:
         self._config = config
+        self._has_training = has_training
         self._run = run
         self._progress = progress
         self._groups: list[RayWorkerGroup] = []
@@ -138,27 +140,35 @@ class Cluster:
             blocking=False,
         )
         self._groups.append(self.rollout)
+        if self._has_training:
+            self._start_training(on_gpu[config.engine.device], no_leftovers)
+        self.episodes = self._pool = EpisodePool(config.episode.num_workers, self.rollout, logs, self._progress)
+
+    def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
+        config = self._config
         self.actor = RayWorkerGroup(
             RayResourcePool(
                 process_on_nodes=[config.actor.num_workers],
-                num_gpus_per_worker=config.actor.num_gpus_per_worker if on_gpu[config.engine.device] else 0,
+                num_gpus_per_worker=config.actor.num_gpus_per_worker if has_gpu else 0,
             ),
-            RayClassWithInitArgs(ActorWorker, config, logs),
+            RayClassWithInitArgs(ActorWorker, config, str(self._run.logs.resolve())),
             name_prefix="actor",
-            env_vars=no_leftovers | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
+            env_vars=env_vars | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
             timeout_s=config.actor.timeout_s,
             blocking=False,
         )
         self._groups.append(self.actor)
-        self.episodes = self._pool = EpisodePool(config.episode.num_workers, self.rollout, logs, self._progress)
 
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""
         config = self._config
-        with self._progress.waiting("starting SGLang and the training workers"):
+        with self._progress.waiting("starting SGLang" + (" and the training workers" if self._has_training else "")):
             serving = self.rollout.start_engine()
-            self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
+            if self._has_training:
+                self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
             serving.get()
+        if not self._has_training:
+            return
         self.actor.connect_engines(
             [
                 RayEngine(

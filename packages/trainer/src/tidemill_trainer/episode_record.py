@@ -16,7 +16,7 @@ def episode_record(summary: EpisodeSummary, batch: DataProto, tokenizer: PreTrai
 
     Args:
         summary: the episode.
-        batch: rows of the step, with the columns of `training_rows`, `old_log_probs` and `advantages`.
+        batch: rows of the step, with the columns of `training_rows`, and in training `old_log_probs` and `advantages`.
         tokenizer: tokenizer that decodes the tokens.
 
     Returns:
@@ -57,5 +57,5 @@ def _row(row: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         **objects,
         "token_ids": ids,
         "tokens": [tokenizer.decode([token]) for token in ids],
-        **{name: [round(value, 6) for value in row[name].values().tolist()] for name in _VALUES},
+        **{name: [round(value, 6) for value in row[name].values().tolist()] for name in _VALUES if name in row.batch},
     }

@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.data import DataError
 from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.evaluate import evaluate_run, evaluation_config
 from tidemill_trainer.inputs import Inputs, load_inputs
 from tidemill_trainer.loggers import open_loggers
 from tidemill_trainer.logs import tail
@@ -82,13 +83,36 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     return _run(config, config_path.stem, progress, resume=resume)
 
 
-def _run(config: Config, stem: str, progress: Progress, *, resume: bool) -> int:
-    """Train, and report any error as one message; return the exit status."""
+def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) -> int:
+    """Run `tidemill eval CONFIG.toml|FOLDER`."""
+    progress = Progress()
+    _quiet_libraries()
+    try:
+        config, stem = evaluation_config(target, overrides)
+    except ConfigError as error:
+        progress.fail(str(error))
+        return 1
+
+    def work(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:
+        evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
+
+    return _run(config, stem, progress, resume=False, work=work)
+
+
+def _run(
+    config: Config,
+    stem: str,
+    progress: Progress,
+    *,
+    resume: bool,
+    work: Callable[[Config, Inputs, RunDir, Progress], None] | None = None,
+) -> int:
+    """Train, or do other work; report any error as one message and return the exit status."""
     run: RunDir | None = None
     try:
         inputs = load_inputs(config, progress)
         with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
-            _fit(config, inputs, run, progress)
+            (_fit if work is None else work)(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1

@@ -1,0 +1,123 @@
+"""The command `tidemill eval`: run the validation problems through the episodes of a configuration."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.inputs import Inputs
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_dir import RunDir
+
+
+def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:
+    """Return the configuration for an evaluation and the start of its folder's name.
+
+    Args:
+        target: a configuration file, the folder of a run (its newest checkpoint), or the folder of a checkpoint.
+        overrides: `key=value` overrides.
+
+    Raises:
+        ConfigError: there is no such configuration or checkpoint, or it has no validation files.
+    """
+    if target.is_dir():
+        is_run = (target / "config.toml").is_file()
+        run = RunDir(target if is_run else target.absolute().parent.parent)
+        step = run.newest_checkpoint()
+        if is_run and step is None:
+            raise ConfigError(f"the run {target} has no checkpoint to evaluate; choose another one")
+        checkpoint = Checkpoints(run.checkpoints, max_to_keep=1).path(step) if is_run and step is not None else target
+        if not run.config.is_file() or not (checkpoint / "huggingface").is_dir():
+            raise ConfigError(
+                f"expected the folder of a run or of one of its checkpoints, got {target}; a checkpoint is "
+                "runs/NAME/checkpoints/step_..."
+            )
+        config = load_config(run.config, [f"model.path={checkpoint / 'huggingface'}", *overrides])
+        stem = f"eval-{run.path.name}-{checkpoint.name}"
+    else:
+        config = load_config(target, overrides)
+        stem = f"eval-{target.stem}"
+    if not config.data.val_files:
+        raise ConfigError("an evaluation requires data.val_files; set them")
+    return replace(
+        config,
+        model=replace(config.model, init_seed=None),
+        warmup=replace(config.warmup, max_steps=0),
+        trainer=replace(config.trainer, name=None, stop_at_accuracy=None),
+    ), stem
+
+
+def evaluate_run(
+    config: Config, inputs: Inputs, run: RunDir, progress: Progress, *, n: int, greedy: bool
+) -> dict[str, Any]:
+    """Run `n` episodes for each validation problem, print the results and write them to `results.json`.
+
+    Args:
+        config: result of `evaluation_config`.
+        inputs: tokenizer and problems.
+        run: folder for results, episodes and logs.
+        progress: terminal output.
+        n: samples per problem.
+        greedy: decode greedily; otherwise with `rollout.temperature`, `top_p` and `top_k`, and the run's seed.
+    """
+    from tidemill_trainer.cluster import Cluster
+    from tidemill_trainer.data import to_problems
+    from tidemill_trainer.episode_record import episode_record
+    from tidemill_trainer.evaluation import evaluate_summaries
+    from tidemill_trainer.rollout.episode_task import EpisodeTask
+    from tidemill_trainer.rollouts import sampling_seeds
+
+    assert inputs.val is not None
+    problems = to_problems(inputs.val, "eval")
+    seeds = sampling_seeds(config.trainer.seed, 0, len(problems) * n)
+    tasks = [
+        EpisodeTask(
+            number=number,
+            problem=problems[number // n],
+            sample=number % n,
+            seed=None if greedy else seed,
+            is_shown=True,
+        )
+        for number, seed in enumerate(seeds)
+    ]
+    with Cluster(config, run, progress, has_training=False) as cluster:
+        cluster.wait_ready()
+        cluster.episodes.load(config)
+        with progress.waiting(f"running {len(tasks)} episodes"):
+            episodes = cluster.episodes.run(tasks, greedy=greedy)
+    results = evaluate_summaries(episodes.summaries, n)
+    if episodes.rows is not None:
+        records = (episode_record(summary, episodes.rows, inputs.tokenizer) for summary in episodes.summaries)
+        run.append_rollouts([{"step": 0, **record} for record in records])
+    sampling = "greedy" if greedy else f"temperature {config.rollout.temperature:g}"
+    content = {"model": config.model.path, "n": n, "sampling": sampling, "results": results}
+    (run.path / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    progress.console.print(_table(results, f"{config.model.path}, {sampling}"))
+    progress.info(f"the evaluation is in {run.path}", style="bold")
+    return results
+
+
+def _table(results: dict[str, dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("data source", "metric", "mean", "95 % interval", "problems", "failed episodes"):
+        table.add_column(name, justify="left" if name in ("data source", "metric") else "right")
+    for source, group in results.items():
+        failed = f"{group['num_failed']} of {group['num_episodes']}"
+        for name in sorted((name for name in group if "@" in name), key=_order):
+            found = group[name]
+            interval = f"{found['low']:.3f} to {found['high']:.3f}"
+            table.add_row(escape(source), name, f"{found['mean']:.3f}", interval, str(found["num_problems"]), failed)
+        table.add_section()
+    return table
+
+
+def _order(name: str) -> tuple[str, int]:
+    kind, _, number = name.partition("@")
+    return kind, int(number)

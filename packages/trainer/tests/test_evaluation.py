@@ -1,0 +1,83 @@
+import itertools
+
+import numpy as np
+import pytest
+from tidemill_rollout import Outcome, Problem
+from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.cli import DEMO_CONFIG, main
+from tidemill_trainer.config_file import ConfigError, load_config, save_config
+from tidemill_trainer.evaluate import evaluation_config
+from tidemill_trainer.evaluation import estimate, evaluate_summaries, pass_at_k
+from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+
+
+@pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (6, 0), (6, 2), (6, 6)])
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample(n, correct):
+    samples = [position < correct for position in range(n)]
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(samples, k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_interval_of_a_proportion_is_wilsons():
+    found = estimate([1.0] * 8 + [0.0] * 2)
+    assert (found.mean, found.num_problems) == (0.8, 10)
+    assert (found.low, found.high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert estimate([1.0] * 10).low == pytest.approx(0.7225, abs=1e-4)  # not [1, 1]
+
+
+def test_interval_covers_the_true_mean_of_averaged_samples():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        rates = rng.beta(2, 1, size=60)  # the accuracy of each problem
+        found = estimate(rng.binomial(8, rates) / 8)
+        covered += found.low <= 2 / 3 <= found.high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def _summary(problem, acc, *, source="sums"):
+    outcome = Outcome(reward=acc) if acc is not None else Outcome(reward=0.0, status="environment_error", reason="x")
+    task = EpisodeTask(number=0, problem=Problem(prompt="1", id=problem, data_source=source))
+    return EpisodeSummary(task=task, outcome=outcome)
+
+
+def test_results_per_source_leave_failed_episodes_out():
+    summaries = [_summary("a", 1.0), _summary("a", 0.0), _summary("b", 1.0), _summary("b", None)]
+    summaries += [_summary("c", 0.0, source="other")] * 2
+    results = evaluate_summaries(summaries, 2)
+    assert results.keys() == {"sums", "other", "all"}
+    assert (results["sums"]["num_episodes"], results["sums"]["num_failed"]) == (4, 1)
+    assert results["sums"]["acc/mean@2"]["mean"] == 0.75
+    assert results["sums"]["acc/pass@1"]["mean"] == 0.75
+    assert results["sums"]["acc/pass@2"] == results["sums"]["acc/pass@2"] | {"mean": 1.0, "num_problems": 1}
+    assert results["all"]["acc/mean@2"]["num_problems"] == 3
+
+
+def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path):
+    run = tmp_path / "runs" / "mine"
+    (run / "assets").mkdir(parents=True)
+    save_config(load_config(DEMO_CONFIG, [*assets, "trainer.name=mine"]), run / "config.toml")
+    with pytest.raises(ConfigError, match=r"the run .*mine has no checkpoint to evaluate"):
+        evaluation_config(run, [])
+    checkpoint = Checkpoints(run / "checkpoints", 1).save(7, lambda folder: (folder / "huggingface").mkdir())
+    for target in (run, checkpoint):
+        config, stem = evaluation_config(target, ["rollout.temperature=0.5"])
+        assert config.model.path == str(checkpoint / "huggingface")
+        assert (config.rollout.temperature, config.trainer.name, config.warmup.max_steps) == (0.5, None, 0)
+        assert stem == "eval-mine-step_000007"
+    with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):
+        evaluation_config(tmp_path, [])
+
+
+def test_evaluation_without_validation_files_is_rejected(tmp_path):
+    (tmp_path / "mine.toml").write_text('[model]\npath = "m"\n')
+    with pytest.raises(ConfigError, match=r"an evaluation requires data\.val_files"):
+        evaluation_config(tmp_path / "mine.toml", [])
+
+
+@pytest.mark.parametrize("n", ["0", "-1", "many"])
+def test_number_of_samples_is_checked(n, capfd):
+    with pytest.raises(SystemExit):
+        main(["eval", "mine.toml", f"--n={n}"])
+    assert f"expected a number >= 1, got '{n}'" in capfd.readouterr().err
