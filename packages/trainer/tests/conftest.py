@@ -6,13 +6,13 @@ import pytest
 import ray
 from rich.console import Console
 from tidemill_trainer.demo import write_assets
-from tidemill_trainer.demo.model import character_tokenizer
+from tidemill_trainer.demo.model import piece_tokenizer
 from tidemill_trainer.progress import Progress
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return character_tokenizer("0123456789+=")
+    return piece_tokenizer("0123456789+=")
 
 
 @pytest.fixture(scope="session")

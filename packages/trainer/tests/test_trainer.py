@@ -9,8 +9,8 @@ from rich.console import Console
 from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
-from tidemill_trainer.demo.model import character_tokenizer
-from tidemill_trainer.demo.task import CHARACTERS
+from tidemill_trainer.demo.addition import CHARACTERS
+from tidemill_trainer.demo.model import piece_tokenizer
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import Episodes
@@ -70,7 +70,7 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
         DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}", "data.train_batch_size=2"]
     )
     actor = Actor(replays=mode != "disabled")
-    inputs = Inputs(tokenizer=character_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None)
+    inputs = Inputs(tokenizer=piece_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None)
     cluster = SimpleNamespace(actor=actor, episodes=SimpleNamespace(load=lambda config: None))
     trainer = Trainer(config, cluster, inputs, RunDir(tmp_path), Progress(Console(file=io.StringIO())))
     rows = rollouts(with_experts=mode == "R3")

@@ -1,9 +1,6 @@
 """Addition of two numbers, with the digits of the sum from right to left."""
 
-import json
 import random
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789+="
@@ -35,8 +32,3 @@ def addition_rows(num_digits: int, num_train: int, num_val: int, seed: int) -> t
     pairs = random.Random(seed).sample(range(limit**2), num_train + num_val)
     rows = [addition_row(*divmod(pair, limit), num_digits) for pair in pairs]
     return rows[:num_train], rows[num_train:]
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)

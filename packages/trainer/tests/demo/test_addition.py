@@ -1,5 +1,5 @@
 import pytest
-from tidemill_trainer.demo.task import addition_row, addition_rows
+from tidemill_trainer.demo.addition import addition_row, addition_rows
 
 
 def test_ground_truths_are_sums_from_right_to_left():
