@@ -53,7 +53,8 @@ def test_template_that_drops_the_reasoning_of_an_earlier_reply_is_refused(bpe):
         demonstration(template, [user("hello")], [reply, user("again"), reply])
 
 
-@pytest.mark.parametrize("response", [[], [{"role": "tool", "content": "rain"}]])
-def test_demonstration_without_a_final_reply_is_refused(response, bpe):
-    with pytest.raises(ValueError, match="must end with a reply of the assistant, got"):
+@pytest.mark.parametrize("roles", [[], ["assistant", "tool"], ["tool", "assistant"]])
+def test_demonstration_that_does_not_start_and_end_with_a_reply_is_refused(roles, bpe):
+    response = [{"role": role, "content": "x"} for role in roles]
+    with pytest.raises(ValueError, match="must start and end with a reply of the assistant, got the roles"):
         demonstration(ChatTemplate(QWEN25.tokenizer(bpe)), [user("hello")], response)

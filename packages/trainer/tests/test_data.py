@@ -6,8 +6,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tidemill_dataproto import ragged
+from tidemill_rollout import ChatTemplate
 from tidemill_trainer.config import DataConfig
 from tidemill_trainer.data import DataError, PromptLoader, load_prompts, with_responses
+from tidemill_trainer.demo.chat import chat_tokenizer
+from tidemill_trainer.demo.shop import PIECES, shop_rows
 
 
 def _write(path, rows):
@@ -78,7 +81,11 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
         ("a.csv", "x\n", r"expected a file name that ends in \.jsonl or \.parquet, got 'a\.csv'"),
         ("a.jsonl", "", r"expected problems in .*a\.jsonl, got none"),
         ("a.jsonl", '{"prompt": "1"}\n{"prompt": "é"}\n', r"row 2: expected JSON in UTF-8: .*can't decode byte 0xe9"),
-        ("a.jsonl", '{"prompt": "1", "response": 2}\n', r"a\.jsonl, row 1: expected `response` as a string, got 2"),
+        (
+            "a.jsonl",
+            '{"prompt": "1", "response": 2}\n',
+            r"a\.jsonl, row 1: expected `response` as a string or, .*, got 2",
+        ),
         (
             "a.jsonl",
             '{"prompt": [{"role": "user", "content": "1"}]}\n',
@@ -129,3 +136,30 @@ def test_warm_up_columns_are_prompt_response_and_end_token(tmp_path, tokenizer):
     file = _write(tmp_path / "n.jsonl", [{"prompt": "1+1="}])
     with pytest.raises(DataError, match="the warm-up requires a `response` in every row"):
         with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_warm_up_on_messages_trains_on_the_replies_alone(tmp_path, suffix):
+    tokenizer = chat_tokenizer(PIECES)
+    template = ChatTemplate(tokenizer)
+    rows = shop_rows(20, 0, seed=0, hasty_share=0.5)[0]
+    file = str(tmp_path / f"shop.{suffix}")
+    if suffix == "jsonl":
+        _write(tmp_path / "shop.jsonl", rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    batch = with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)
+    columns = [batch[name].unbind() for name in ("input_ids", "responses", "response_mask")]
+    for row, ids, response, mask in zip(rows, *columns, strict=True):
+        messages = [*row["prompt"], *row["response"]]
+        assert tokenizer.decode(ids) == template.render(messages, row["tools"], add_generation_prompt=False)
+        trained = tokenizer.decode(response[mask > 0])
+        assert trained.count("<|im_end|>") == sum(message["role"] == "assistant" for message in messages)
+        assert trained.count("<tool_call>") == sum("tool_calls" in message for message in messages)
+        assert "<|im_start|>" not in trained
+
+
+def test_demonstration_that_does_not_end_with_a_reply_is_rejected_with_file_and_row(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "fig"}], "response": [{"role": "tool", "content": "1"}]}
+    with pytest.raises(DataError, match=r"d\.jsonl, row 1: .*must start and end with a reply .*\['tool'\]"):
+        load_prompts([_write(tmp_path / "d.jsonl", [row])], chat_tokenizer(PIECES), DataConfig())

@@ -23,20 +23,21 @@ def demonstration(
         template: the model's chat template.
         prompt: messages before the first reply.
         response: replies of the assistant, which have mask 1, and what follows each of them, such as tool results. The
-            last message is a reply.
+            first and the last message are replies.
         tools: tools of the conversation in OpenAI's format.
 
     Returns:
         The row, with log-probs of 0.
 
     Raises:
-        ValueError: malformed messages, or the last one is not from the assistant.
+        ValueError: malformed messages, or the first or last one of the response is not from the assistant.
         TemplateError: the chat template rejects the messages, or it changes an earlier reply once the next messages
             follow, as Qwen3 does with reasoning before a user message.
     """
     messages = [clean_message(message, number) for number, message in enumerate([*prompt, *response])]
-    if not response or messages[-1]["role"] != "assistant":
-        raise ValueError(f"a demonstration must end with a reply of the assistant, got {response[-1:]}")
+    if not response or {messages[len(prompt)]["role"], messages[-1]["role"]} != {"assistant"}:
+        roles = [message["role"] for message in messages[len(prompt) :]]
+        raise ValueError(f"a demonstration must start and end with a reply of the assistant, got the roles {roles}")
     recorder = Recorder(template)
     for number in range(len(prompt), len(messages)):
         if messages[number]["role"] != "assistant":

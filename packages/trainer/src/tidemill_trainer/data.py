@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
-from tidemill_rollout import Problem
+from tidemill_rollout import ChatTemplate, Problem, Trajectory, demonstration
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
@@ -36,7 +36,8 @@ def load_prompts(
     Returns:
         A batch with one row per problem and the number of skipped rows, whose prompt is longer than
         `max_prompt_length`. The batch has the ragged int64 column `prompts` [B, j] and the object columns `prompt` (as
-        in the file), `data_source`, `ground_truth`, `extra_info` and `response` (None if the file has none).
+        in the file), `data_source`, `ground_truth`, `extra_info` and `response` (the text, a `Trajectory` for messages,
+        or None).
 
     Raises:
         DataError: a file is missing or cannot be read, a row has no prompt or one that the chat template rejects, a
@@ -74,10 +75,7 @@ def load_prompts(
             columns["data_source"].append(row.get("data_source") or "data")
             columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
-            response = row.get("response")
-            if response is not None and not isinstance(response, str):
-                raise DataError(f"{where}: expected `response` as a string, got {response!r}")
-            columns["response"].append(response)
+            columns["response"].append(_response(row, tokenizer, where))
     if not prompts:
         reason = f" ({num_skipped} have a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
         raise DataError(f"expected problems in {', '.join(files) or 'an empty list of files'}, got none{reason}")
@@ -135,21 +133,27 @@ def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0) -> list[Prob
 
 
 def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
-    """Tokenize the texts `response` to `responses`, `response_mask` and `input_ids` for supervised fine-tuning.
+    """Return `responses`, `response_mask` and `input_ids` of the rows' `response` for supervised fine-tuning.
 
     Raises:
         DataError: a row has no `response`.
     """
-    rows = []
-    for text in batch.non_tensor_batch["response"]:
-        if text is None:
+    rows: list[torch.Tensor] = []
+    mask: list[float] = []
+    for response in batch.non_tensor_batch["response"]:
+        if response is None:
             raise DataError("the warm-up requires a `response` in every row; add it, or set warmup.max_steps=0")
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        if isinstance(response, Trajectory):
+            ids = list(response.response_ids)
+            mask += response.response_mask
+        else:
+            ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+            mask += [1.0] * len(ids)
         rows.append(torch.tensor(ids, dtype=torch.int64))
     responses = ragged.ragged_from_list(rows)
     columns = {
         "responses": responses,
-        "response_mask": ragged.like(torch.ones(responses.values().shape[0]), responses),
+        "response_mask": ragged.like(torch.tensor(mask, dtype=torch.float32), responses),
         "input_ids": ragged.concat_rows(batch["prompts"], responses),
     }
     return DataProto.from_dict(columns)
@@ -184,7 +188,9 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, wher
         ids = tokenizer.encode(prompt, add_special_tokens=False)
     elif isinstance(prompt, list):
         try:
-            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+            encoded = tokenizer.apply_chat_template(
+                prompt, tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
         except Exception as error:  # a template can raise any error, also if the tokenizer has none
             raise DataError(f"{where}: the chat template of the model rejects these messages: {error}") from error
         ids = encoded["input_ids"]  # type: ignore[index]
@@ -193,6 +199,22 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, wher
     if not ids:
         raise DataError(f"{where}: expected a `prompt` with at least one token, got {prompt!r}")
     return [int(token) for token in ids]
+
+
+def _response(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> str | Trajectory | None:
+    """Return the demonstration of a row: a text, or the tokens of messages as an episode would record them."""
+    response = row.get("response")
+    if response is None or isinstance(response, str):
+        return response
+    if not isinstance(response, list) or isinstance(row["prompt"], str):
+        raise DataError(
+            f"{where}: expected `response` as a string or, if the prompt is a list of messages, as a list of messages, "
+            f"got {response!r}"
+        )
+    try:
+        return demonstration(ChatTemplate(tokenizer), row["prompt"], response, row.get("tools"))
+    except ValueError as error:
+        raise DataError(f"{where}: expected a `response` that continues the prompt: {error}") from error
 
 
 def _ground_truth(row: dict[str, Any]) -> Any:
