@@ -318,3 +318,20 @@ def test_demo_reaches_its_target_accuracy(start, tmp_path, backend):
     assert steps[1]["actor/pg_clipfrac"] == 0.0
     assert all(row["rollout/log_prob_abs_diff/mean"] < 1e-4 for row in steps.values())
     assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000
+
+
+def test_demo_tools_learns_to_call_the_tool_for_each_item(start, tmp_path):
+    command = start("demo", "tools", f"trainer.run_dir={tmp_path}", "trainer.name=tools")
+    command.wait_for(r"rl +1 ")
+    assert command.end(timeout_s=600) == 0
+    before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])
+    assert before <= 0.6
+    assert after >= 0.9
+    steps = _steps(tmp_path / "tools")
+    calls = [row["episode/shop-3/num_tool_calls/mean"] for _, row in sorted(steps.items())]
+    assert calls[0] < 2.7 < calls[-1]
+    for row in steps.values():
+        assert row["rollout/trained_token_share"] == 1.0
+        assert row["rollout/log_prob_abs_diff/mean"] < 1e-4
+    samples = [json.loads(line) for line in (tmp_path / "tools" / "rollouts.jsonl").read_text().splitlines()]
+    assert {len(row["turns"]) for sample in samples for row in sample["rows"]} >= {2, 3, 4}

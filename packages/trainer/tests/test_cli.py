@@ -19,3 +19,22 @@ def test_help_lists_the_options(capsys):
         main(["train", "--help"])
     assert stopped.value.code == 0
     assert "--resume" in capsys.readouterr().out
+
+
+def test_demo_is_chosen_by_name_and_overrides_may_come_without_one(monkeypatch, capsys):
+    from tidemill_trainer import run
+
+    seen = []
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(run, "demo", lambda task, config, overrides: seen.append((task, config.stem, overrides)) or 0)
+    for args in ([], ["trainer.seed=1"], ["tools", "trainer.seed=1"], ["--shuffle-rewards", "tools"]):
+        assert main(["demo", *args]) == 0
+    assert seen == [
+        ("addition", "demo", []),
+        ("addition", "demo", ["trainer.seed=1"]),
+        ("tools", "demo_tools", ["trainer.seed=1"]),
+        ("tools", "demo_tools", ["algorithm.shuffle_rewards=true"]),
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "tool"])
+    assert "there is no demo 'tool'; the demos are: addition, tools" in capsys.readouterr().err

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-DEMO_CONFIG = Path(__file__).parent / "recipes" / "demo.toml"
+_RECIPES = Path(__file__).parent / "recipes"
+DEMO_CONFIG = _RECIPES / "demo.toml"
+DEMO_CONFIGS = {"addition": DEMO_CONFIG, "tools": _RECIPES / "demo_tools.toml"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *(["algorithm.shuffle_rewards=true"] if getattr(args, "shuffle_rewards", False) else []),
         ]
         if args.command == "demo":
-            return run.demo(args.config, overrides)
+            return run.demo(args.task, args.config or DEMO_CONFIGS[args.task], overrides)
         if args.command == "eval":
             return run.evaluate(args.target, overrides, n=args.n, greedy=args.n == 1 and not args.sample)
         return run.train(args.config, overrides, resume=args.resume)
@@ -46,6 +48,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += others
+    if args.command == "demo":
+        args.task = args.overrides.pop(0) if args.overrides and "=" not in args.overrides[0] else "addition"
+        if args.task not in DEMO_CONFIGS:
+            parser.error(f"there is no demo {args.task!r}; the demos are: {', '.join(DEMO_CONFIGS)}")
     return args
 
 
@@ -68,12 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser(
-        "demo", help="train a tiny model on this machine, without a GPU or a download", allow_abbrev=False
+        "demo",
+        help="train a tiny model on this machine, without a GPU or a download",
+        usage="%(prog)s [-h] [--config CONFIG.toml] [--shuffle-rewards] [{addition,tools}] [section.key=value ...]",
+        description="addition (default): the model learns to add two numbers. tools: it learns to call a tool.",
+        allow_abbrev=False,
     )
     demo.add_argument(
         "--config",
         type=Path,
-        default=DEMO_CONFIG,
         metavar="CONFIG.toml",
         help="use this configuration instead of the built-in one",
     )

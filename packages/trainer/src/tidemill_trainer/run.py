@@ -29,20 +29,20 @@ _STOPPING_ERRORS = (EpisodeError, MismatchError)
 _WORKER_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError)
 
 
-def demo(config_path: Path, overrides: Sequence[str]) -> int:
-    """Run `tidemill demo`: create model and problems in the folder of the run, and train on them."""
+def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
+    """Run `tidemill demo`: create model and problems of a task in the folder of the run, and train on them."""
     progress = Progress()
     _quiet_libraries()
     try:
         config = load_config(config_path, overrides)
-        name = config.trainer.name or f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = config.trainer.name or f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(config.trainer.run_dir) / name
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(f"the folder {folder} exists already; choose another trainer.name") from None
         try:
-            assets = _make_assets(folder / "assets", config.trainer.seed, progress)
+            assets = _make_assets(task, folder / "assets", config.trainer.seed, progress)
             config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
         except BaseException:  # including Ctrl-C: an incomplete folder would block the next attempt
             shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +53,7 @@ def demo(config_path: Path, overrides: Sequence[str]) -> int:
     return _run(config, "demo", progress, resume=False)
 
 
-def _make_assets(folder: Path, seed: int, progress: Progress) -> list[str]:
+def _make_assets(task: str, folder: Path, seed: int, progress: Progress) -> list[str]:
     """Write model and problems to `folder`.
 
     Returns:
@@ -66,7 +66,7 @@ def _make_assets(folder: Path, seed: int, progress: Progress) -> list[str]:
 
     try:
         with progress.waiting("creating a tiny Qwen3 and its problems"):
-            return write_assets(folder, seed)
+            return write_assets(folder, seed, task)
     except SafetensorError as error:
         raise OSError(f"cannot write the model of the demo to {folder}: {error}; check the free disk space") from error
 
