@@ -1,10 +1,9 @@
 """A conversation in which the model calls Python functions until it answers without a call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tidemill_rollout.episode import EpisodeFn
 from tidemill_rollout.episodes.reward import RewardFn, score
 from tidemill_rollout.episodes.tool import Tool, ToolError
 from tidemill_rollout.errors import LimitError
@@ -15,7 +14,7 @@ from tidemill_rollout.session import Session
 
 def tool_loop(
     tools: Sequence[Callable[..., Any]], reward: RewardFn, *, max_turns: int = 10, tool_timeout_s: float = 60.0
-) -> EpisodeFn:
+) -> Callable[[Problem, Session], Awaitable[Outcome]]:
     """Return the episode that lets the model call functions, and scores the first reply without a call.
 
     Unknown functions, arguments that do not fit, exceptions and timeouts of a function are returned to the model as
