@@ -16,6 +16,7 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
+from tidemill_trainer.waits import Waits, waits_of
 
 N, ROWS = 4, 8
 ROLLOUT_EXPERT, ROUTER_EXPERT = 5, 7
@@ -71,7 +72,8 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
     )
     actor = Actor(replays=mode != "disabled")
     inputs = Inputs(tokenizer=piece_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None)
-    cluster = SimpleNamespace(actor=actor, episodes=SimpleNamespace(load=lambda config: None))
+    watch = SimpleNamespace(waits=Waits(waits_of(config)))
+    cluster = SimpleNamespace(actor=actor, episodes=SimpleNamespace(load=lambda config: None), watch=watch)
     trainer = Trainer(config, cluster, inputs, RunDir(tmp_path), Progress(Console(file=io.StringIO())))
     rows = rollouts(with_experts=mode == "R3")
     batch = trainer._add_old_log_probs(Episodes(rows=rows, summaries=[], num_generated=0, num_lost=0, num_restarts=0))

@@ -11,8 +11,8 @@ from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, WeightSha
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.config import Config
-from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.losses import PPOLoss
+from tidemill_trainer.stalls.member import join_run
 
 _compute = split_over("actor")
 
@@ -26,7 +26,7 @@ class ActorWorker(Worker):
     """
 
     def __init__(self, config: Config, log_dir: str) -> None:
-        redirect_output(log_dir, f"actor_{self.rank}")
+        join_run(log_dir, f"actor_{self.rank}")
         self._config = config
         self._engine: BaseEngine = EngineRegistry.new(
             model_type="language_model",

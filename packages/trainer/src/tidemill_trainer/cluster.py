@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -20,6 +20,9 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout import EngineFiles, RayEngine, RolloutWorker
 from tidemill_trainer.rollout.episode_pool import EpisodePool
 from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.stalls.process import forget, role
+from tidemill_trainer.stalls.watch import Watch
+from tidemill_trainer.waits import Waits, waits_of
 
 _CONNECT_S = 10.0
 
@@ -37,6 +40,7 @@ class Cluster:
         actor: the group of `ActorWorker`s, one per training process.
         rollout: the group of `RolloutWorker`s, one per engine.
         episodes: the processes that run episodes.
+        watch: the watch over the waits of the driver; the caller enters it.
     """
 
     actor: RayWorkerGroup
@@ -48,6 +52,7 @@ class Cluster:
         self._has_training = has_training
         self._run = run
         self._progress = progress
+        self.watch = Watch(Waits(waits_of(config)), run.logs, progress, self._queues)
         self._groups: list[RayWorkerGroup] = []
         self._files: EngineFiles | None = None
         self._pool: EpisodePool | None = None
@@ -114,6 +119,7 @@ class Cluster:
         on_gpu = {"auto": has_gpus, "cuda": True, "cpu": False}
         gpus = config.rollout.num_gpus_per_engine
         gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
+        forget(self._run.logs)
         self._files = EngineFiles.create()
         # Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores
         # in /dev/shm, and cuda.tile empty temporary folders.
@@ -142,7 +148,9 @@ class Cluster:
         self._groups.append(self.rollout)
         if self._has_training:
             self._start_training(on_gpu[config.engine.device], no_leftovers)
-        self.episodes = self._pool = EpisodePool(config.episode.num_workers, self.rollout, logs, self._progress)
+        self.episodes = self._pool = EpisodePool(
+            config.episode.num_workers, self.rollout, logs, self._progress, self.watch
+        )
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
         config = self._config
@@ -162,24 +170,32 @@ class Cluster:
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""
         config = self._config
-        with self._progress.waiting("starting SGLang" + (" and the training workers" if self._has_training else "")):
+        what = "starting SGLang" + (" and the training workers" if self._has_training else "")
+        with self.watch.waits("start"), self._progress.waiting(what):
             serving = self.rollout.start_engine()
             if self._has_training:
                 self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
             serving.get()
         if not self._has_training:
             return
-        self.actor.connect_engines(
-            [
-                RayEngine(
-                    worker,
-                    f"rank {rank} of group 'rollout'",
-                    tp_size=config.rollout.tensor_parallel_size,
-                    timeout_s=config.weight_update.timeout_s,
-                )
-                for rank, worker in enumerate(self.rollout.workers)
-            ]
-        )
+        with self.watch.waits("connect"):
+            self.actor.connect_engines(
+                [
+                    RayEngine(
+                        worker,
+                        f"rank {rank} of group 'rollout'",
+                        tp_size=config.rollout.tensor_parallel_size,
+                        timeout_s=config.weight_update.timeout_s,
+                    )
+                    for rank, worker in enumerate(self.rollout.workers)
+                ]
+            )
+
+    def _queues(self) -> dict[str, Any]:
+        """Return references to the descriptions of the queues of engines and episode workers, by owner."""
+        engines = {role(f"rollout_{rank}"): worker for rank, worker in enumerate(self.rollout.workers)}
+        episodes = {role(f"episodes_{number}"): worker for number, worker in enumerate(self.episodes.workers)}
+        return {owner: worker.queue.remote() for owner, worker in (engines | episodes).items()}
 
 
 def _check_reachable(address: str) -> None:

@@ -87,10 +87,11 @@ def evaluate_run(
         )
         for number, seed in enumerate(seeds)
     ]
-    with Cluster(config, run, progress, has_training=False) as cluster:
+    with Cluster(config, run, progress, has_training=False) as cluster, cluster.watch():
         cluster.wait_ready()
-        cluster.episodes.load(config)
-        with progress.waiting(f"running {len(tasks)} episodes"):
+        with cluster.watch.waits("load"):
+            cluster.episodes.load(config)
+        with cluster.watch.waits("testing"), progress.waiting(f"running {len(tasks)} episodes"):
             episodes = cluster.episodes.run(tasks, greedy=greedy)
     results = evaluate_summaries(episodes.summaries, n)
     if episodes.rows is not None:

@@ -23,10 +23,11 @@ from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
 from tidemill_trainer.run_dir import RunDir, open_run
+from tidemill_trainer.stalls.report import StallError
 
 _INPUT_ERRORS = (ConfigError, DataError, CheckpointError)
 _STOPPING_ERRORS = (EpisodeError, MismatchError)
-_WORKER_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError)
+_DESCRIBED_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError, StallError)
 
 
 def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
@@ -136,7 +137,7 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.trainer import Trainer
 
-    with Cluster(config, run, progress) as cluster:
+    with Cluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
         try:
             result = Trainer(config, cluster, inputs, run, progress).fit()
@@ -156,7 +157,7 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
 def _summary(error: Exception) -> str:
     """Return the message of an error without a remote traceback."""
     text = str(error).split("remote traceback", 1)[0].rstrip()
-    return text if isinstance(error, _WORKER_ERRORS) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, _DESCRIBED_ERRORS) else f"{type(error).__name__}: {text}"
 
 
 def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:

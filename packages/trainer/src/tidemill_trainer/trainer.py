@@ -24,6 +24,7 @@ from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.waits import Waits
 
 _LOG_PROB_COLUMNS = ["input_ids", "responses"]
 _SFT_COLUMNS = [*_LOG_PROB_COLUMNS, "response_mask"]
@@ -66,8 +67,10 @@ class Trainer:
     ) -> None:
         self._config = config
         self._actor = cluster.actor
+        self._waits = cluster.watch.waits
         self._tokenizer = inputs.tokenizer
-        cluster.episodes.load(config)
+        with self._waits("load"):
+            cluster.episodes.load(config)
         self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress)
         self._gate = MismatchGate(
             config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype)
@@ -85,7 +88,7 @@ class Trainer:
         step = self._restore_or_begin()
         while step < config.total_steps and not self._reached(config.stop_at_accuracy):
             step += 1
-            timing = Timing()
+            timing = Timing(self._waits)
             with timing("step"):
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
@@ -121,8 +124,10 @@ class Trainer:
         if steps:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
-            self._actor.load_checkpoint(str(path / "engine"))
-            self._actor.update_weights(step)
+            with self._waits("load_checkpoint"):
+                self._actor.load_checkpoint(str(path / "engine"))
+            with self._waits("update_weights"):
+                self._actor.update_weights(step)
             self._run.remove_after(step)
             self._rollouts.resume(step)
             self._read_accuracy()
@@ -133,9 +138,11 @@ class Trainer:
         self._rollouts.resume(0)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
-            self._checkpoints.save(0, self._write_checkpoint)
+            with self._waits("save_checkpoint"):
+                self._checkpoints.save(0, self._write_checkpoint)
         else:
-            self._actor.update_weights(0)
+            with self._waits("update_weights"):
+                self._actor.update_weights(0)
             if self._config.trainer.val_before_train:
                 self._run.append_metrics({"step": 0, "phase": "rl"} | self._validate())
         self._accuracy_before = self._accuracy
@@ -146,15 +153,17 @@ class Trainer:
         config = self._config.warmup
         self._actor.reset_optimizer("warmup")
         for step in range(1, config.max_steps + 1):
-            timing = Timing()
+            timing = Timing(self._waits)
             with timing("step"):
                 batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
-                metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
+                with self._waits("sft"):
+                    metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
                 loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
                 metrics = loss | performance_metrics([metrics])
                 is_tested = step == config.max_steps or _is_due(step, config.test_freq)
                 if is_tested:
-                    self._actor.update_weights(f"warmup-{step}")
+                    with self._waits("update_weights"):
+                        self._actor.update_weights(f"warmup-{step}")
                     metrics |= self._validate()
             # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
@@ -228,7 +237,8 @@ class Trainer:
         return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._actor.dp_size("actor")))
 
     def _validate(self) -> dict[str, float]:
-        metrics = self._rollouts.validate()
+        with self._waits("testing"):
+            metrics = self._rollouts.validate()
         self._accuracy = metrics.get("val/accuracy", self._accuracy)
         return metrics
 
@@ -262,15 +272,17 @@ class Trainer:
 
 
 class Timing:
-    """Accumulates the wall time of each phase of a step."""
+    """Accumulates the wall time of each phase of a step, and records that the driver waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self._waits(phase):
+            yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

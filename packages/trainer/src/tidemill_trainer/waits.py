@@ -72,21 +72,26 @@ def waits_of(config: Config) -> Mapping[str, Wait]:
     start = Limit(key="rollout.timeout_s", seconds=config.rollout.timeout_s)
     call = Limit(key="actor.timeout_s", seconds=config.actor.timeout_s)
     collective = Limit(key="engine.timeout_s", seconds=config.engine.timeout_s)
-    update = Limit(key="weight_update.timeout_s / 3", seconds=config.weight_update.timeout_s / 3)
+    update = Limit(key="weight_update.timeout_s", seconds=config.weight_update.timeout_s)
+    third = Limit(key="weight_update.timeout_s / 3", seconds=update.seconds / 3)
+    episode = Limit(key="episode.timeout_s", seconds=config.episode.timeout_s)
+    reply = Limit(key="rollout.timeout_s", seconds=config.rollout.timeout_s)
+    first = min(episode, reply, key=lambda limit: limit.seconds)
     training, engines = "the training workers", "the engines"
+    episodes = f"the episode workers and {engines}"
     return {
         "start": Wait(name="the start of SGLang and the model", on=f"{engines} and {training}", limits=(start, call)),
         "connect": Wait(name="the connection of workers and engines", on=training, limits=(call,)),
+        "load": Wait(name="the episode workers", on="the episode workers", limits=(Limit(key="fixed", seconds=300.0),)),
         "step": Wait(name="the step", on="its phases"),
-        "gen": Wait(name="rollouts", on=engines, limits=(start,)),
-        "reward": Wait(name="rewards", on="the reward function in the driver"),
+        "gen": Wait(name="the episodes", on=episodes, worker_limit=first),
         "old_log_prob": Wait(name="old log-probs", on=training, limits=(call, collective)),
         "adv": Wait(name="advantages", on="the driver"),
         "update_actor": Wait(name="the update of the policy", on=training, limits=(call, collective)),
         "update_weights": Wait(
-            name="the weight update", on=f"{training} and {engines}", limits=(call,), worker_limit=update
+            name="the weight update", on=f"{training} and {engines}", limits=(call, update), worker_limit=third
         ),
-        "testing": Wait(name="the validation", on=engines, limits=(start,)),
+        "testing": Wait(name="the validation", on=episodes, worker_limit=first),
         "save_checkpoint": Wait(name="the checkpoint", on=training, limits=(call, collective)),
         "load_checkpoint": Wait(name="loading the checkpoint", on=training, limits=(call, collective)),
         "sft": Wait(name="the step of the warm-up", on=training, limits=(call, collective)),

@@ -5,7 +5,8 @@ import signal
 import pytest
 from tidemill_dispatch import CallTimeoutError, WorkerError
 from tidemill_trainer.stalls.process import register
-from tidemill_trainer.stalls.watch import StallError, Watch
+from tidemill_trainer.stalls.report import StallError
+from tidemill_trainer.stalls.watch import Watch
 from tidemill_trainer.waits import Limit, Wait, Waits
 
 _WAITS = {
@@ -56,7 +57,7 @@ def test_expired_wait_names_the_stopped_process_and_shows_where_it_is(watch, wai
     assert str(watch.report) in message
     assert isinstance(caught.value.__cause__, CallTimeoutError)
     report = watch.report.read_text()
-    sections = ["waiting for the update", "Active waits", "Last progress", "Error", "Processes", "Queues", "Last lines"]
+    sections = ["waiting for the update", "Active waits", "Last progress", "Error", "Processes", "Last lines"]
     assert [section for section in sections if f"\n{section}" not in report] == []
     waits_shown = report.split("Active waits")[1].split("Last progress")[0]
     assert waits_shown.index("the step, by its phases (no limit)") < waits_shown.index("the update, by the training")
@@ -71,13 +72,20 @@ def test_late_rank_is_the_culprit_if_no_process_is_stopped(watch, waits, endless
     culprit = r"; rank 1 of group 'actor', process \d+ on [^,]+, is busy"
     with pytest.raises(StallError, match=culprit) as caught, watch(), waits("update"):
         raise _worker_error(1)
-    assert "rank 0" not in str(caught.value)
+    assert "rank 0 of group 'actor', process" not in str(caught.value)
 
 
 def test_worker_that_gave_up_waiting_for_others_is_reported(watch, waits):
     message = r"waiting for the weight update .*a\.timeout_s = 0 s.*; the engines did not finish"
     with pytest.raises(StallError, match=message), watch(), waits("send"):
         raise _worker_error()
+
+
+def test_error_while_a_process_is_stopped_is_reported_with_its_cause(watch, waits, endless, tmp_path):
+    register(tmp_path, endless("episodes_0", stopped=True))
+    with pytest.raises(StallError, match=r"episode worker 0, process \d+") as caught, watch(), waits("step"):
+        raise ValueError("no episode can be trained on")
+    assert str(caught.value).endswith("The wait ended with ValueError: no episode can be trained on")
 
 
 @pytest.mark.parametrize("error", [_worker_error(), ValueError("no timeout")])
@@ -109,12 +117,3 @@ def test_handler_of_the_signal_is_restored(watch):
     with watch():
         assert signal.getsignal(signal.SIGUSR1) is not before
     assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_failed_waits_are_known_only_for_their_error(waits):
-    error = KeyError("a")
-    with pytest.raises(KeyError), waits("step"), waits("update"):
-        raise error
-    assert [active.wait.name for active in waits.active_at(error)] == ["the step", "the update"]
-    assert waits.active_at(KeyError("b")) == ()
-    assert waits.active() == ()

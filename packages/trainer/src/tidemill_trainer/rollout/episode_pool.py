@@ -19,6 +19,7 @@ from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.episode_worker import PART_INTERVAL_S, EpisodeWorker
+from tidemill_trainer.stalls.watch import Watch
 
 _START_S = 300.0
 _BLOCKED_S = 60.0
@@ -71,12 +72,16 @@ class EpisodePool:
         engines: the group of `RolloutWorker`s. Their engines must have started before `load`.
         log_dir: folder for the logs of the processes.
         progress: terminal output.
+        watch: writes a report about a worker that is blocked before the worker is replaced.
     """
 
-    def __init__(self, num_workers: int, engines: RayWorkerGroup, log_dir: str, progress: Progress) -> None:
+    def __init__(
+        self, num_workers: int, engines: RayWorkerGroup, log_dir: str, progress: Progress, watch: Watch
+    ) -> None:
         self._engines = engines
         self._log_dir = log_dir
         self._progress = progress
+        self._watch = watch
         self._config: Config | None = None
         self._checked_s = time.monotonic()
         self.workers: list[Any] = [self._start(number) for number in range(num_workers)]
@@ -167,6 +172,7 @@ class EpisodePool:
     def _receive(self, stream: Any, batch: _Batch, parts: list[EpisodePart]) -> str | None:
         """Receive a part. Return None, "" after the last part, or why there will be none."""
         if time.monotonic() - batch.last_part_s > _BLOCKED_S:
+            self._progress.warn(self._watch.write(f"episode worker {batch.worker} did not respond"))
             return (
                 f"episode worker {batch.worker} did not respond for {_BLOCKED_S:g} s: an `async` episode blocks its "
                 "event loop, or compiled code holds the interpreter"

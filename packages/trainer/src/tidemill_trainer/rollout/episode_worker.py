@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.episodes import create_episode
-from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.exchange import Mailbox, Request, Result
 from tidemill_trainer.rollout.rows import training_rows
+from tidemill_trainer.stalls.member import join_run
 
 PART_INTERVAL_S = 1.0
 """Seconds between two parts of `EpisodeWorker.run`; a worker that returns none is blocked."""
@@ -39,7 +39,7 @@ class EpisodeWorker:
     """
 
     def __init__(self, number: int, num_engines: int, log_dir: str) -> None:
-        redirect_output(log_dir, f"episodes_{number}")
+        join_run(log_dir, f"episodes_{number}")
         self._mailboxes = [Mailbox(f"engine {rank}") for rank in range(num_engines)]
         self._pool = EnginePool({f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)})
         self._endpoint: Endpoint | None = None
@@ -121,6 +121,10 @@ class EpisodeWorker:
             summaries=[summary for summary, _ in finished],
             num_generated=num_generated,
         )
+
+    async def queue(self) -> str:
+        """Describe the requests that wait for engines, for reports about a run that makes no progress."""
+        return ", ".join(str(mailbox) for mailbox in self._mailboxes)
 
     async def take(self, engine: int) -> tuple[list[Request], list[int]]:
         """Wait for new or cancelled requests to an engine, which calls this."""

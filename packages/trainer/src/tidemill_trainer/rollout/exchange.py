@@ -71,6 +71,10 @@ class Mailbox:
                 self._cancelled.append(request.id)
                 self._has_mail.set()
 
+    def __str__(self) -> str:
+        """Return the number of requests that wait for the engine, and of those that it has not fetched."""
+        return f"{len(self._waiting)} requests wait for {self._name}, which has not fetched {len(self._new)} of them"
+
     async def take(self) -> tuple[list[Request], list[int]]:
         """Wait for new or cancelled requests, and return them; the engine calls it."""
         await self._has_mail.wait()

@@ -13,9 +13,9 @@ from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
-from tidemill_trainer.logs import redirect_output
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
+from tidemill_trainer.stalls.member import join_run
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -92,7 +92,7 @@ class RolloutWorker(Worker):
         *,
         return_routed_experts: bool = False,
     ) -> None:
-        redirect_output(log_dir, f"rollout_{self.rank}")
+        join_run(log_dir, f"rollout_{self.rank}")
         self._config = config
         self._model = model
         self._files = files
@@ -139,6 +139,14 @@ class RolloutWorker(Worker):
         if self._engine is None:
             raise RuntimeError("the engine is not running; call start_engine() first")
         return self._engine
+
+    def queue(self) -> str:
+        """Describe the requests that the engine holds, for reports about a run that makes no progress."""
+        if self._engine is None:
+            return "the engine has not started"
+        manager = self._engine.tokenizer_manager
+        assert manager is not None
+        return f"{len(manager.rid_to_state)} unfinished requests"
 
     def has_loader(self) -> bool:
         return self._require_client().has_loader

@@ -23,11 +23,12 @@ _PARALLEL = 4
 def inspect_node(registrations: Sequence[Registration], logs: Path) -> list[InspectedProcess]:
     """Return state and stack traces of processes on this machine and of their descendants.
 
-    The descendants of the driver that belong to no worker are those of Ray; their stack traces are left out.
+    The stack traces of Ray's own processes are left out: descendants of the driver that are no worker, also not one
+    that is about to start.
     """
 
     def inspect(state: ProcessState) -> InspectedProcess:
-        is_rays = state.log == DRIVER and state.title != DRIVER
+        is_rays = state.log == DRIVER and state.title != DRIVER and not state.title.startswith("ray::")
         return InspectedProcess(state=state, stack="" if is_rays else stack_trace(state, logs))
 
     with ThreadPoolExecutor(_PARALLEL) as pool:

@@ -87,6 +87,11 @@ def register(logs: Path, registration: Registration) -> None:
         file.write(json.dumps(asdict(registration)) + "\n")
 
 
+def forget(logs: Path) -> None:
+    """Remove the record of the processes of an earlier attempt."""
+    (logs / _REGISTRY).unlink(missing_ok=True)
+
+
 def registered(logs: Path) -> list[Registration]:
     """Return the processes that were recorded in the folder of logs, including those that have exited."""
     file = logs / _REGISTRY
@@ -136,7 +141,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 def _command(process: psutil.Process) -> str:
     try:
         words = " ".join(process.cmdline()).split()
-        return " ".join(words)[:60].rstrip() if words else process.name()
+        return " ".join(word.rpartition("/")[2] for word in words)[:60].rstrip() if words else process.name()
     except psutil.Error:  # it has exited, or belongs to another user
         return "(unknown command)"
 

@@ -15,6 +15,10 @@ from tidemill_trainer.waits import ActiveWait
 _LOG_LINES = 8
 
 
+class StallError(RuntimeError):
+    """A wait has expired. The message names the wait, its limit, the culprit and the file of the report."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedProcess:
     """A process with the stack traces of its threads."""
@@ -75,7 +79,11 @@ class StallReport:
             f"Last progress\n{self.last_progress}",
             *([f"Error\n{''.join(traceback.format_exception_only(self.error)).strip()}"] if self.error else []),
             "Processes\n" + "\n".join([_HEADER, *map(_process_line, self.processes), *self.unreachable]),
-            "Queues\n" + "\n".join(f"{owner}: {state}" for owner, state in self.queues.items()),
+            *(
+                ["Queues\n" + "\n".join(f"{owner}: {state}" for owner, state in self.queues.items())]
+                if self.queues
+                else []
+            ),
             "Last lines of the logs\n" + "\n".join(map(_log_lines, sorted(self.logs.glob("*.log")))),
             "Stack traces\n" + "\n\n".join(map(_stack, self.processes)),
         ]

@@ -5,7 +5,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import ray
 from tidemill_dispatch import WorkerError
 
+from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.stalls.inspection import DRIVER, inspect_nodes, queue_states
-from tidemill_trainer.stalls.process import Registration, registered
-from tidemill_trainer.stalls.report import StallReport, late_ranks
+from tidemill_trainer.stalls.process import ProcessState, Registration, observe, registered
+from tidemill_trainer.stalls.report import StallError, StallReport, late_ranks
 from tidemill_trainer.waits import ActiveWait, Waits
 
 REPORT_SIGNAL = signal.SIGUSR1
@@ -26,17 +27,14 @@ _LINE_EVERY_S = 60.0
 _POLL_S = 1.0
 
 
-class StallError(RuntimeError):
-    """A wait has expired. The message names the wait, its limit, the culprit and the file of the report."""
-
-
 class Watch:
     """Watches the waits of a run during a `with` block, in a thread of its own.
 
     - A line on the terminal names a wait that lasts 30 s, and again each minute.
-    - At `REPORT_SIGNAL`, and when a wait expires, a report is written to `stall.txt`, the newest one first.
+    - At `REPORT_SIGNAL`, when such a line finds a stopped process, and when a wait expires, a report is written to
+      `stall.txt`, the newest one first.
 
-    The block raises `StallError` from the error of a wait that has expired.
+    The block raises `StallError` from the error of a wait that has expired, or that ended while a process was stopped.
 
     Args:
         waits: the waits of the driver.
@@ -48,11 +46,12 @@ class Watch:
     def __init__(
         self, waits: Waits, logs: Path, progress: Progress, queues: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
+        self.waits = waits
         self.report = logs / "stall.txt"
-        self._waits = waits
         self._logs = logs
         self._progress = progress
         self._queues = queues
+        self._writing = threading.Lock()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -64,25 +63,55 @@ class Watch:
             try:
                 yield
             except Exception as error:
-                active = self._waits.active_at(error)
-                if not active or not _has_expired(active[-1], error):
+                active = self.waits.active_at(error)
+                if not active or not (_has_expired(active[-1], error) or self._stopped()):
                     raise
-                raise StallError(self._write("a wait has expired", active, error)) from error
+                raise StallError(f"{self.write('a wait has expired', active, error)}{_cause(error)}") from error
             finally:
                 os.close(writing)  # the thread reads the end of the pipe
                 thread.join()
                 os.close(reading)
 
+    def write(self, reason: str, active: Sequence[ActiveWait] | None = None, error: BaseException | None = None) -> str:
+        """Write a report; return its summary and where it is.
+
+        Args:
+            reason: why the report is written.
+            active: the waits to show; None: those that are active now.
+            error: error that ended the innermost one.
+        """
+        here = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        driver = Registration.of_this_process(DRIVER, here)
+        processes, unreachable = inspect_nodes([driver, *registered(self._logs)], self._logs, here=here)
+        report = StallReport(
+            reason=reason,
+            waits=self.waits.active() if active is None else active,
+            last_progress=self.waits.last_progress(),
+            processes=processes,
+            logs=self._logs,
+            error=error,
+            unreachable=unreachable,
+            queues=queue_states(self._queues()),
+        )
+        with self._writing:
+            try:
+                earlier = self.report.read_text() if self.report.is_file() else ""
+                self.report.write_text(report.text() + (f"\n{'=' * 80}\n\n{earlier}" if earlier else ""))
+            except OSError as problem:  # such as a full disk; the summary is more important
+                return f"{report.summary()}\nThe report cannot be written: {problem}"
+        return f"{report.summary()}\nStack traces and the state of all processes are in {self.report}"
+
     def _run(self, signals: int) -> None:
         shown: tuple[float, float] = (0.0, 0.0)  # start of a wait, and when the next line is due
+        reported: set[int] = set()
         while True:
             readable, _, _ = select.select([signals], [], [], _POLL_S)
-            received = os.read(signals, 4096) if readable else None
-            if received == b"":
+            received = os.read(signals, 4096) if readable else b"\0"
+            if not received:
                 return
-            if received is not None and REPORT_SIGNAL in received:
-                self._on_request()
-            active = self._waits.active()
+            if REPORT_SIGNAL in received:
+                self._progress.info(self.write(f"requested by {REPORT_SIGNAL.name}"))
+            active = self.waits.active()
             if not active:
                 continue
             innermost = active[-1]
@@ -90,32 +119,17 @@ class Watch:
                 shown = innermost.since_s, innermost.since_s + _FIRST_LINE_S
             if time.monotonic() >= shown[1]:
                 shown = innermost.since_s, shown[1] + _LINE_EVERY_S
-                self._progress.info(_line(innermost), style="dim")
+                stopped = {state.pid for state in self._stopped()}
+                if stopped <= reported:
+                    self._progress.info(_line(innermost), style="dim")
+                else:
+                    reported |= stopped
+                    self._progress.warn(self.write("a process is stopped"))
 
-    def _on_request(self) -> None:
-        self._progress.info(self._write(f"requested by {REPORT_SIGNAL.name}", self._waits.active(), None))
-
-    def _write(self, reason: str, active: tuple[ActiveWait, ...], error: BaseException | None) -> str:
-        """Write a report; return its summary and where it is."""
-        here = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-        driver = Registration.of_this_process(DRIVER, here)
-        processes, unreachable = inspect_nodes([driver, *registered(self._logs)], self._logs, here=here)
-        report = StallReport(
-            reason=reason,
-            waits=active,
-            last_progress=self._waits.last_progress(),
-            processes=processes,
-            logs=self._logs,
-            error=error,
-            unreachable=unreachable,
-            queues=queue_states(self._queues()),
-        )
-        try:
-            earlier = self.report.read_text() if self.report.is_file() else ""
-            self.report.write_text(report.text() + (f"\n{'=' * 80}\n\n{earlier}" if earlier else ""))
-        except OSError as problem:  # such as a full disk; the summary is more important
-            return f"{report.summary()}\nThe report cannot be written: {problem}"
-        return f"{report.summary()}\nStack traces and the state of all processes are in {self.report}"
+    def _stopped(self) -> list[ProcessState]:
+        """Return the stopped processes of the run on this machine."""
+        states = observe([Registration.of_this_process(DRIVER), *registered(self._logs)])
+        return [state for state in states if state.is_stopped]
 
 
 def _has_expired(active: ActiveWait, error: Exception) -> bool:
@@ -123,7 +137,13 @@ def _has_expired(active: ActiveWait, error: Exception) -> bool:
     if isinstance(error, TimeoutError) or late_ranks(error):
         return True
     limit = active.wait.worker_limit
-    return isinstance(error, WorkerError) and limit is not None and active.seconds() >= limit.seconds
+    return isinstance(error, WorkerError | EpisodeError) and limit is not None and active.seconds() >= limit.seconds
+
+
+def _cause(error: Exception) -> str:
+    """Return the text of an error that is more than a timeout, without a remote traceback."""
+    text = str(error).partition("\nremote traceback")[0]
+    return "" if isinstance(error, TimeoutError) else f"\nThe wait ended with {type(error).__name__}: {text}"
 
 
 def _line(active: ActiveWait) -> str:
