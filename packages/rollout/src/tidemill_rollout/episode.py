@@ -61,9 +61,9 @@ async def run_episode(
 ) -> EpisodeResult:
     """Run an episode to its end and return what it is worth. Exceptions of the episode become outcomes.
 
-    The episode runs in a task of its own; at the time limit and when the caller is cancelled, so is that task. A
-    function without `async` runs in a thread; one that never returns keeps that thread until the process ends. An
-    `async` function that blocks without `await` stops all episodes of its event loop.
+    The episode runs in a task with the name of its session; at the time limit and when the caller is cancelled, so is
+    that task. A function without `async` runs in a thread of that name; one that never returns keeps that thread until
+    the process ends. An `async` function that blocks without `await` stops all episodes of its event loop.
 
     Args:
         function: the episode.
@@ -72,7 +72,7 @@ async def run_episode(
         timeout_s: time limit of the episode.
     """
     start = time.monotonic()
-    task = asyncio.create_task(_outcome(function, problem, session))
+    task = asyncio.create_task(_outcome(function, problem, session), name=session.id)
     try:
         await asyncio.wait({task}, timeout=None if math.isinf(timeout_s) else timeout_s)
         is_finished = task.done()

@@ -26,7 +26,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function in a thread of its own, and return its result or raise its error.
+    """Run a function in a thread of its own, named as the task that calls it, and return its result or raise its error.
 
     `asyncio.to_thread` is unsuitable for user code: it shares a few threads among all callers, so functions that never
     return stop everybody; the process waits for them at its end; and StopIteration is never delivered. A function that
@@ -44,7 +44,9 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
         with suppress(RuntimeError):  # the event loop is closed, so nobody waits
             loop.call_soon_threadsafe(_resolve, future, result)
 
-    threading.Thread(target=run, name="tidemill-call", daemon=True).start()
+    task = asyncio.current_task()
+    assert task is not None
+    threading.Thread(target=run, name=task.get_name(), daemon=True).start()
     result, error = await future
     if error is not None:
         raise error

@@ -24,6 +24,7 @@ def test_reward_function_receives_the_problem_and_the_reply_without_special_toke
     result = run(scripted("the answer<|im_end|>"), reward)
     assert received[0][:4] == ("sums", "the answer", "42", {"level": 1})
     assert received[0][4] is not threading.main_thread()
+    assert received[0][4].name == "session-1"
     assert (result.outcome.reward, result.outcome.metrics) == (0.5, {"acc": 1.0})
     assert len(result.trajectories) == 1
 
