@@ -10,13 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.demo import write_assets
+from tidemill_trainer.ledger import read_ledger, trained_problems
+from tidemill_trainer.run_dir import RunDir
+from transformers import AutoTokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -269,6 +275,28 @@ def test_next_start_removes_files_of_killed_command(start, recipe):
     following.wait_for(r"rl +1 ")
     assert following.end() == 0
     assert not any(path.exists() for path in leftovers)
+
+
+def test_run_killed_between_steps_trains_the_problems_of_an_uninterrupted_run(start, recipe):
+    command = start(*recipe, "trainer.name=killed-later", "trainer.save_freq=2", "trainer.total_steps=500")
+    command.wait_for(r"rl +3 ")
+    command.find("ray::RolloutWorker")  # end() checks all processes found so far
+    command.process.kill()
+    _, alive = psutil.wait_procs(command.started, timeout=240)
+    assert not alive, sorted(map(_title, alive))
+    run = RunDir(_run_dir(recipe) / "killed-later")
+    last = max(line["step"] for line in read_ledger(run.ledger)) + 1
+    resumed = start("train", str(run.config), f"trainer.total_steps={last}", "--resume", after=command)
+    resumed.wait_for(r"continuing after step \d+")
+    assert resumed.end() == 0
+    config = load_config(run.config)
+    problems, _ = load_prompts(config.data.train_files, AutoTokenizer.from_pretrained(config.model.path), config.data)
+    loader = PromptLoader(problems, config.data.train_batch_size, config.trainer.seed)
+    expected = Counter(int(row) for step in range(1, last + 1) for row in loader.rows(step))
+    assert trained_problems(run.ledger) == {row: count * config.rollout.n for row, count in expected.items()}
+    final = _steps(run.path)[last]
+    assert final["ledger/episodes/undone"] > 0
+    assert final["ledger/episodes/trained"] == last * config.data.train_batch_size * config.rollout.n
 
 
 def _engine_memory(command: Command) -> list[Path]:
