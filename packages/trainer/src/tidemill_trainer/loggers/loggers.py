@@ -112,7 +112,8 @@ def open_loggers(config: Config, run: RunDir, progress: Progress) -> Iterator[No
 
     try:
         for name in config.trainer.logger:
-            active[name] = _start(name, run, config)
+            with progress.waiting(f"starting the logger {name}"):
+                active[name] = _start(name, run, config)
             progress.info(f"metrics are also in: {active[name].logger.location}")
         saved = run.newest_checkpoint()
         for line in run.read_metrics():
