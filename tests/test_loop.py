@@ -203,7 +203,10 @@ def _broken(make_config):
 
 
 _EPISODES = """
-import asyncio, ctypes, os, time
+import asyncio, os, re
+
+def blocking(data_source, solution_str, ground_truth, extra_info):
+    return 1.0 if extra_info == "fine" else float(bool(re.match("(a+)+$", "a" * 60 + "b")))  # takes years
 
 async def episode(problem, session):
     kind = problem.extra_info
@@ -241,7 +244,7 @@ def test_bad_episodes_affect_no_other(cluster, make_config, tmp_path):
     assert outcomes["hangs"].reason == "time: no result within 1 s"
     reasons = {kind: outcome.reason for kind, outcome in outcomes.items() if outcome.status == "environment_error"}
     assert reasons.keys() == {"exits", "raises", "nan", "none", "text"}
-    assert reasons["raises"] == "KeyError: 'seven' (in env.py:11)"
+    assert reasons["raises"] == "KeyError: 'seven' (in env.py:14)"
     assert reasons["exits"].startswith("SystemExit")
     assert reasons["nan"].startswith("ValueError: expected a finite float32")
     assert reasons["none"].startswith("TypeError: an episode must return a number")
@@ -259,3 +262,16 @@ def test_episode_that_kills_its_process_affects_no_other(cluster, make_config, t
     assert 2 <= episodes.num_restarts <= 3
     assert episodes.rows is not None
     assert episodes.rows["task"].tolist() == [0, 2]
+
+
+@pytest.mark.slow
+def test_reward_function_that_blocks_its_process_is_found_among_many(cluster, make_config, tmp_path):
+    kinds = ["fine"] * 5 + ["blocks"] + ["fine"] * 10
+    reward = f"reward.function={tmp_path / 'env.py'}:blocking"
+    episodes, outcomes = _run_episodes(
+        cluster, make_config, tmp_path, kinds, "episode.function=single_turn", reward, "episode.max_retries=0"
+    )
+    assert outcomes["fine"].status == "ok"
+    assert outcomes["blocks"].status == "environment_error"
+    assert "regular expression, of episode 5/0 holds the interpreter" in outcomes["blocks"].reason
+    assert episodes.num_restarts == 2  # among the others, and alone

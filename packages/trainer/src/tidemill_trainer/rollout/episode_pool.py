@@ -1,5 +1,6 @@
 """The processes that run episodes."""
 
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from tidemill_trainer.stalls.watch import Watch
 
 _START_S = 300.0
 _BLOCKED_S = 60.0
+_GIL_HOLDER = re.compile(r'\(active\+gil\): "([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +55,13 @@ class _Batch:
         tasks: episodes without a summary, by number.
         last_part_s: when the worker last returned a part, on the monotonic clock.
         num_generated: tokens that the engines returned for unfinished episodes.
+        culprit: the episode that blocks the worker, if that is known.
     """
 
     worker: int
     tasks: dict[int, EpisodeTask]
     num_generated: int = 0
+    culprit: EpisodeTask | None = None
     last_part_s: float = field(default_factory=time.monotonic)
 
 
@@ -65,7 +69,7 @@ class EpisodePool:
     """Run episodes in worker processes. The death of a process affects only the episodes that it was running.
 
     Nobody can say which of them killed it. So each half of them runs in a process of its own, again and again, until
-    the one remains that kills its process alone.
+    the one remains that kills its process alone. Of a process that is blocked, the stack trace may name the episode.
 
     Args:
         num_workers: number of processes.
@@ -172,11 +176,7 @@ class EpisodePool:
     def _receive(self, stream: Any, batch: _Batch, parts: list[EpisodePart]) -> str | None:
         """Receive a part. Return None, "" after the last part, or why there will be none."""
         if time.monotonic() - batch.last_part_s > _BLOCKED_S:
-            self._progress.warn(self._watch.write(f"episode worker {batch.worker} did not respond"))
-            return (
-                f"episode worker {batch.worker} did not respond for {_BLOCKED_S:g} s: an `async` episode blocks its "
-                "event loop, or compiled code holds the interpreter"
-            )
+            return self._blocked(batch)
         try:
             part = cast(EpisodePart, ray.get(next(stream)))
         except StopIteration:
@@ -190,6 +190,19 @@ class EpisodePool:
             batch.num_generated -= summary.num_tokens
             del batch.tasks[summary.task.number]
         return None
+
+    def _blocked(self, batch: _Batch) -> str:
+        """Return why a worker does not respond, and note the episode whose thread holds its interpreter."""
+        self._progress.warn(self._watch.write(f"episode worker {batch.worker} did not respond"))
+        holder = _GIL_HOLDER.search(self._watch.stack_trace(f"episodes_{batch.worker}"))
+        name = "" if holder is None else holder[1]
+        batch.culprit = next((task for task in batch.tasks.values() if name.startswith(f"{task.name}/")), None)
+        what = (
+            "an `async` episode blocks its event loop, or compiled code holds the interpreter"
+            if batch.culprit is None
+            else f"compiled code, such as a regular expression, of episode {batch.culprit.name} holds the interpreter"
+        )
+        return f"episode worker {batch.worker} did not respond for {_BLOCKED_S:g} s: {what}"
 
     def _restart(self, batch: _Batch, reason: str) -> None:
         """Replace a worker that died or is blocked."""
@@ -206,6 +219,8 @@ class EpisodePool:
         assert self._config is not None
         tasks = list(batch.tasks.values())
         if len(tasks) > 1:
+            if batch.culprit is not None:
+                return [[batch.culprit], [task for task in tasks if task is not batch.culprit]]
             half = len(tasks) // 2
             return [tasks[:half], tasks[half:]]
         [task] = tasks

@@ -101,6 +101,13 @@ class Watch:
                 return f"{report.summary()}\nThe report cannot be written: {problem}"
         return f"{report.summary()}\nStack traces and the state of all processes are in {self.report}"
 
+    def stack_trace(self, name: str) -> str:
+        """Return the stack traces of a process of the run, by the name of its log; empty if it is gone."""
+        found = [registration for registration in registered(self._logs) if registration.name == name]
+        here = ray.get_runtime_context().get_node_id()
+        processes, _ = inspect_nodes(found[-1:], self._logs, here=here)
+        return "\n".join(process.stack for process in processes if process.state.pid == found[-1].pid)
+
     def _run(self, signals: int) -> None:
         shown: tuple[float, float] = (0.0, 0.0)  # start of a wait, and when the next line is due
         reported: set[int] = set()
