@@ -357,9 +357,12 @@ def test_demo_tools_learns_to_call_the_tool_for_each_item(start, tmp_path):
     assert after >= 0.9
     steps = _steps(tmp_path / "tools")
     calls = [row["episode/shop-3/num_tool_calls/mean"] for _, row in sorted(steps.items())]
-    assert calls[0] < 2.7 < calls[-1]
+    assert calls[-1] > calls[0] + 0.2
     for row in steps.values():
         assert row["rollout/trained_token_share"] == 1.0
         assert row["rollout/log_prob_abs_diff/mean"] < 1e-4
     samples = [json.loads(line) for line in (tmp_path / "tools" / "rollouts.jsonl").read_text().splitlines()]
     assert {len(row["turns"]) for sample in samples for row in sample["rows"]} >= {2, 3, 4}
+    report = (tmp_path / "tools" / "report.html").read_text()
+    assert "Turn 4 " in report
+    assert "<b>scan</b> {&quot;item&quot;: " in report
