@@ -114,7 +114,8 @@ class Command:
         mapped = _mapped_inodes()
         assert [path for path in left if path.exists() and path.stat().st_ino not in mapped] == []
         files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
-        folders = {path.name for path in Path(self.temporary.name).iterdir()}
+        # Libraries import wandb, whose empty folders stay when a process is killed.
+        folders = {path.name for path in Path(self.temporary.name).iterdir() if "wandb-" not in path.name}
         assert files == []
         assert folders <= _CACHES
         return self.process.returncode
@@ -235,6 +236,68 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert command.end() == 1
     _check_one_error(command, message)
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
+
+
+_LIMITS = (
+    "actor.timeout_s=90",
+    "engine.timeout_s=30",
+    "weight_update.timeout_s=12",
+    "episode.timeout_s=50",
+    "trainer.total_steps=500",
+)
+_ENVIRONMENT = """
+import sys
+from tidemill_rollout.episodes.command import command
+environment = command([sys.executable, "-c", "import time; time.sleep(5); print(1)  # environment"])
+async def episode(problem, session):
+    await session.generate(text=problem.prompt)
+    return await environment(problem, session)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "culprit"),
+    [
+        ("ray::ActorWorker", "rank [01] of group 'actor'"),
+        ("ray::RolloutWorker", "rank 0 of group 'rollout'"),
+        ("sglang::scheduler", "sglang::scheduler below rank 0 of group 'rollout'"),
+    ],
+)
+def test_stopped_process_is_named_when_a_wait_expires(start, recipe, victim, culprit):
+    name = f"stopped-{victim.replace(':', '')}"
+    command = start(*recipe, *_LIMITS, f"trainer.name={name}")
+    command.wait_for(r"rl +2 ")
+    process = command.find(victim)
+    process.suspend()
+    assert command.end(timeout_s=300) == 1
+    _check_one_error(command, rf"waiting for .*; {culprit}, process {process.pid} on [^,]+, is stopped \(state T\)")
+    report = (_run_dir(recipe) / name / "logs" / "stall.txt").read_text()
+    assert re.search(rf"== {culprit}, process {process.pid}, stopped \(state T\) \(py-spy\)\nThread ", report)
+
+
+def test_stopped_episode_worker_is_named_and_replaced(start, recipe):
+    command = start(*recipe, *_LIMITS, "trainer.name=stopped-episodes")
+    command.wait_for(r"rl +2 ")
+    process = command.find("ray::EpisodeWorker")
+    process.suspend()
+    command.wait_for(rf"episode worker 0, process {process.pid} on [^,]+, is stopped \(state T\)")
+    command.wait_for(r"episode worker 0 did not respond for 60 s")
+    command.wait_for(r"rl +3 ")
+    command.process.terminate()
+    assert command.end() == 130
+
+
+def test_stopped_environment_is_named_and_costs_only_its_episode(start, recipe):
+    file = _run_dir(recipe).parent / "environment.py"
+    file.write_text(_ENVIRONMENT)
+    command = start(*recipe, *_LIMITS, "trainer.name=stopped-env", f"episode.function={file}:episode")
+    command.wait_for("starting SGLang and the training workers: ")
+    process = command.find("# environment")
+    process.suspend()
+    command.wait_for(rf"# environment below episode worker 0, process {process.pid} on [^,]+, is stopped \(state T\)")
+    command.wait_for(r"rl +1 ")
+    command.process.terminate()
+    assert command.end() == 130
 
 
 def test_port_in_use_stops_the_start_with_one_error(start, recipe):
