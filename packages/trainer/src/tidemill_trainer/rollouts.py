@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -131,20 +132,10 @@ class Rollouts:
     def _write_forks(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
         """Keep the first example of each reason."""
         for summary in summaries:
-            new = [fork for fork in summary.forks if fork.reason not in self._seen_forks]
-            self._seen_forks |= {fork.reason for fork in new}
-            self._run.append_forks(
-                [
-                    {
-                        "step": step,
-                        "episode": summary.task.name,
-                        "reason": fork.reason,
-                        "expected": fork.expected,
-                        "received": fork.received,
-                    }
-                    for fork in new
-                ]
-            )
+            for fork in summary.forks:
+                if fork.reason not in self._seen_forks:
+                    self._seen_forks.add(fork.reason)
+                    self._run.append_forks([{"step": step, "episode": summary.task.name, **asdict(fork)}])
 
 
 def shown_episodes(count: int, num_shown: int) -> list[int]:
