@@ -114,8 +114,7 @@ class Command:
         mapped = _mapped_inodes()
         assert [path for path in left if path.exists() and path.stat().st_ino not in mapped] == []
         files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
-        # Libraries import wandb, whose empty folders stay when a process is killed.
-        folders = {path.name for path in Path(self.temporary.name).iterdir() if "wandb-" not in path.name}
+        folders = {path.name for path in Path(self.temporary.name).iterdir()}
         assert files == []
         assert folders <= _CACHES
         return self.process.returncode

@@ -1,9 +1,11 @@
 """The processes of a run: Ray, the training workers and the SGLang engines."""
 
+import getpass
 import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -122,8 +124,15 @@ class Cluster:
         forget(self._run.logs)
         self._files = EngineFiles.create()
         # Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores
-        # in /dev/shm, and cuda.tile empty temporary folders.
-        no_leftovers = {"JOBLIB_MULTIPROCESSING": "0", "CUDA_TILE_TEMP_DIR": str(self._files.folder)}
+        # in /dev/shm; wandb and cuda.tile empty temporary folders. The compile cache remains where other runs find it.
+        inductor = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        )
+        no_leftovers = {
+            "JOBLIB_MULTIPROCESSING": "0",
+            "TMPDIR": str(self._files.folder),
+            "TORCHINDUCTOR_CACHE_DIR": inductor,
+        }
         env_vars = dict(no_leftovers)
         if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
