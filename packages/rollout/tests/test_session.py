@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tidemill_rollout import LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
+from tidemill_rollout import Generation, LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "what is the weather today"}
@@ -112,6 +112,7 @@ def test_end_does_not_wait_for_an_engine_that_ignores_its_cancellation(tokenizer
                     await is_stopped.wait()
                 except asyncio.CancelledError:
                     self.num_cancelled += 1
+            return Generation(token_ids=[5, 6, 7], log_probs=[-1.0] * 3, finish_reason="length", versions=[("0", 3)])
 
     async def run():
         engine = IgnoringEngine()
@@ -123,6 +124,9 @@ def test_end_does_not_wait_for_an_engine_that_ignores_its_cancellation(tokenizer
         is_stopped.set()
         with pytest.raises(SessionEndedError, match="ended before the engine replied"):
             await request
+        assert session.trajectories() == []
+        assert session.metrics()["num_sampled_tokens"] == 0
+        assert session.metrics()["num_unused_tokens"] == 3
 
     asyncio.run(run())
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tidemill_rollout.engine import Engine, SamplingParams
+from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.errors import EngineError, LimitError, SessionEndedError
 from tidemill_rollout.messages import Message, check_messages
 from tidemill_rollout.parser import ReplyParser
@@ -86,6 +86,7 @@ class SessionState:
         branches: whether each branch is trained on.
         num_requests: number of requests so far, running ones included.
         running: requests that the engine has not answered.
+        num_returned_tokens: tokens that the engine has returned.
         is_ended: whether the episode has ended.
         limit: the limit that refused the last request; None if it was not refused.
     """
@@ -102,6 +103,7 @@ class SessionState:
     branches: dict[str, bool] = field(default_factory=lambda: {"main": True})
     num_requests: int = 0
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+    num_returned_tokens: int = 0
     is_ended: bool = False
     limit: LimitError | None = None
 
@@ -261,7 +263,8 @@ class Session:
         """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
 
         `num_untrained_branch_tokens` are the sampled tokens of branches with `is_trained=False`. All others are trained
-        on: the two numbers add up to `num_sampled_tokens`.
+        on: the two numbers add up to `num_sampled_tokens`. `num_unused_tokens` are those of replies that arrived after
+        the episode ended or the request was cancelled; they are not recorded.
 
         Args:
             trajectories: the result of `trajectories()`, where it is at hand.
@@ -277,15 +280,21 @@ class Session:
             "num_sampled_tokens": float(sampled),
             "num_trained_tokens": float(trained),
             "num_untrained_branch_tokens": float(untrained),
+            "num_unused_tokens": float(self._state.num_returned_tokens - sampled),
             **forks,
         }
+
+    def _finish_request(self, request: asyncio.Task[Generation]) -> None:
+        self._state.running.discard(request)
+        if not request.cancelled() and request.exception() is None:
+            self._state.num_returned_tokens += len(request.result().token_ids)
 
     async def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Reply:
         state = self._state
         timeout_s = state.config.generate_timeout_s
         request = asyncio.create_task(state.engine.generate(prompt.token_ids, params, session_id=state.id))
         state.running.add(request)
-        request.add_done_callback(state.running.discard)
+        request.add_done_callback(self._finish_request)
         try:
             await asyncio.wait({request}, timeout=timeout_s)
             if not request.done():

@@ -86,6 +86,7 @@ class Rollouts:
                 failed[_kind(summary.outcome.reason)] += 1
                 continue
             dropped_tokens["untrained branch"] += int(summary.counts["num_untrained_branch_tokens"])
+            dropped_tokens["unused reply"] += int(summary.counts["num_unused_tokens"])
             if summary.task.number not in trained:
                 dropped["no trained token"] += 1
         settlement = Settlement(
@@ -126,7 +127,7 @@ class Rollouts:
                 f"{message}. That is more than episode.max_error_share={config.max_error_share:g}; repair the "
                 "environment or the reward function"
             )
-        self._progress.warn(f"{message}; they are not trained on")
+        self._progress.warn(f"{message}; they are left out")
         return len(failed)
 
     def _write_forks(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:

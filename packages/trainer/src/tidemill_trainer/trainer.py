@@ -102,7 +102,9 @@ class Trainer:
                 with timing("update_actor"):
                     parts = [self._actor.update_actor(mini_batch)[0] for mini_batch in self._mini_batches(batch, step)]
                     metrics |= mean_metrics(parts)
-                metrics |= self._rollouts.settle(step, episodes, int(ragged.values(batch["response_mask"]).sum()))
+                metrics |= self._rollouts.settle(
+                    step, episodes, int(ragged.values(batch["response_mask"]).bool().sum())
+                )
                 with timing("update_weights"):
                     metrics |= self._actor.update_weights(step)[0]
                 is_last = step == config.total_steps

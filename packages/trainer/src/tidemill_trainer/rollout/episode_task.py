@@ -72,9 +72,9 @@ class EpisodeSummary:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were sampled in all attempts."""
-        last = 0 if self.failures and not self.outcome.is_trainable else int(self.counts.get("num_sampled_tokens", 0))
-        return last + sum(failure.num_tokens for failure in self.failures)
+        """Tokens that the engines returned in all attempts."""
+        names = ("num_sampled_tokens", "num_unused_tokens") if self.outcome.is_trainable else ()
+        return int(sum(self.counts[name] for name in names)) + sum(failure.num_tokens for failure in self.failures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

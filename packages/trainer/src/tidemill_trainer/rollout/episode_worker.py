@@ -105,9 +105,9 @@ class EpisodeWorker:
             finally:
                 self._endpoint.remove(session)
             if not result.outcome.is_trainable:
-                failures.append(
-                    Failure(reason=result.outcome.reason, num_tokens=int(result.metrics["num_sampled_tokens"]))
-                )
+                counts = result.metrics
+                num_tokens = int(counts["num_sampled_tokens"] + counts["num_unused_tokens"])
+                failures.append(Failure(reason=result.outcome.reason, num_tokens=num_tokens))
             if result.outcome.is_trainable or len(failures) > config.max_retries:
                 return _summary(task, result, failures, session), result
 

@@ -53,7 +53,7 @@ class Mailbox:
         self._has_mail = asyncio.Event()
         self._failure: str | None = None
         self.num_tokens = 0
-        """Tokens that the engine has returned so far."""
+        """Tokens of all replies that the sessions have received."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
@@ -65,7 +65,9 @@ class Mailbox:
         self._new.append(request)
         self._has_mail.set()
         try:
-            return await future
+            generation = await future
+            self.num_tokens += len(generation.token_ids)
+            return generation
         finally:
             if self._waiting.pop(request.id, None) is not None:  # cancelled
                 self._cancelled.append(request.id)
@@ -92,7 +94,6 @@ class Mailbox:
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
-                self.num_tokens += len(result.token_ids)
                 future.set_result(result)
 
     def fail(self, reason: str) -> None:
