@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,11 +37,15 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
     future: asyncio.Future[_Result] = loop.create_future()
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
 
+    process = os.getpid()
+
     def run() -> None:
         try:
             result = call(), None
         except BaseException as error:  # noqa: BLE001  # raised in the caller, including SystemExit
             result = None, error
+        if os.getpid() != process:
+            os._exit(1)  # a child that the function has forked; threads of libraries would keep it alive
         with suppress(RuntimeError):  # the event loop is closed, so nobody waits
             loop.call_soon_threadsafe(_resolve, future, result)
 
