@@ -27,7 +27,7 @@ class Registration:
     Attributes:
         name: name of its log, such as "actor_0", or "driver".
         pid: process id.
-        created_s: start of the process, which tells it from a later one with the same id.
+        created_s: start of the process; a later process with the same id has another one.
         node: Ray's id of the node; empty without Ray.
     """
 
