@@ -1,6 +1,8 @@
-"""One cluster of the trainer for all tests of the loop: Ray, two FSDP2 workers and an SGLang engine."""
+"""One cluster of the trainer for all tests of the loop: Ray, two FSDP2 workers and an SGLang engine; and commands."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,6 +12,9 @@ from tidemill_trainer.config_file import load_config
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `command_process` and `step_metrics`
+from command_process import Command
 
 # Exact matches are too rare after a short warm-up. With partial rewards, every group has a gradient.
 _REWARDS = """
@@ -64,3 +69,17 @@ def cluster(make_config, quiet, tmp_path_factory):
     with Cluster(make_config(), RunDir(tmp_path_factory.mktemp("cluster")), quiet) as cluster:
         cluster.wait_ready()
         yield cluster
+
+
+@pytest.fixture
+def start():
+    """`start("train", ...)`: a `Command` that is killed after the test."""
+    commands: list[Command] = []
+
+    def start(*args: str, after: Command | None = None) -> Command:
+        commands.append(Command(*args, after=after))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()

@@ -1,14 +1,9 @@
-"""The command `tidemill` as a user runs it: it learns, stops, resumes, and survives killed processes."""
+"""The command `tidemill` as a user runs it: it stops, resumes, and survives killed processes."""
 
-import getpass
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from command_process import BACKENDS, Command, title
 from safetensors.torch import load_file
+from step_metrics import TIMES, read_steps
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.demo import write_assets
@@ -43,112 +40,6 @@ _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
-_BACKENDS = {"fsdp2": (), "megatron": ("engine.backend=megatron", "engine.tp=2")}
-_TIMES = (
-    "timing_s/",
-    *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
-    "episode/addition/seconds",
-    "weight_update/seconds",
-    "weight_update/gb_per_s",
-)
-# Libraries that SGLang imports create these once for all runs of a user.
-_CACHES = {f"torchinductor_{getpass.getuser()}", getpass.getuser()}
-
-
-class Command:
-    """`tidemill ...` in its own process group, as in a terminal, and all processes that it started."""
-
-    def __init__(self, *args: str, after: "Command | None" = None) -> None:
-        """`after`: a killed command, whose leftovers this one must remove."""
-        self.shared_before = set(os.listdir("/dev/shm")) if after is None else after.shared_before
-        self.temporary = tempfile.TemporaryDirectory() if after is None else after.temporary
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tidemill_trainer", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            # In TMPDIR, the paths of Ray's sockets would be too long.
-            env=os.environ | {"TMPDIR": self.temporary.name, "RAY_TMPDIR": tempfile.gettempdir()},
-        )
-        self.output = ""
-        self.started: set[psutil.Process] = set()
-
-    def kill(self) -> None:
-        """Kill all processes after a failed test."""
-        if self.process.poll() is None:
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                process.kill()
-            self.process.wait()
-        self.temporary.cleanup()
-
-    def wait_for(self, pattern: str, timeout_s: float = 240) -> None:
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        for line in self.process.stdout:
-            self.output += line
-            if re.search(pattern, line):
-                self.started = set(psutil.Process(self.process.pid).children(recursive=True))
-                return
-            assert time.monotonic() < deadline, self.output
-        raise AssertionError(f"the command exited before it printed {pattern!r}:\n{self.output}")
-
-    def find(self, name: str, timeout_s: float = 10) -> psutil.Process:
-        """Return the process whose title contains `name`."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
-            for process in self.started:
-                if name in _title(process):
-                    return process
-            time.sleep(0.2)
-        raise AssertionError(f"no {name} among {sorted(map(_title, self.started))}")
-
-    def end(self, timeout_s: float = 120) -> int:
-        """Wait for the exit, check that no process and no file is left, and return the exit status."""
-        rest, _ = self.process.communicate(timeout=timeout_s)
-        self.output += rest
-        _, alive = psutil.wait_procs(self.started, timeout=15)
-        assert not alive, [process.cmdline() for process in alive]
-        left = [path for path in Path("/dev/shm").iterdir() if path.name not in self.shared_before]
-        mapped = _mapped_inodes()
-        assert [path for path in left if path.exists() and path.stat().st_ino not in mapped] == []
-        files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
-        folders = {path.name for path in Path(self.temporary.name).iterdir()}
-        assert files == []
-        assert folders <= _CACHES
-        return self.process.returncode
-
-
-def _mapped_inodes() -> set[int]:
-    """Return the inodes of files in /dev/shm that other processes have mapped; those of the command have exited."""
-    inodes: set[int] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            inodes.update(int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # exited, or of another user
-            continue
-    return inodes
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return "(exited)"
-
-
-@pytest.fixture
-def start():
-    commands: list[Command] = []
-
-    def start(*args: str, after: Command | None = None) -> Command:
-        commands.append(Command(*args, after=after))
-        return commands[-1]
-
-    yield start
-    for command in commands:
-        command.kill()
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +51,6 @@ def recipe(tmp_path_factory):
     return ["train", str(DEMO_CONFIG), *assets, *_SMALL, f"trainer.run_dir={folder / 'runs'}"]
 
 
-def _steps(run: Path) -> dict[int, dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows if row["step"] > 0}
-
-
 def _run_dir(recipe) -> Path:
     return Path(recipe[-1].removeprefix("trainer.run_dir="))
 
@@ -174,7 +60,7 @@ def _run_dir(recipe) -> Path:
 )
 def test_signal_stops_all_processes_and_resume_continues(start, recipe, ctrl_c, number, backend):
     name = f"stopped-{number}-{backend}"
-    args = [*recipe, *_BACKENDS[backend], f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500"]
+    args = [*recipe, *BACKENDS[backend], f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500"]
     command = start(*args)
     command.wait_for(r"rl +5 ")
     if number == signal.SIGINT:  # a terminal sends it to the whole process group
@@ -184,11 +70,11 @@ def test_signal_stops_all_processes_and_resume_continues(start, recipe, ctrl_c, 
     assert command.end() == 130
     assert re.search(r"stopped\. .* Continue from the checkpoint of step \d+ with: tidemill train", command.output)
     run = _run_dir(recipe) / name
-    done = max(_steps(run))
+    done = max(read_steps(run))
     resumed = start("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
     resumed.wait_for(r"continuing after step \d+")
     assert resumed.end() == 0
-    assert sorted(_steps(run)) == list(range(1, done + 3))
+    assert sorted(read_steps(run)) == list(range(1, done + 3))
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
@@ -199,7 +85,7 @@ def test_resume_in_new_processes_is_bitwise_equal(start, recipe, backend):
     """
     rewards = _run_dir(recipe).parent / "rewards.py"
     rewards.write_text(_REWARDS)  # without a warm-up, exact matches are too rare
-    args = [*recipe, *_BACKENDS[backend], f"reward.function={rewards}:right_digits"]
+    args = [*recipe, *BACKENDS[backend], f"reward.function={rewards}:right_digits"]
     args += ["actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
     offload = [f"engine.{what}_offload=true" for what in ("param", "grad", "optimizer")]
     whole, halves = _run_dir(recipe) / f"whole-{backend}", _run_dir(recipe) / f"halves-{backend}"
@@ -209,12 +95,12 @@ def test_resume_in_new_processes_is_bitwise_equal(start, recipe, backend):
         [f"trainer.name={halves.name}", "trainer.total_steps=8", *offload, "--resume"],
     ):
         assert start(*args, *command).end(timeout_s=240) == 0
-    expected, steps = _steps(whole), _steps(halves)
+    expected, steps = read_steps(whole), read_steps(halves)
     assert sorted(steps) == sorted(expected) == list(range(1, 9))
     for step, row in expected.items():
         assert row["actor/grad_norm"] > 0
         for name, value in row.items():
-            if not name.startswith(_TIMES):
+            if not name.startswith(TIMES):
                 assert steps[step][name] == value, (step, name)
     weights = [
         load_file(run / "checkpoints" / "step_000008" / "huggingface" / "model.safetensors") for run in (whole, halves)
@@ -233,7 +119,7 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     command.wait_for(r"rl +2 ")
     command.find(victim).kill()
     assert command.end() == 1
-    _check_one_error(command, message)
+    command.check_one_error(message)
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
 
 
@@ -269,7 +155,7 @@ def test_stopped_process_is_named_when_a_wait_expires(start, recipe, victim, cul
     process = command.find(victim)
     process.suspend()
     assert command.end(timeout_s=300) == 1
-    _check_one_error(command, rf"waiting for .*; {culprit}, process {process.pid} on [^,]+, is stopped \(state T\)")
+    command.check_one_error(rf"waiting for .*; {culprit}, process {process.pid} on [^,]+, is stopped \(state T\)")
     report = (_run_dir(recipe) / name / "logs" / "stall.txt").read_text()
     assert re.search(rf"== {culprit}, process {process.pid}, stopped \(state T\) \(py-spy\)\nThread ", report)
 
@@ -308,7 +194,7 @@ def test_port_in_use_stops_the_start_with_one_error(start, recipe):
         command.wait_for("starting Ray")
         command.find("sglang::scheduler", timeout_s=240)  # end() checks all processes found so far
         assert command.end() == 1
-    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
+    command.check_one_error(r"rank 0 of group 'rollout' .* died during 'start_engine'")
     assert re.search(rf"port: {port}.*EADDRINUSE", command.output)
 
 
@@ -320,7 +206,7 @@ def test_engine_killed_during_its_start_leaves_no_files(start, recipe):
     command.find("sglang::scheduler", timeout_s=240)
     actor.kill()
     assert command.end() == 1
-    _check_one_error(command, r"rank 0 of group 'rollout' .* died during 'start_engine'")
+    command.check_one_error(r"rank 0 of group 'rollout' .* died during 'start_engine'")
 
 
 def test_next_start_removes_files_of_killed_command(start, recipe):
@@ -330,7 +216,7 @@ def test_next_start_removes_files_of_killed_command(start, recipe):
     command.find("ray::RolloutWorker")  # end() checks all processes found so far
     command.process.kill()
     _, alive = psutil.wait_procs(command.started, timeout=240)  # Ray's agents take over a minute to exit
-    assert not alive, sorted(map(_title, alive))
+    assert not alive, sorted(map(title, alive))
     leftovers = [*Path(command.temporary.name).glob("tidemill-run-*"), *_engine_memory(command)]
     assert leftovers  # the shared memory only if the engine did not finish its start before it died
     following = start(*recipe, "trainer.name=following", "trainer.total_steps=1", after=command)
@@ -345,7 +231,7 @@ def test_run_killed_between_steps_trains_the_problems_of_an_uninterrupted_run(st
     command.find("ray::RolloutWorker")  # end() checks all processes found so far
     command.process.kill()
     _, alive = psutil.wait_procs(command.started, timeout=240)
-    assert not alive, sorted(map(_title, alive))
+    assert not alive, sorted(map(title, alive))
     run = RunDir(_run_dir(recipe) / "killed-later")
     last = max(line["step"] for line in read_ledger(run.ledger)) + 1
     resumed = start("train", str(run.config), f"trainer.total_steps={last}", "--resume", after=command)
@@ -356,7 +242,7 @@ def test_run_killed_between_steps_trains_the_problems_of_an_uninterrupted_run(st
     loader = PromptLoader(problems, config.data.train_batch_size, config.trainer.seed)
     expected = Counter(int(row) for step in range(1, last + 1) for row in loader.rows(step))
     assert trained_problems(run.ledger) == {row: count * config.rollout.n for row, count in expected.items()}
-    final = _steps(run.path)[last]
+    final = read_steps(run.path)[last]
     assert final["ledger/episodes/undone"] > 0
     assert final["ledger/episodes/trained"] == last * config.data.train_batch_size * config.rollout.n
 
@@ -372,59 +258,3 @@ def _wait_for_shared_memory(command: Command) -> None:
     while not _engine_memory(command):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def _check_one_error(command: Command, message: str) -> None:
-    errors = [line for line in command.output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, command.output
-    assert re.search(message, command.output), command.output
-    assert "Traceback" not in command.output
-
-
-def test_model_does_not_learn_from_shuffled_rewards(start, tmp_path):
-    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=60", "trainer.test_freq=60"]
-    accuracy = {}
-    for name, flags in (("real", []), ("shuffled", ["--shuffle-rewards"])):
-        command = start(*common, f"trainer.name={name}", *flags)
-        command.wait_for(r"rl +1 ")
-        assert command.end(timeout_s=400) == 0
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        tested = [(row["step"], row["val/accuracy"]) for row in rows if "val/accuracy" in row]
-        accuracy[name] = tested[-1][1] - [value for step, value in tested if step == 0][-1]
-    assert accuracy["real"] > 0.1
-    assert accuracy["shuffled"] < 0.05
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
-def test_demo_reaches_its_target_accuracy(start, tmp_path, backend):
-    command = start("demo", *_BACKENDS[backend], f"trainer.run_dir={tmp_path}", "trainer.name=demo")
-    command.wait_for(r"rl +1 ")
-    assert command.end(timeout_s=600) == 0
-    steps = _steps(tmp_path / "demo")
-    before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])
-    assert 0.2 <= before <= 0.6
-    assert after >= 0.9
-    assert abs(steps[1]["actor/ppo_kl"]) < 1e-6  # the first step is on policy
-    assert steps[1]["actor/pg_clipfrac"] == 0.0
-    assert all(row["rollout/log_prob_abs_diff/mean"] < 1e-4 for row in steps.values())
-    assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000
-
-
-def test_demo_tools_learns_to_call_the_tool_for_each_item(start, tmp_path):
-    command = start("demo", "tools", f"trainer.run_dir={tmp_path}", "trainer.name=tools")
-    command.wait_for(r"rl +1 ")
-    assert command.end(timeout_s=600) == 0
-    before, after = map(float, re.findall(r"held-out accuracy went from (\d\.\d+) to (\d\.\d+)", command.output)[0])
-    assert before <= 0.6
-    assert after >= 0.9
-    steps = _steps(tmp_path / "tools")
-    calls = [row["episode/shop-3/num_tool_calls/mean"] for _, row in sorted(steps.items())]
-    assert calls[-1] > calls[0] + 0.2
-    for row in steps.values():
-        assert row["rollout/trained_token_share"] == 1.0
-        assert row["rollout/log_prob_abs_diff/mean"] < 1e-4
-    samples = [json.loads(line) for line in (tmp_path / "tools" / "rollouts.jsonl").read_text().splitlines()]
-    assert {len(row["turns"]) for sample in samples for row in sample["rows"]} >= {2, 3, 4}
-    report = (tmp_path / "tools" / "report.html").read_text()
-    assert "Turn 4 " in report
-    assert "<b>scan</b> {&quot;item&quot;: " in report

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from step_metrics import TIMES
 from tidemill_rollout import Problem
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
@@ -21,14 +22,6 @@ from tidemill_trainer.trainer import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.xdist_group("cluster")]
-
-_TIMES = (
-    "timing_s/",
-    *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
-    "episode/addition/seconds",
-    "weight_update/seconds",
-    "weight_update/gb_per_s",
-)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +131,7 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
     assert sorted(again) == sorted(whole)
     for step in range(5, 9):
         for name, value in whole[step].items():
-            if not name.startswith(("ledger/", *_TIMES)):
+            if not name.startswith(("ledger/", *TIMES)):
                 assert again[step][name] == value, (step, name)
     assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
     assert again[8]["ledger/episodes/undone"] == again[8]["ledger/episodes/issued"] - 8 * 64 == 4 * 64
