@@ -11,7 +11,7 @@ from tidemill_rollout import Generation, Policy, SamplingParams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `template_cases`, `endpoint_client` and `five_ways`
+sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules in this folder
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

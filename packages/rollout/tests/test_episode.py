@@ -7,32 +7,16 @@ import threading
 import time
 
 import pytest
+from episode_cases import PROBLEM, asks, run
 from tidemill_rollout import (
     EngineError,
     LimitError,
     ModelError,
     Outcome,
-    Problem,
     SessionConfig,
     load_episode,
     register_episode,
 )
-
-PROBLEM = Problem(prompt="hello")
-
-
-def run(policy, episode, **settings):
-    return asyncio.run(policy.run(episode, PROBLEM, **settings))
-
-
-async def asks(problem, session):
-    await session.generate(text="hello")
-    return 1.0
-
-
-def asks_blocking(problem, session):
-    session.generate(text="hello")
-    return 1.0
 
 
 @pytest.mark.parametrize(

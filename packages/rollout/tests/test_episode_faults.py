@@ -7,22 +7,16 @@ import re
 import threading
 
 import pytest
+from episode_cases import PROBLEM, asks, asks_blocking, run
 from tidemill_rollout import (
     EngineDiedError,
     EnginePool,
     Generation,
     Policy,
-    Problem,
     SamplingParams,
     SessionConfig,
     SessionEndedError,
 )
-
-PROBLEM = Problem(prompt="hello")
-
-
-def run(policy, episode, **settings):
-    return asyncio.run(policy.run(episode, PROBLEM, **settings))
 
 
 class WaitingEngine:
@@ -54,16 +48,6 @@ class MortalEngine:
         count = sampling.max_tokens
         tokens = [(sum(token_ids) + sampling.seed + position) % 97 for position in range(count)]
         return Generation(token_ids=tokens, log_probs=[-1.0] * count, finish_reason="length", versions=[("0", count)])
-
-
-async def asks(problem, session):
-    await session.generate(text="hello")
-    return 1.0
-
-
-def asks_blocking(problem, session):
-    session.generate(text="hello")
-    return 1.0
 
 
 @pytest.mark.parametrize("episode", [asks, asks_blocking])
