@@ -153,7 +153,7 @@ def test_failed_rewards_are_counted_and_the_run_continues(train_in, warmed_up, m
     run, result = train_in(warmed_up, _broken(make_config), "trainer.total_steps=1", "episode.max_error_share=0.5")
     assert result.steps == 1
     row = _steps(run)[1]
-    assert row["reward/num_errors"] == row["episode/error/ZeroDivisionError"] == 8
+    assert row["reward/num_errors"] == row["episode/reason/ZeroDivisionError"] == 8
     assert row["episode/num_retries"] == 16
     assert row["ledger/episodes/trained"] == 56
     assert row["ledger/tokens/failed"] > 0

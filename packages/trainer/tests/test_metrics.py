@@ -10,6 +10,7 @@ RATES = {
     "perf/peak_memory_gib": 3.0,
     "perf/step_s": 1.0,
 }
+FAILED = Outcome(reward=0.0, status="environment_error", reason="ValueError: x")
 
 
 def test_rates_are_weighted_by_the_time_of_each_step():
@@ -44,9 +45,8 @@ def _summary(number, outcome, *, source="sums", failures=(), **counts):
 
 
 def test_failed_episodes_do_not_lower_the_accuracy():
-    failed = Outcome(reward=0.0, status="environment_error", reason="ValueError: x")
     right, wrong = Outcome(reward=0.2, metrics={"acc": 1.0}), Outcome(reward=0.0)
-    summaries = [_summary(0, right), _summary(1, failed), _summary(2, wrong, source="other")]
+    summaries = [_summary(0, right), _summary(1, FAILED), _summary(2, wrong, source="other")]
     assert validation_metrics(summaries) == {
         "val/accuracy": 0.5,
         "val-core/sums/acc/mean@1": 1.0,
@@ -61,13 +61,16 @@ def test_episodes_are_counted_by_status_reason_and_source():
         _summary(
             1, Outcome(reward=0.0, status="truncated", reason="length: full"), num_turns=1.0, num_sampled_tokens=2.0
         ),
-        _summary(2, Outcome(reward=0.0, status="environment_error", reason="ValueError: x"), failures=failures),
+        _summary(2, FAILED, failures=failures, source="other"),
     ]
     episodes = Episodes(rows=None, summaries=summaries, num_generated=16, num_lost=0, num_restarts=1)
     metrics = episode_metrics(episodes, 5)
     assert metrics["episode/status/ok"] == metrics["episode/status/truncated"] == 1.0
-    assert metrics["episode/error/length"] == metrics["episode/error/ValueError"] == 1.0
+    assert metrics["episode/reason/length"] == metrics["episode/reason/ValueError"] == 1.0
     assert (metrics["episode/num_retries"], metrics["episode/num_worker_restarts"]) == (1.0, 1.0)
     assert metrics["rollout/trained_token_share"] == 0.5
     assert metrics["episode/sums/num_tool_calls/mean"] == 2.0
-    assert metrics["episode/sums/seconds/p50"] == 2.0
+    assert metrics["episode/sums/seconds/p50"] == 1.5
+    assert metrics["episode/sums/status/ok"] == metrics["episode/sums/status/truncated"] == 1.0
+    assert metrics["episode/sums/status/environment_error"] == metrics["episode/other/status/ok"] == 0.0
+    assert metrics["episode/other/status/environment_error"] == 1.0

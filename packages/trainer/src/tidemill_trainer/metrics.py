@@ -56,10 +56,10 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
         num_trained_tokens: tokens with mask 1 in the batch.
     """
     summaries = episodes.summaries
-    by_status = Counter(summary.outcome.status for summary in summaries)
-    errors = Counter(
+    reasons = Counter(
         summary.outcome.reason.partition(":")[0] for summary in summaries if summary.outcome.status != "ok"
     )
+    num_errors = sum(summary.outcome.status == "environment_error" for summary in summaries)
     forks: Counter[str] = Counter()
     for summary in summaries:
         forks.update({name: int(count) for name, count in summary.counts.items() if name.startswith("num_forks/")})
@@ -67,18 +67,17 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
         summary.counts.get("num_sampled_tokens", 0.0) for summary in summaries if summary.outcome.is_trainable
     )
     metrics = {
-        **{f"episode/status/{status}": float(by_status[status]) for status in get_args(Status)},
-        **{f"episode/error/{reason}": float(count) for reason, count in sorted(errors.items())},
-        "reward/num_errors": float(by_status["environment_error"]),
-        "episode/num_retries": float(sum(len(summary.failures) for summary in summaries))
-        - by_status["environment_error"],
+        **_by_status("episode/status", summaries),
+        **{f"episode/reason/{reason}": float(count) for reason, count in sorted(reasons.items())},
+        "reward/num_errors": float(num_errors),
+        "episode/num_retries": float(sum(len(summary.failures) for summary in summaries) - num_errors),
         "episode/num_worker_restarts": float(episodes.num_restarts),
         "rollout/trained_token_share": num_trained_tokens / sampled if sampled else 0.0,
         **{f"rollout/{name}": float(count) for name, count in sorted(forks.items())},
     }
     for source, group in _by_source(summaries).items():
         seconds = np.array([summary.seconds for summary in group])
-        metrics |= {
+        metrics |= _by_status(f"episode/{source}/status", group) | {
             f"episode/{source}/seconds/mean": float(seconds.mean()),
             f"episode/{source}/seconds/p50": float(np.quantile(seconds, 0.5)),
             f"episode/{source}/seconds/p95": float(np.quantile(seconds, 0.95)),
@@ -137,6 +136,11 @@ def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
 
 def _accuracy(summaries: Sequence[EpisodeSummary]) -> float:
     return torch.tensor([summary.acc for summary in summaries], dtype=torch.float32).mean().item()
+
+
+def _by_status(name: str, summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
+    counts = Counter(summary.outcome.status for summary in summaries)
+    return {f"{name}/{status}": float(counts[status]) for status in get_args(Status)}
 
 
 def _by_source(summaries: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSummary]]:

@@ -68,7 +68,7 @@ def test_everything_in_a_run_is_escaped(run, sample_line, failed_line):
     single_turn = {"step": 2, "prompt": _EVIL, "response": _EVIL, "ground_truth": _EVIL, "score": 0.0, "acc": 0.0}
     run.append_rollouts([line, failed_line(1, 1, _EVIL, _EVIL, _EVIL), single_turn])
     run.append_forks([{"step": 1, "episode": _EVIL, "reason": _EVIL, "expected": _EVIL, "received": _EVIL}])
-    names = (f"episode/status/{_EVIL}", f"episode/error/{_EVIL}", f"episode/{_EVIL}/seconds/mean", f"ledger/x/{_EVIL}")
+    names = (f"episode/status/{_EVIL}", f"episode/reason/{_EVIL}", f"episode/{_EVIL}/seconds/mean", f"ledger/x/{_EVIL}")
     run.append_metrics({"step": 1, "phase": "rl", **dict.fromkeys((*names, f"rollout/num_forks/{_EVIL}"), 1.0)})
     run.config.write_text(_EVIL)
     page = report(run)

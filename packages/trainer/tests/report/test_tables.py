@@ -31,17 +31,30 @@ def test_saved_episodes_are_counted_by_environment_status_and_first_word_of_the_
 
 
 def test_all_episodes_are_counted_from_the_metrics():
-    latency = {"episode/a/b/seconds/p50": 1.0, "episode/a/b/seconds/p95": 3.0, "episode/a/b/num_turns/mean": 2.0}
-    step = {"episode/status/ok": 5.0, "episode/status/environment_error": 1.0, "episode/error/OSError": 1.0}
-    metrics = [step | latency | {"episode/a/b/seconds/mean": mean, "episode/num_retries": 1.0} for mean in (1.0, 2.0)]
+    environment = {"episode/a/b/status/ok": 5.0, "episode/a/b/status/environment_error": 1.0}
+    environment |= {"episode/a/b/seconds/p50": 1.0, "episode/a/b/seconds/p95": 3.0, "episode/a/b/num_turns/mean": 2.0}
+    step = {"episode/status/ok": 5.0, "episode/status/environment_error": 1.0, "episode/reason/OSError": 1.0}
+    metrics = [
+        step | environment | {"episode/a/b/seconds/mean": mean, "episode/num_retries": 1.0} for mean in (1.0, 2.0)
+    ]
     assert rows_of(outcome_tables([], metrics)) == [
         ["outcome", "number"],
         ["ok", "10"],
         ["environment_error", "2"],
-        ["error: OSError", "2"],
+        ["reason: OSError", "2"],
         ["retries", "2"],
-        ["environment", "seconds: mean", "median", "p95", "turns"],
-        ["a/b", "1.5", "1", "3", "2"],
+        [
+            "environment",
+            "ok",
+            "truncated",
+            "model error",
+            "environment error",
+            "seconds: mean",
+            "median",
+            "p95",
+            "turns",
+        ],
+        ["a/b", "10", "", "", "2", "1.5", "1", "3", "2"],
     ]
 
 

@@ -3,28 +3,37 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+from tidemill_rollout.outcome import Status
 
 from tidemill_trainer.report.elements import html_table, table, text_block
 from tidemill_trainer.report.episode import Outcome
 
 _TOTALS = ("issued", "generated")  # the other counts of the ledger are the places where these are
+_STATUSES = get_args(Status)
+_MEANS = {  # metric of an environment and its column
+    "seconds/mean": "seconds: mean",
+    "seconds/p50": "median",
+    "seconds/p95": "p95",
+    "num_turns/mean": "turns",
+}
 Metrics = Sequence[Mapping[str, Any]]
 
 
 def outcome_tables(outcomes: Sequence[Outcome], metrics: Metrics) -> str:
     """Return counts of all episodes, and statistics of each environment. Empty for a run without environments."""
-    status, errors = _sums(metrics, "episode/status/"), _sums(metrics, "episode/error/")
+    status, reasons = _sums(metrics, "episode/status/"), _sums(metrics, "episode/reason/")
     retries = sum(row.get("episode/num_retries") or 0 for row in metrics)
     html = ""
     if status:
-        rows = [*status.items(), *((f"error: {name}", count) for name, count in errors.items()), ("retries", retries)]
+        rows = [*status.items(), *((f"reason: {name}", count) for name, count in reasons.items()), ("retries", retries)]
         html += "<h3>All episodes</h3>" + table(("outcome", "number"), [(name, _cell(count)) for name, count in rows])
-    if latency := _latency_rows(metrics):
-        html += "<h3>All episodes by environment, mean over the steps</h3>"
-        html += table(("environment", "seconds: mean", "median", "p95", "turns"), latency)
+    if environments := _environment_rows(metrics):
+        head = ("environment", *(name.replace("_", " ") for name in _STATUSES), *_MEANS.values())
+        html += "<h3>All episodes by environment; seconds and turns are means over the steps</h3>"
+        html += table(head, environments)
     if any(outcome.data_source for outcome in outcomes):
         html += f"<h3>The {len(outcomes)} saved episodes by environment</h3>" + _saved_table(outcomes)
     return html and f"<h2>Outcomes</h2>{html}"
@@ -82,17 +91,24 @@ def _sums(metrics: Metrics, prefix: str) -> dict[str, float]:
     return {name: value for name, value in sums.items() if value}
 
 
-def _latency_rows(metrics: Metrics) -> list[tuple[str, ...]]:
+def _environment_rows(metrics: Metrics) -> list[tuple[str, ...]]:
     values: dict[str, list[float]] = defaultdict(list)
     for row in metrics:
         for name, value in row.items():
             if name.startswith("episode/") and value is not None:
                 values[name].append(value)
-    names = [f"seconds/{kind}" for kind in ("mean", "p50", "p95")] + ["num_turns/mean"]
-    suffix = f"/{names[0]}"
+    suffix = "/seconds/mean"
     sources = [name.removeprefix("episode/").removesuffix(suffix) for name in values if name.endswith(suffix)]
+    sums = {name: sum(numbers) for name, numbers in values.items()}
     means = {name: float(np.mean(numbers)) for name, numbers in values.items()}
-    return [(source, *(_cell(means.get(f"episode/{source}/{name}")) for name in names)) for source in sources]
+    return [
+        (
+            source,
+            *(_cell(sums.get(f"episode/{source}/status/{name}")) for name in _STATUSES),
+            *(_cell(means.get(f"episode/{source}/{name}")) for name in _MEANS),
+        )
+        for source in sources
+    ]
 
 
 def _saved_table(outcomes: Sequence[Outcome]) -> str:
