@@ -66,6 +66,7 @@ class Install:
 
 INSTALLS = {
     "rollout": Install(has_server=True, output=r"\d+ trained tokens: \["),
+    "algorithms": Install(needs=("dataproto",), output=r"tensor\("),
     "dataproto": Install(),
     "dispatch": Install(extra="[ray]", output=r"\[1, 4, 9, 16, 25\]"),
     "engines": Install(needs=("dataproto",), output=r"'loss': \d"),
