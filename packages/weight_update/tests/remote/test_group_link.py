@@ -232,6 +232,27 @@ def test_close_releases_files_sockets_and_threads(closing, remote):
     assert settled(lambda: engine.ask_all("resources"), on_engine.__eq__) == on_engine
 
 
+def test_close_releases_files_sockets_and_threads_while_an_error_is_kept(closing, remote):
+    engine = closing(RemoteEngine, remote[:1])
+    checkpoint = tensors(1)
+
+    def broken():
+        yield from list(checkpoint.items())[:7]
+        raise OSError("the disk is gone")
+
+    first = linked(closing, [engine], bucket_bytes=300)
+    first.update(checkpoint.items(), 1)
+    first.close()
+    before = steady(resources)
+    second = linked(closing, [engine], bucket_bytes=300)
+    second.update(checkpoint.items(), 2)
+    with pytest.raises(OSError, match="the disk is gone") as kept:
+        second.update(broken(), 3)
+    second.close()
+    assert settled(resources, before.__eq__) == before
+    assert kept.traceback  # its frames refer to the store and the wires
+
+
 def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], list[tuple[int, int]]]:
     """Update many times, with rank `shuffles` passing its tensors in a new order every second time.
 

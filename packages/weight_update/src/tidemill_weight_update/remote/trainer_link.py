@@ -115,6 +115,8 @@ class TrainerLink:
     def close(self) -> None:
         self.close_connections()
         self._staging.close()
+        if self._mailbox is not None:
+            self._mailbox.store.close()
         self._mailbox = self._control = self._connections = self._server = None
         self._identity = (0, 0)
 

@@ -47,6 +47,8 @@ class GlooWire:
     def close(self) -> None:
         self._work = None
         self._group.abort()
+        # Its threads, sockets and files live as long as the group, but the traceback of an error may keep this object.
+        del self._group
 
 
 @contextlib.contextmanager

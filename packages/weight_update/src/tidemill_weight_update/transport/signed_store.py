@@ -37,14 +37,14 @@ class SignedStore(Store):
 
     def __init__(self, store: Store, session: str, token: str) -> None:
         super().__init__()
-        self._store = store
+        self._store: Store | None = store
         self._prefix = f"{session}/"
         self._key = hmac.digest(token.encode(), f"tidemill link {session}".encode(), "sha256")
         self.is_broken = False
 
     def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
         data = value.encode() if isinstance(value, str) else value
-        self._attempt(lambda: self._store.set(self._prefix + key, self._mac(key, data) + data))  # type: ignore[arg-type]
+        self._attempt(lambda store: store.set(self._prefix + key, self._mac(key, data) + data))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Return the value of a key that is set now or soon.
@@ -52,20 +52,20 @@ class SignedStore(Store):
         Raises:
             LinkError: it is not set in time, or it is not signed with the run's token.
         """
-        return self._checked(key, self._attempt(lambda: self._store.get(self._prefix + key)))
+        return self._checked(key, self._attempt(lambda store: store.get(self._prefix + key)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
         """Return the values of several keys in one round trip."""
         names = [self._prefix + key for key in keys]
-        values = self._attempt(lambda: self._store.multi_get(names))
+        values = self._attempt(lambda store: store.multi_get(names))
         return [self._checked(key, value) for key, value in zip(keys, values, strict=True)]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         names = [self._prefix + key for key in keys]
-        self._attempt(lambda: self._store.wait(names) if timeout is None else self._store.wait(names, timeout))
+        self._attempt(lambda store: store.wait(names) if timeout is None else store.wait(names, timeout))
 
     def delete_key(self, key: str) -> bool:
-        return self._attempt(lambda: self._store.delete_key(self._prefix + key))
+        return self._attempt(lambda store: store.delete_key(self._prefix + key))
 
     def write(self, key: str, value: bytes) -> None:
         """Set a value of any length; the reader must know the length."""
@@ -84,6 +84,10 @@ class SignedStore(Store):
         for name in self._parts(key, num_bytes):
             self.delete_key(name)
 
+    def close(self) -> None:
+        """Release the store, with its connection and port, even if the traceback of an error keeps this object."""
+        self._store = None
+
     @staticmethod
     def _parts(key: str, num_bytes: int) -> list[str]:
         return [f"{key}/{index}" for index in range(-(-num_bytes // _PART_BYTES))]
@@ -99,9 +103,11 @@ class SignedStore(Store):
             )
         return value[_MAC_BYTES:]
 
-    def _attempt(self, action: Callable[[], T]) -> T:
+    def _attempt(self, action: Callable[[Store], T]) -> T:
+        if self._store is None:
+            raise LinkError("this link is closed; create another WeightUpdater")
         try:
-            return action()
+            return action(self._store)
         except DistError as error:
             self.is_broken = True
             raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error

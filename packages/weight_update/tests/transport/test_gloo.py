@@ -1,0 +1,44 @@
+"""Wires over gloo between two threads of this process."""
+
+import threading
+
+import pytest
+from remote_engines import resources, settled, steady
+from tidemill_weight_update.transport.gloo import GlooWire
+from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.wire import ENGINE, TRAINER
+from torch.distributed import HashStore
+
+
+def connected(name: str) -> list[GlooWire]:
+    store = SignedStore(HashStore(), "session", "the token of this run")
+    wires: dict[int, GlooWire] = {}
+
+    def connect(rank: int) -> None:
+        wires[rank] = GlooWire(store, name, rank, "127.0.0.1", timeout_s=30)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (TRAINER, ENGINE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [wires[TRAINER], wires[ENGINE]]
+
+
+def test_close_releases_files_sockets_and_threads_of_a_wire_that_is_referenced():
+    for wire in connected("first"):
+        wire.close()
+    before = steady(resources)
+    wires = connected("second")
+    assert resources() != before
+    for wire in wires:
+        wire.close()
+    assert settled(resources, before.__eq__) == before
+
+
+def test_closed_store_is_refused():
+    store = SignedStore(HashStore(), "session", "the token of this run")
+    store.set("key", b"value")
+    store.close()
+    with pytest.raises(LinkError, match="closed"):
+        store.get("key")
