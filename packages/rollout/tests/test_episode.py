@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 from episode_cases import PROBLEM, asks, run
 from tidemill_rollout import (
@@ -27,6 +28,7 @@ from tidemill_rollout import (
         ({"score": 0.5, "acc": True, "answer": "4"}, 0.5, {"acc": 1.0}),
         ({"reward": 2}, 2.0, {}),
         (Outcome(reward=0.25, metrics={"acc": 1.0}), 0.25, {"acc": 1.0}),
+        (Outcome(reward=np.float32(1), metrics={"acc": np.float32(0.5), "n": True}), 1.0, {"acc": 0.5, "n": 1.0}),
     ],
 )
 def test_number_dict_and_outcome_are_results_of_an_episode(scripted, result, reward, metrics):
@@ -35,6 +37,7 @@ def test_number_dict_and_outcome_are_results_of_an_episode(scripted, result, rew
 
     outcome = run(scripted("x<|im_end|>"), episode).outcome
     assert (outcome.status, outcome.reward, outcome.metrics) == ("ok", reward, metrics)
+    assert all(type(value) is float for value in outcome.metrics.values())  # others would become text in JSON
 
 
 @pytest.mark.parametrize(
@@ -64,11 +67,13 @@ def test_result_that_is_no_finite_number_is_an_environment_error(scripted, resul
     assert "test_result_that" in outcome.reason  # the function's name
 
 
-def test_outcome_with_unknown_status_or_text_as_reward_is_refused():
+def test_outcome_with_unknown_status_or_text_as_reward_or_metric_is_refused():
     with pytest.raises(ValueError, match=r"must be one of .*'ok'.*, got 'done'"):
         Outcome(reward=1.0, status="done")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must return a number"):
         Outcome(reward="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the metric 'acc' of an episode must be a number, got 'high'"):
+        Outcome(reward=1.0, metrics={"acc": "high"})  # type: ignore[dict-item]
 
 
 def _raise(error):

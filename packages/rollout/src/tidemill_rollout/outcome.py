@@ -20,10 +20,10 @@ class Outcome:
         status: "ok"; "truncated": a limit of length, turns or time was reached; "model_error": the model made it
             impossible to continue; "environment_error": the environment failed. The last is never trained on.
         reason: what happened, for every status but "ok"; it starts with a word that outcomes are counted by.
-        metrics: further numbers, such as "acc", the accuracy for validation.
+        metrics: further numbers, such as "acc", the accuracy for validation; they become floats.
 
     Raises:
-        TypeError: the reward is no number.
+        TypeError: the reward or a metric is no number.
         ValueError: the reward or a metric is not finite in float32, or the status is unknown.
     """
 
@@ -34,8 +34,13 @@ class Outcome:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _number(self.reward))
+        metrics = {
+            name: _number(value, f"the metric {name!r} of an episode must be a number")
+            for name, value in self.metrics.items()
+        }
+        object.__setattr__(self, "metrics", metrics)
         _check_finite("reward", self.reward)
-        for name, value in self.metrics.items():
+        for name, value in metrics.items():
             _check_finite(f"metric {name!r}", value)
         if self.status not in get_args(Status):
             raise ValueError(f"the status of an outcome must be one of {get_args(Status)}, got {self.status!r}")
@@ -75,13 +80,13 @@ def to_outcome(result: Any) -> Outcome:
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, rule: str = 'an episode must return a number, a dict with "score" or an Outcome') -> float:
     try:
         if not isinstance(value, str):
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise TypeError(f'an episode must return a number, a dict with "score" or an Outcome, got {_short(value)}')
+    raise TypeError(f"{rule}, got {_short(value)}")
 
 
 def _check_finite(name: str, number: float) -> None:
