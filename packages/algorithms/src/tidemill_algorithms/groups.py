@@ -21,6 +21,7 @@ class Groups:
         group: int64 [E], number of the episode's group.
         counts: float64 [G], episodes of each group.
         episode: int64 [B], number of each row's episode.
+        first: int64 [E], first row of each episode.
         mask: `response_mask` of the batch, ragged [B, j].
     """
 
@@ -29,6 +30,7 @@ class Groups:
     group: torch.Tensor
     counts: torch.Tensor
     episode: torch.Tensor
+    first: torch.Tensor
     mask: torch.Tensor
 
     @classmethod
@@ -40,9 +42,14 @@ class Groups:
                 problem, and, if episodes have several rows, `episode` int64 [B], equal for the rows of one episode.
 
         Raises:
-            ValueError: rows of one episode have different rewards or problems.
+            ValueError: rows of one episode have different rewards or problems, or a reward is not finite.
         """
         mask, rewards = batch["response_mask"], batch["rewards"].double()
+        if not rewards.isfinite().all():
+            row = int((~rewards.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"expected finite rewards, got {float(rewards[row])} in row {row}; drop the rows of failed episodes"
+            )
         _, group = np.unique(np.asarray(batch["uid"], dtype=str), return_inverse=True)
         group = torch.from_numpy(group.reshape(-1).astype(np.int64))
         if "episode" in batch.batch.keys():  # noqa: SIM118
@@ -64,7 +71,15 @@ class Groups:
         lengths = torch.zeros(len(first), dtype=torch.int64).index_add_(0, episode, tokens)
         group = group[first]
         counts = torch.bincount(group).double()
-        return cls(rewards=rewards[first], lengths=lengths, group=group, counts=counts, episode=episode, mask=mask)
+        return cls(
+            rewards=rewards[first],
+            lengths=lengths,
+            group=group,
+            counts=counts,
+            episode=episode,
+            first=first,
+            mask=mask,
+        )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values of episodes [E] over each group, float64 [G]."""
@@ -74,11 +89,16 @@ class Groups:
         """Return the mean of each group, float64 [G]."""
         return self.sum(values) / self.counts
 
+    def centred(self, values: torch.Tensor) -> torch.Tensor:
+        """Subtract the mean of its group from each value [E], float64 [E]; exactly 0 for equal float32 values."""
+        return values.double() - self.mean(values)[self.group]
+
     def std(self, values: torch.Tensor) -> torch.Tensor:
         """Return the unbiased standard deviation of each group, float64 [G]; 0 for a group of one."""
-        squares = self.sum((values.double() - self.mean(values)[self.group]).square())
+        squares = self.sum(self.centred(values).square())
         return (squares / (self.counts - 1).clamp(min=1)).sqrt()
 
     def to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Expand advantages of episodes [E] to all tokens of their rows, ragged float32 [B, j]."""
-        return ragged.like(ragged.expand_rows(advantages.float()[self.episode], self.mask), self.mask)
+        """Expand advantages of episodes [E] to the trained tokens of their rows, ragged float32 [B, j]; 0 elsewhere."""
+        per_token = ragged.expand_rows(advantages.float()[self.episode], self.mask)
+        return ragged.like(per_token.masked_fill_(~ragged.values(self.mask).bool(), 0.0), self.mask)
