@@ -1,4 +1,6 @@
 import itertools
+import json
+import re
 
 import numpy as np
 import pytest
@@ -6,9 +8,13 @@ from tidemill_rollout import Outcome, Problem
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG, main
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
-from tidemill_trainer.evaluate import evaluation_config
+from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.evaluate import evaluation_config, write_results
 from tidemill_trainer.evaluation import estimate, evaluate_summaries, pass_at_k
+from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.run_dir import RunDir
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (6, 0), (6, 2), (6, 6)])
@@ -68,6 +74,37 @@ def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(as
         assert stem == "eval-mine-step_000007"
     with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):
         evaluation_config(tmp_path, [])
+
+
+@pytest.mark.parametrize("accuracies", [{"sums": None, "words": None}, {"sums": None, "words": 1.0}])
+def test_source_whose_episodes_all_failed_is_shown_and_stops_the_evaluation(
+    accuracies, assets, tmp_path, progress, terminal
+):
+    config = load_config(DEMO_CONFIG, assets)
+    inputs = load_inputs(config, progress, has_training=False)
+    summaries = [_summary(source, acc, source=source) for source, acc in accuracies.items()]
+    episodes = Episodes(rows=None, summaries=summaries, num_generated=0, num_lost=0, num_restarts=0)
+    run = RunDir(tmp_path)
+    num_failed = list(accuracies.values()).count(None)
+    message = rf"{num_failed} of 2 episodes of the evaluation failed, .* {num_failed} times x\. .*max_error_share=0\.1"
+    for _ in range(2):  # the second evaluation in the same folder replaces the first
+        with pytest.raises(EpisodeError, match=message):
+            write_results(config, inputs, run, progress, episodes, n=1, greedy=True)
+    assert re.search(r"sums +│ +│ +│ +│ +0 │ +1 of 1 ", terminal.getvalue())
+    assert ("acc/pass@1" in terminal.getvalue()) == (accuracies["words"] is not None)
+    assert json.loads((tmp_path / "results.json").read_text())["results"]["sums"] == {
+        "num_episodes": 1,
+        "num_failed": 1,
+    }
+    assert [row["reason"] for row in run.read_rollouts()] == ["x" if acc is None else "" for acc in accuracies.values()]
+
+
+def test_evaluation_has_the_name_of_the_overrides_no_loggers_and_needs_no_training_files(assets, tmp_path, progress):
+    file = tmp_path / "mine.toml"
+    save_config(load_config(DEMO_CONFIG, [*assets, "trainer.name=mine", 'trainer.logger=["wandb"]']), file)
+    config, _ = evaluation_config(file, ["trainer.name=other", "data.train_files=[]"])
+    assert (config.trainer.name, config.trainer.logger) == ("other", ())
+    assert load_inputs(config, progress, has_training=False).train is None
 
 
 def test_evaluation_without_validation_files_is_rejected(tmp_path):

@@ -54,6 +54,10 @@ def test_failed_episodes_do_not_lower_the_accuracy():
     }
 
 
+def test_validation_whose_episodes_all_failed_has_no_accuracy():
+    assert validation_metrics([_summary(0, FAILED), _summary(1, FAILED)]) == {}
+
+
 def test_episodes_are_counted_by_status_reason_and_source():
     failures = [Failure(reason="ValueError: x", num_tokens=3)] * 2
     summaries = [

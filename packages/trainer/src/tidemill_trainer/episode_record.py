@@ -11,12 +11,15 @@ from tidemill_trainer.rollout.episode_task import EpisodeSummary
 _VALUES = ("response_mask", "rollout_log_probs", "old_log_probs", "advantages")
 
 
-def episode_record(summary: EpisodeSummary, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def episode_record(
+    summary: EpisodeSummary, batch: DataProto | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Return what the report shows of an episode, down to its tokens.
 
     Args:
         summary: the episode.
-        batch: rows of the step, with the columns of `training_rows`, and in training `old_log_probs` and `advantages`.
+        batch: rows of the step, with the columns of `training_rows`, and in training `old_log_probs` and `advantages`;
+            None without a row.
         tokenizer: tokenizer that decodes the tokens.
 
     Returns:
@@ -25,13 +28,14 @@ def episode_record(summary: EpisodeSummary, batch: DataProto, tokenizer: PreTrai
         and advantages have one entry per token after the prompt.
     """
     task, outcome = summary.task, summary.outcome
-    numbers = torch.nonzero(batch["task"] == task.number).flatten().tolist()
-    rows = [_row(batch[[number]], tokenizer) for number in numbers]
+    own: list[DataProto] = []
+    if batch is not None:
+        numbers = torch.nonzero(batch["task"] == task.number).flatten().tolist()
+        own = [batch[[number]] for number in numbers]
     prompt = response = ""
-    if numbers:
-        first = batch[[numbers[0]]]
-        prompt = tokenizer.decode(first["prompts"].values())
-        response = tokenizer.decode(first["responses"].values(), skip_special_tokens=True)
+    if own:
+        prompt = tokenizer.decode(own[0]["prompts"].values())
+        response = tokenizer.decode(own[0]["responses"].values(), skip_special_tokens=True)
     return {
         "episode": task.name,
         "data_source": task.problem.data_source,
@@ -44,7 +48,7 @@ def episode_record(summary: EpisodeSummary, batch: DataProto, tokenizer: PreTrai
         "reason": outcome.reason,
         "seconds": summary.seconds,
         "metrics": {**summary.counts, **outcome.metrics},
-        "rows": rows,
+        "rows": [_row(row, tokenizer) for row in own],
     }
 
 

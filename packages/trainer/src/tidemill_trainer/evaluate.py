@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -16,9 +16,14 @@ from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from tidemill_trainer.rollout.episode_pool import Episodes
+
 
 def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the configuration for an evaluation and the start of its folder's name.
+
+    It has the name of the overrides instead of that of the training run, and no loggers.
 
     Args:
         target: a configuration file, the folder of a run (its newest checkpoint), or the folder of a checkpoint.
@@ -46,18 +51,18 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         stem = f"eval-{target.stem}"
     if not config.data.val_files:
         raise ConfigError("an evaluation requires data.val_files; set them")
+    has_name = any(override.partition("=")[0].strip() == "trainer.name" for override in overrides)
+    name = config.trainer.name if has_name else None
     return replace(
         config,
         model=replace(config.model, init_seed=None),
         warmup=replace(config.warmup, max_steps=0),
-        trainer=replace(config.trainer, name=None, stop_at_accuracy=None),
+        trainer=replace(config.trainer, name=name, logger=(), stop_at_accuracy=None),
     ), stem
 
 
-def evaluate_run(
-    config: Config, inputs: Inputs, run: RunDir, progress: Progress, *, n: int, greedy: bool
-) -> dict[str, Any]:
-    """Run `n` episodes for each validation problem, print the results and write them to `results.json`.
+def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress, *, n: int, greedy: bool) -> None:
+    """Run `n` episodes for each validation problem, and write their results (see `write_results`).
 
     Args:
         config: result of `evaluation_config`.
@@ -66,11 +71,12 @@ def evaluate_run(
         progress: terminal output.
         n: samples per problem.
         greedy: decode greedily; otherwise with `rollout.temperature`, `top_p` and `top_k`, and the run's seed.
+
+    Raises:
+        EpisodeError: more episodes failed than `episode.max_error_share`.
     """
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.data import to_problems
-    from tidemill_trainer.episode_record import episode_record
-    from tidemill_trainer.evaluation import evaluate_summaries
     from tidemill_trainer.rollout.episode_task import EpisodeTask
     from tidemill_trainer.rollouts import sampling_seeds
 
@@ -93,25 +99,43 @@ def evaluate_run(
             cluster.episodes.load(config)
         with cluster.watch.waits("testing"), progress.waiting(f"running {len(tasks)} episodes"):
             episodes = cluster.episodes.run(tasks, greedy=greedy)
+    write_results(config, inputs, run, progress, episodes, n=n, greedy=greedy)
+
+
+def write_results(
+    config: Config, inputs: Inputs, run: RunDir, progress: Progress, episodes: "Episodes", *, n: int, greedy: bool
+) -> None:
+    """Print the results of an evaluation, and write them to `results.json` and its episodes to `rollouts.jsonl`.
+
+    Raises:
+        EpisodeError: more episodes failed than `episode.max_error_share`; the results of the others are written.
+    """
+    from tidemill_trainer.episode_record import episode_record
+    from tidemill_trainer.evaluation import evaluate_summaries
+    from tidemill_trainer.rollouts import check_errors
+
     results = evaluate_summaries(episodes.summaries, n)
-    if episodes.rows is not None:
-        records = (episode_record(summary, episodes.rows, inputs.tokenizer) for summary in episodes.summaries)
-        run.append_rollouts([{"step": 0, **record} for record in records])
+    run.remove_after(-1)  # an earlier evaluation of this name
+    records = (episode_record(summary, episodes.rows, inputs.tokenizer) for summary in episodes.summaries)
+    run.append_rollouts({"step": 0, **record} for record in records)
     sampling = "greedy" if greedy else f"temperature {config.rollout.temperature:g}"
     content = {"model": config.model.path, "n": n, "sampling": sampling, "results": results}
     (run.path / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     progress.console.print(_table(results, f"{config.model.path}, {sampling}"))
+    check_errors(episodes.summaries, "the evaluation", config.episode.max_error_share, progress)
     progress.info(f"the evaluation is in {run.path}", style="bold")
-    return results
 
 
 def _table(results: dict[str, dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name in ("data source", "metric", "mean", "95 % interval", "problems", "failed episodes"):
-        table.add_column(name, justify="left" if name in ("data source", "metric") else "right")
+    for name in ("data source", "metric", "mean", "95 % interval", "problems", "failed"):
+        table.add_column(name, justify="left" if name in ("data source", "metric") else "right", overflow="fold")
     for source, group in results.items():
         failed = f"{group['num_failed']} of {group['num_episodes']}"
-        for name in sorted((name for name in group if "@" in name), key=_order):
+        names = sorted((name for name in group if "@" in name), key=_order)
+        if not names:
+            table.add_row(escape(source), "", "", "", "0", failed)
+        for name in names:
             found = group[name]
             interval = f"{found['low']:.3f} to {found['high']:.3f}"
             table.add_row(escape(source), name, f"{found['mean']:.3f}", interval, str(found["num_problems"]), failed)

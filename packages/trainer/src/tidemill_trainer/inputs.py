@@ -20,16 +20,22 @@ class Inputs:
     """Tokenizer and problems of a run, loaded and checked before any process starts.
 
     Attributes:
+        train: training problems; None for an evaluation.
         val: validation problems; None without validation files.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    train: DataProto
+    train: DataProto | None
     val: DataProto | None
 
 
-def load_inputs(config: Config, progress: Progress) -> Inputs:
+def load_inputs(config: Config, progress: Progress, *, has_training: bool = True) -> Inputs:
     """Check model, machine and the user's functions, and load tokenizer and problems.
+
+    Args:
+        config: configuration of the run.
+        progress: terminal output.
+        has_training: load the training files, too.
 
     Raises:
         ConfigError, DataError: a user error (reported without a traceback).
@@ -43,8 +49,10 @@ def load_inputs(config: Config, progress: Progress) -> Inputs:
     def load(files: Sequence[str]) -> DataProto:
         return _load_problems(files, tokenizer, config, progress, needs_ground_truth=needs_ground_truth)
 
-    train_data = load(config.data.train_files)
     val_data = load(config.data.val_files) if config.data.val_files else None
+    if not has_training:
+        return Inputs(tokenizer=tokenizer, train=None, val=val_data)
+    train_data = load(config.data.train_files)
     if config.warmup.max_steps > 0 and any(text is None for text in train_data.non_tensor_batch["response"]):
         raise DataError(
             "the warm-up requires a `response` in every row of data.train_files; add it, or set warmup.max_steps=0"

@@ -126,9 +126,11 @@ def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
     """Compute `val/accuracy` over all problems, and `val-core/{source}/acc/mean@1` for each data source.
 
     Args:
-        summaries: one episode per problem. Those that failed are not counted.
+        summaries: one episode per problem. Those that failed are not counted; where all failed, there is no accuracy.
     """
     sound = [summary for summary in summaries if summary.outcome.is_trainable]
+    if not sound:
+        return {}
     return {"val/accuracy": _accuracy(sound)} | {
         f"val-core/{source}/acc/mean@1": _accuracy(group) for source, group in _by_source(sound).items()
     }

@@ -24,12 +24,13 @@ class Rollouts:
     Args:
         config: configuration of the run.
         pool: processes that run the episodes; `pool.load(config)` has been called.
-        inputs: problems.
+        inputs: problems, with `train`.
         run: folder for the ledger and for examples of forks.
         progress: terminal output.
     """
 
     def __init__(self, config: Config, pool: EpisodePool, inputs: Inputs, run: RunDir, progress: Progress) -> None:
+        assert inputs.train is not None
         self._config = config
         self._pool = pool
         self._loader = PromptLoader(inputs.train, config.data.train_batch_size, config.trainer.seed)
@@ -60,7 +61,7 @@ class Rollouts:
         ]
         self._ledger.issue(step, self._loader.rows(step).tolist(), n)
         episodes = self._pool.run(tasks, greedy=False)
-        self._check_errors(episodes.summaries, f"step {step}")
+        check_errors(episodes.summaries, f"step {step}", config.episode.max_error_share, self._progress)
         if episodes.rows is None:
             raise EpisodeError(f"step {step}: none of {count} episodes sampled a token that can be trained on")
         self._write_forks(step, episodes.summaries)
@@ -102,6 +103,8 @@ class Rollouts:
     def validate(self) -> dict[str, float]:
         """Return the held-out accuracy of greedy decoding, in total and per data source; empty without problems.
 
+        A data source whose episodes have all failed has no accuracy.
+
         Raises:
             EpisodeError: more episodes failed than `episode.max_error_share`.
         """
@@ -110,25 +113,9 @@ class Rollouts:
         problems = to_problems(self._val, "val")
         tasks = [EpisodeTask(number=number, problem=problem) for number, problem in enumerate(problems)]
         summaries = self._pool.run(tasks, greedy=True).summaries
-        num_errors = self._check_errors(summaries, "the validation")
+        share = self._config.episode.max_error_share
+        num_errors = check_errors(summaries, "the validation", share, self._progress)
         return validation_metrics(summaries) | {"val/num_errors": float(num_errors)}
-
-    def _check_errors(self, summaries: Sequence[EpisodeSummary], where: str) -> int:
-        """Report failed episodes and return their number."""
-        failed = [summary for summary in summaries if not summary.outcome.is_trainable]
-        if not failed:
-            return 0
-        reasons = Counter(summary.outcome.reason for summary in failed).most_common(3)
-        examples = "; ".join(f"{count} times {reason}" for reason, count in reasons)
-        message = f"{len(failed)} of {len(summaries)} episodes of {where} failed, also when repeated: {examples}"
-        config = self._config.episode
-        if len(failed) > config.max_error_share * len(summaries):
-            raise EpisodeError(
-                f"{message}. That is more than episode.max_error_share={config.max_error_share:g}; repair the "
-                "environment or the reward function"
-            )
-        self._progress.warn(f"{message}; they are left out")
-        return len(failed)
 
     def _write_forks(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
         """Keep the first example of each reason."""
@@ -137,6 +124,33 @@ class Rollouts:
                 if fork.reason not in self._seen_forks:
                     self._seen_forks.add(fork.reason)
                     self._run.append_forks([{"step": step, "episode": summary.task.name, **asdict(fork)}])
+
+
+def check_errors(summaries: Sequence[EpisodeSummary], where: str, max_error_share: float, progress: Progress) -> int:
+    """Warn about failed episodes and return their number.
+
+    Args:
+        summaries: all episodes.
+        where: what they belong to, for messages.
+        max_error_share: share of failed episodes above which the run stops.
+        progress: terminal output.
+
+    Raises:
+        EpisodeError: more of them failed than `max_error_share`.
+    """
+    failed = [summary for summary in summaries if not summary.outcome.is_trainable]
+    if not failed:
+        return 0
+    reasons = Counter(summary.outcome.reason for summary in failed).most_common(3)
+    examples = "; ".join(f"{count} times {reason}" for reason, count in reasons)
+    message = f"{len(failed)} of {len(summaries)} episodes of {where} failed, also when repeated: {examples}"
+    if len(failed) > max_error_share * len(summaries):
+        raise EpisodeError(
+            f"{message}. That is more than episode.max_error_share={max_error_share:g}; repair the environment or the "
+            "reward function"
+        )
+    progress.warn(f"{message}; they are left out")
+    return len(failed)
 
 
 def shown_episodes(count: int, num_shown: int) -> list[int]:

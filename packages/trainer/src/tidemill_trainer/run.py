@@ -1,10 +1,11 @@
-"""The commands `tidemill demo` and `tidemill train`, from configuration to final message."""
+"""The commands `tidemill demo`, `train` and `eval`, from configuration to final message."""
 
 import logging
 import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -51,7 +52,7 @@ def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
     except (ConfigError, OSError) as error:
         progress.fail(str(error))
         return 1
-    return _run(config, "demo", progress, resume=False)
+    return _run(config, "demo", progress, _training())
 
 
 def _make_assets(task: str, folder: Path, seed: int, progress: Progress) -> list[str]:
@@ -81,7 +82,7 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     except ConfigError as error:
         progress.fail(str(error))
         return 1
-    return _run(config, config_path.stem, progress, resume=resume)
+    return _run(config, config_path.stem, progress, _training(), resume=resume)
 
 
 def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) -> int:
@@ -97,37 +98,52 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
     def work(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:
         evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
 
-    return _run(config, stem, progress, resume=False, work=work)
+    def how_to_repeat(run: RunDir) -> str:
+        return f"The files of the evaluation are in {run.path}; the same command repeats it."
+
+    return _run(config, stem, progress, _Work(run=work, has_training=False, after_stop=how_to_repeat))
 
 
-def _run(
-    config: Config,
-    stem: str,
-    progress: Progress,
-    *,
-    resume: bool,
-    work: Callable[[Config, Inputs, RunDir, Progress], None] | None = None,
-) -> int:
-    """Train, or do other work; report any error as one message and return the exit status."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """What a command does in the folder of its run.
+
+    Attributes:
+        run: the work.
+        has_training: whether it needs the training problems.
+        after_stop: returns what the user can do after it stopped early.
+    """
+
+    run: Callable[[Config, Inputs, RunDir, Progress], None]
+    has_training: bool
+    after_stop: Callable[[RunDir], str]
+
+
+def _training() -> _Work:
+    return _Work(run=_fit, has_training=True, after_stop=RunDir.how_to_continue)
+
+
+def _run(config: Config, stem: str, progress: Progress, work: _Work, *, resume: bool = False) -> int:
+    """Do the work of a command; report any error as one message and return the exit status."""
     run: RunDir | None = None
     try:
-        inputs = load_inputs(config, progress)
+        inputs = load_inputs(config, progress, has_training=work.has_training)
         with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
-            (_fit if work is None else work)(config, inputs, run, progress)
+            work.run(config, inputs, run, progress)
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1
     except _STOPPING_ERRORS as error:
         assert run is not None
-        progress.fail(f"{error}\n{run.how_to_continue()}")
+        progress.fail(f"{error}\n{work.after_stop(run)}")
         return 1
     except KeyboardInterrupt:
         if run is None:
             raise
-        progress.stop(run.how_to_continue())
+        progress.stop(work.after_stop(run))
         return 130
     except Exception as error:  # noqa: BLE001 - top level: the user sees the message, a file gets the traceback
-        progress.fail(_summary(error) + _details(error, run, progress))
+        progress.fail(_summary(error) + ("" if run is None else _details(error, run, work, progress)))
         return 1
     return 0
 
@@ -160,10 +176,8 @@ def _summary(error: Exception) -> str:
     return text if isinstance(error, _DESCRIBED_ERRORS) else f"{type(error).__name__}: {text}"
 
 
-def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
-    """Write the traceback to a file of the run; return where it is and how to continue."""
-    if run is None:
-        return ""
+def _details(error: Exception, run: RunDir, work: _Work, progress: Progress) -> str:
+    """Write the traceback to a file of the run; return where it is and what the user can do."""
     file = run.logs / "error.log"
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -174,7 +188,7 @@ def _details(error: Exception, run: RunDir | None, progress: Progress) -> str:
     last = ""
     if isinstance(error, WorkerDiedError) and (lines := tail(run.logs / f"{error.group}_{error.rank}.log", 8)):
         last = f"\nLast lines of its log:\n{lines}"
-    return f"{last}\nThe traceback is in {file}, next to the logs of the workers.\n{run.how_to_continue()}"
+    return f"{last}\nThe traceback is in {file}, next to the logs of the workers.\n{work.after_stop(run)}"
 
 
 def _quiet_libraries() -> None:

@@ -47,7 +47,7 @@ class RunDir:
         for listener in self.listeners:
             listener(line)
 
-    def append_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def append_rollouts(self, rollouts: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per rollout. Types that JSON does not have, such as dates of a parquet file, become text."""
         _append(self.rollouts, rollouts)
 

@@ -52,7 +52,7 @@ class Trainer:
     Args:
         config: configuration of the run.
         cluster: running workers; the caller starts and stops them.
-        inputs: tokenizer and problems; without `val` the model is not validated.
+        inputs: tokenizer and problems with `train`; without `val` the model is not validated.
         run: folder for metrics, rollouts and checkpoints.
         progress: terminal output.
     """
@@ -65,6 +65,7 @@ class Trainer:
         run: RunDir,
         progress: Progress,
     ) -> None:
+        assert inputs.train is not None
         self._config = config
         self._actor = cluster.actor
         self._waits = cluster.watch.waits
@@ -170,7 +171,7 @@ class Trainer:
             # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
             if is_tested:
-                self._progress.step("sft", metrics | timing.metrics() | {"step": step}, self._accuracy)
+                self._progress.step("sft", metrics | timing.metrics() | {"step": step}, metrics.get("val/accuracy"))
             if is_tested and self._reached(config.until_accuracy):
                 break
         self._actor.reset_optimizer("rl")
@@ -262,8 +263,7 @@ class Trainer:
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
         shown = [summary for summary in episodes.summaries if summary.task.is_shown]
         self._run.append_rollouts([{"step": step, **episode_record(each, batch, self._tokenizer)} for each in shown])
-        is_validated = "testing" in timing.seconds
-        self._progress.step("rl", metrics | {"step": step}, self._accuracy if is_validated else None)
+        self._progress.step("rl", metrics | {"step": step}, metrics.get("val/accuracy"))
 
     def _read_accuracy(self) -> None:
         """Read the accuracies of a resumed run from its metrics."""

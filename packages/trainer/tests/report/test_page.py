@@ -52,6 +52,15 @@ def test_report_shows_failed_rewards_and_the_demo_description_if_any(tmp_path):
     assert "from right &lt;to&gt; left" in run.report.read_text()
 
 
+def test_accuracy_that_is_not_finite_is_left_out_of_the_report(tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text("")
+    for step, accuracy in enumerate([0.25, 0.5, math.nan]):
+        run.append_metrics({"step": step, "phase": "rl", "val/accuracy": accuracy})
+    write_report(run)
+    assert "held-out accuracy 0.250 before and 0.500 after" in run.report.read_text()
+
+
 def test_run_without_steps_has_a_report(tmp_path):
     run = RunDir(tmp_path)
     run.config.write_text("")

@@ -65,4 +65,4 @@ def _points(
 
 def _validations(metrics: Sequence[Mapping[str, Any]]) -> Points:
     """Return the last validation of each step; the warm-up is step 0."""
-    return sorted({row["step"]: row["val/accuracy"] for row in metrics if "val/accuracy" in row}.items())
+    return sorted(dict(_points(metrics, "val/accuracy")).items())

@@ -55,12 +55,10 @@ def write_report(run: RunDir) -> None:
 
 def _summary(metrics: Sequence[Mapping[str, Any]]) -> str:
     steps = [row["step"] for row in metrics if row.get("phase") == "rl"]
-    accuracies = [row["val/accuracy"] for row in metrics if "val/accuracy" in row]
+    accuracies = [(row["step"], row["val/accuracy"]) for row in metrics if row.get("val/accuracy") is not None]
     text = f"{max(steps, default=0)} steps"
     if accuracies:
-        before = [row["val/accuracy"] for row in metrics if "val/accuracy" in row and row["step"] == 0][-1:]
-        text += (
-            f", held-out accuracy {before[0] if before else accuracies[0]:.3f} before and {accuracies[-1]:.3f} after "
-            "reinforcement learning"
-        )
+        before = [accuracy for step, accuracy in accuracies if step == 0][-1:]
+        first, last = before[0] if before else accuracies[0][1], accuracies[-1][1]
+        text += f", held-out accuracy {first:.3f} before and {last:.3f} after reinforcement learning"
     return text
