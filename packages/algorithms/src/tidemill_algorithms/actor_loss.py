@@ -1,0 +1,127 @@
+"""The loss of a policy over a micro-batch, for training engines."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from tidemill_dataproto import DataProto, ragged
+
+from tidemill_algorithms.losses import POLICY_LOSSES, PolicyLoss
+
+__all__ = ["ActorLoss"]
+
+
+class _Outputs(Protocol):
+    """Outputs of a language model, [N], flat like the values of `response_mask`."""
+
+    @property
+    def log_probs(self) -> torch.Tensor: ...
+
+    @property
+    def entropy(self) -> torch.Tensor | None: ...
+
+
+class _Counts(Protocol):
+    """Counts over the global batch."""
+
+    @property
+    def num_tokens(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorLoss:
+    """A policy loss with an entropy bonus: `(model_output, micro_batch, normalizer) -> (loss, metrics)`.
+
+    The loss is the sum of the loss's terms times the column `loss_weights` of `aggregation.token_weights`, so the
+    losses of all micro-batches add up to that of the global mini-batch. With a column `rollout_is_weights`, the terms
+    are multiplied by it. The entropy has the weights of the loss.
+
+    Metrics are shares that add up over micro-batches: `actor/pg_loss` and `actor/entropy_loss` with the weights of the
+    loss, and those of the policy loss as means over trained tokens.
+
+    Attributes:
+        policy_loss: name in `POLICY_LOSSES`, or a function of the same signature.
+        options: keyword arguments of the policy loss.
+        entropy_coeff: coefficient of the mean entropy, which is subtracted from the loss.
+
+    Raises:
+        ValueError: an unknown policy loss, or an option that it does not have.
+    """
+
+    policy_loss: str | PolicyLoss = "vanilla"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    entropy_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy_loss, str) and self.policy_loss not in POLICY_LOSSES:
+            raise ValueError(f"policy_loss must be one of {', '.join(POLICY_LOSSES)}, got {self.policy_loss!r}")
+        parameters = inspect.signature(self._function()).parameters.values()
+        known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        unknown = sorted(self.options.keys() - set(known))
+        if unknown:
+            raise ValueError(
+                f"policy loss {self.policy_loss} has no option {', '.join(unknown)}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+
+    def _function(self) -> PolicyLoss:
+        return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
+
+    def __call__(
+        self, model_output: _Outputs, micro_batch: DataProto, normalizer: _Counts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the 0-d share of the loss of a micro-batch and its metrics.
+
+        Args:
+            model_output: `log_probs` [N] with gradient, and `entropy` [N] if there is an `entropy_coeff`.
+            micro_batch: ragged `response_mask` and `loss_weights`, and the columns of the policy loss.
+            normalizer: `num_tokens`, sum of the mask of the global mini-batch.
+
+        Raises:
+            ValueError: the loss is not finite; the error names the first row and token.
+        """
+        weights = ragged.values(micro_batch["loss_weights"])
+        per_token = ragged.values(micro_batch["response_mask"]).float() / normalizer.num_tokens
+        terms, of_tokens = self._function()(model_output.log_probs, micro_batch, **self.options)
+        if "rollout_is_weights" in micro_batch.batch.keys():  # noqa: SIM118
+            terms = terms * ragged.values(micro_batch["rollout_is_weights"])
+        shares = {"policy loss": terms * weights}
+        loss = shares["policy loss"].sum()
+        metrics = {"actor/pg_loss": loss.detach()}
+        metrics |= {name: (values.detach() * per_token).sum() for name, values in of_tokens.items()}
+        if self.entropy_coeff != 0.0:
+            if model_output.entropy is None:
+                raise ValueError(
+                    "entropy_coeff requires the entropy of each token; compute it (calculate_entropy=True)"
+                )
+            shares["entropy"] = model_output.entropy * weights
+            entropy = shares["entropy"].sum()
+            metrics["actor/entropy_loss"] = entropy.detach()
+            loss = loss - self.entropy_coeff * entropy
+        if not torch.isfinite(loss.detach()):
+            _raise_not_finite(shares, micro_batch, model_output.log_probs)
+        return loss, metrics
+
+
+def _raise_not_finite(shares: Mapping[str, torch.Tensor], batch: DataProto, log_probs: torch.Tensor) -> None:
+    mask = batch["response_mask"]
+    for name, share in shares.items():
+        bad = (~torch.isfinite(share.detach())).nonzero()
+        if not len(bad):
+            continue
+        token = int(bad[0])
+        offsets = ragged.offsets(mask)
+        row = int(torch.searchsorted(offsets, token, right=True)) - 1
+        uid = f" (uid {batch.non_tensor_batch['uid'][row]})" if "uid" in batch.non_tensor_batch else ""
+        columns = {"log_probs": log_probs.detach()}
+        for column in ("old_log_probs", "advantages", "loss_weights", "rollout_is_weights", "response_mask"):
+            if column in batch.batch.keys():  # noqa: SIM118
+                columns[column] = ragged.values(batch[column])
+        values = ", ".join(f"{column} {values[token].item():g}" for column, values in columns.items())
+        raise ValueError(
+            f"expected a finite {name}, got {share[token].item()} at row {row}{uid} of the micro-batch, response token "
+            f"{token - int(offsets[row])}: {values}"
+        )
+    raise ValueError("expected a finite loss, but its finite terms add up to an infinite sum; look for huge advantages")
