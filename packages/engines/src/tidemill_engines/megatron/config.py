@@ -61,7 +61,7 @@ class MegatronConfig(EngineConfig):
             experts of each token of `input_ids` in each layer. A batch with this column (from `infer_batch` or from the
             rollout) sends its tokens to these experts, also in training; -1 leaves a token to the router. If False, a
             batch with this column is rejected.
-        seed: seed of Megatron's random states.
+        seed: seed of Megatron's random states. The engines of a process share these; the first engine's seed is used.
 
     Raises:
         TypeError: a value has the wrong type.

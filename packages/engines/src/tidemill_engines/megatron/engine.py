@@ -54,7 +54,7 @@ from tidemill_engines.optimizer import learning_rate
 class MegatronEngine(BaseEngine[MegatronConfig]):
     """A Hugging Face model in Megatron's modules; subclasses implement the step of a type of model.
 
-    Megatron keeps its process groups in module globals, so a process can have one such engine at a time.
+    Megatron keeps its process groups in module globals, so the engines of a process must have the same layout.
 
     Attributes:
         new_weights: names of the model's weights that a checkpoint may lack; they start at zero.
