@@ -19,6 +19,16 @@ from tidemill_algorithms.actor_loss import ActorLoss
 from tidemill_algorithms.advantages import ADV_ESTIMATORS
 from tidemill_algorithms.aggregation import token_weights
 from tidemill_algorithms.groups import Groups
+from tidemill_algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES
 
-__all__ = ["ADV_ESTIMATORS", "ActorLoss", "Groups", "POLICY_LOSSES", "token_weights"]
+__all__ = [
+    "ADV_ESTIMATORS",
+    "ActorLoss",
+    "AdaptiveKLController",
+    "FixedKLController",
+    "Groups",
+    "POLICY_LOSSES",
+    "kl_penalty",
+    "token_weights",
+]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.kl import KLPenalty, check_kl_penalty, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES, PolicyLoss
 
 __all__ = ["ActorLoss"]
@@ -32,31 +33,36 @@ class _Counts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorLoss:
-    """A policy loss with an entropy bonus: `(model_output, micro_batch, normalizer) -> (loss, metrics)`.
+    """A policy loss, an entropy bonus and a KL penalty: `(model_output, micro_batch, normalizer) -> (loss, metrics)`.
 
     The loss is the sum of the loss's terms times the column `loss_weights` of `aggregation.token_weights`, so the
     losses of all micro-batches add up to that of the global mini-batch. With a column `rollout_is_weights`, the terms
-    are multiplied by it. The entropy has the weights of the loss.
+    are multiplied by it. Entropy and KL have the weights of the loss.
 
-    Metrics are shares that add up over micro-batches: `actor/pg_loss` and `actor/entropy_loss` with the weights of the
-    loss, and those of the policy loss as means over trained tokens.
+    Metrics are shares that add up over micro-batches: `actor/pg_loss`, `actor/entropy_loss` and `actor/kl_loss` with
+    the weights of the loss; `actor/kl_coef`; and those of the policy loss as means over trained tokens.
 
     Attributes:
         policy_loss: name in `POLICY_LOSSES`, or a function of the same signature.
         options: keyword arguments of the policy loss.
         entropy_coeff: coefficient of the mean entropy, which is subtracted from the loss.
+        kl_loss_coef: coefficient of the mean KL penalty to the column `ref_log_prob`, which is added to the loss.
+        kl_loss_type: estimate of the KL divergence, see `kl_penalty` for whose gradient it has.
 
     Raises:
-        ValueError: an unknown policy loss, or an option that it does not have.
+        ValueError: an unknown policy loss or KL penalty, or an option that it does not have.
     """
 
     policy_loss: str | PolicyLoss = "vanilla"
     options: Mapping[str, Any] = field(default_factory=dict)
     entropy_coeff: float = 0.0
+    kl_loss_coef: float = 0.0
+    kl_loss_type: KLPenalty = "low_var_kl"
 
     def __post_init__(self) -> None:
         if isinstance(self.policy_loss, str) and self.policy_loss not in POLICY_LOSSES:
             raise ValueError(f"policy_loss must be one of {', '.join(POLICY_LOSSES)}, got {self.policy_loss!r}")
+        check_kl_penalty(self.kl_loss_type)
         parameters = inspect.signature(self._function()).parameters.values()
         known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
         unknown = sorted(self.options.keys() - set(known))
@@ -76,7 +82,8 @@ class ActorLoss:
 
         Args:
             model_output: `log_probs` [N] with gradient, and `entropy` [N] if there is an `entropy_coeff`.
-            micro_batch: ragged `response_mask` and `loss_weights`, and the columns of the policy loss.
+            micro_batch: ragged `response_mask` and `loss_weights`, the columns of the policy loss, and `ref_log_prob`
+                if there is a `kl_loss_coef`.
             normalizer: `num_tokens`, sum of the mask of the global mini-batch.
 
         Raises:
@@ -100,6 +107,12 @@ class ActorLoss:
             entropy = shares["entropy"].sum()
             metrics["actor/entropy_loss"] = entropy.detach()
             loss = loss - self.entropy_coeff * entropy
+        if self.kl_loss_coef != 0.0:
+            penalty = kl_penalty(model_output.log_probs, ragged.values(micro_batch["ref_log_prob"]), self.kl_loss_type)
+            shares["KL penalty"] = penalty * weights
+            kl = shares["KL penalty"].sum()
+            metrics |= {"actor/kl_loss": kl.detach(), "actor/kl_coef": (self.kl_loss_coef * per_token).sum()}
+            loss = loss + self.kl_loss_coef * kl
         if not torch.isfinite(loss.detach()):
             _raise_not_finite(shares, micro_batch, model_output.log_probs)
         return loss, metrics
@@ -116,7 +129,14 @@ def _raise_not_finite(shares: Mapping[str, torch.Tensor], batch: DataProto, log_
         row = int(torch.searchsorted(offsets, token, right=True)) - 1
         uid = f" (uid {batch.non_tensor_batch['uid'][row]})" if "uid" in batch.non_tensor_batch else ""
         columns = {"log_probs": log_probs.detach()}
-        for column in ("old_log_probs", "advantages", "loss_weights", "rollout_is_weights", "response_mask"):
+        for column in (
+            "old_log_probs",
+            "ref_log_prob",
+            "advantages",
+            "loss_weights",
+            "rollout_is_weights",
+            "response_mask",
+        ):
             if column in batch.batch.keys():  # noqa: SIM118
                 columns[column] = ragged.values(batch[column])
         values = ", ".join(f"{column} {values[token].item():g}" for column, values in columns.items())
