@@ -18,6 +18,7 @@ Those of the losses also this one, sampled with probability 1 per token:
 from tidemill_algorithms.actor_loss import ActorLoss
 from tidemill_algorithms.advantages import ADV_ESTIMATORS
 from tidemill_algorithms.aggregation import token_weights
+from tidemill_algorithms.critic_loss import CriticLoss
 from tidemill_algorithms.groups import Groups
 from tidemill_algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES
@@ -26,6 +27,7 @@ __all__ = [
     "ADV_ESTIMATORS",
     "ActorLoss",
     "AdaptiveKLController",
+    "CriticLoss",
     "FixedKLController",
     "Groups",
     "POLICY_LOSSES",

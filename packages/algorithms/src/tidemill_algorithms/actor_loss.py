@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.finite import check_finite
 from tidemill_algorithms.kl import KLPenalty, check_kl_penalty, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES, PolicyLoss
 
@@ -113,35 +114,5 @@ class ActorLoss:
             kl = shares["KL penalty"].sum()
             metrics |= {"actor/kl_loss": kl.detach(), "actor/kl_coef": (self.kl_loss_coef * per_token).sum()}
             loss = loss + self.kl_loss_coef * kl
-        if not torch.isfinite(loss.detach()):
-            _raise_not_finite(shares, micro_batch, model_output.log_probs)
+        check_finite(loss, shares, micro_batch, {"log_probs": model_output.log_probs})
         return loss, metrics
-
-
-def _raise_not_finite(shares: Mapping[str, torch.Tensor], batch: DataProto, log_probs: torch.Tensor) -> None:
-    mask = batch["response_mask"]
-    for name, share in shares.items():
-        bad = (~torch.isfinite(share.detach())).nonzero()
-        if not len(bad):
-            continue
-        token = int(bad[0])
-        offsets = ragged.offsets(mask)
-        row = int(torch.searchsorted(offsets, token, right=True)) - 1
-        uid = f" (uid {batch.non_tensor_batch['uid'][row]})" if "uid" in batch.non_tensor_batch else ""
-        columns = {"log_probs": log_probs.detach()}
-        for column in (
-            "old_log_probs",
-            "ref_log_prob",
-            "advantages",
-            "loss_weights",
-            "rollout_is_weights",
-            "response_mask",
-        ):
-            if column in batch.batch.keys():  # noqa: SIM118
-                columns[column] = ragged.values(batch[column])
-        values = ", ".join(f"{column} {values[token].item():g}" for column, values in columns.items())
-        raise ValueError(
-            f"expected a finite {name}, got {share[token].item()} at row {row}{uid} of the micro-batch, response token "
-            f"{token - int(offsets[row])}: {values}"
-        )
-    raise ValueError("expected a finite loss, but its finite terms add up to an infinite sum; look for huge advantages")

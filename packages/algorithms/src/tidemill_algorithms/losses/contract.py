@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from tidemill_dataproto import DataProto, ragged
 
-__all__ = ["PolicyLoss", "log_ratio_of", "ratio_of", "require_not_negative", "shared_metrics"]
+__all__ = ["PolicyLoss", "log_ratio_of", "ratio_of", "require_not_negative", "row_mean", "shared_metrics"]
 
 # (log_probs, batch, *, options) -> (terms, metrics): log_probs [N] with gradient, flat like the values of
 # `response_mask`; terms [N], to be minimised, finite also where the mask is 0; metrics [N], to be averaged over
@@ -34,3 +34,12 @@ def require_not_negative(**options: float) -> None:
     for name, value in options.items():
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}")
+
+
+def row_mean(flat: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    """Return the mean over the trained tokens of each row, expanded to its tokens [N]; 0 without trained tokens."""
+    column = batch["response_mask"]
+    mask = ragged.values(column).to(flat.dtype)
+    tokens = ragged.segment_sum(mask, column)
+    mean = ragged.segment_sum(flat * mask, column) / torch.where(tokens > 0, tokens, 1.0)
+    return ragged.expand_rows(mean, column)
