@@ -59,27 +59,23 @@ class Groups:
         first = torch.full((int(episode.max()) + 1 if len(batch) else 0,), len(batch)).scatter_reduce(
             0, episode, torch.arange(len(batch)), "amin"
         )
-        for name, column in {"rewards": rewards, "uid": group}.items():
-            is_wrong = column != column[first][episode]
-            if is_wrong.any():
-                row = int(is_wrong.nonzero()[0])
-                raise ValueError(
-                    f"expected equal {name} in all rows of an episode, but row {row} differs from row "
-                    f"{int(first[episode[row]])}; give different episodes different numbers in the column `episode`"
-                )
-        tokens = ragged.segment_sum(ragged.values(mask).bool().long(), mask)
+        rewards = _of_episodes("rewards", rewards, first, episode)
+        group = _of_episodes("uid", group, first, episode)
+        tokens = ragged.segment_sum(ragged.values(mask).bool().float(), mask).long()  # exact, and faster than integers
         lengths = torch.zeros(len(first), dtype=torch.int64).index_add_(0, episode, tokens)
-        group = group[first]
-        counts = torch.bincount(group).double()
         return cls(
-            rewards=rewards[first],
+            rewards=rewards,
             lengths=lengths,
             group=group,
-            counts=counts,
+            counts=torch.bincount(group).double(),
             episode=episode,
             first=first,
             mask=mask,
         )
+
+    def of_episodes(self, name: str, column: torch.Tensor) -> torch.Tensor:
+        """Return values of rows [B, ...] as values of episodes [E, ...]. ValueError if rows of an episode differ."""
+        return _of_episodes(name, column, self.first, self.episode)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values of episodes [E] over each group, float64 [G]."""
@@ -102,3 +98,15 @@ class Groups:
         """Expand advantages of episodes [E] to the trained tokens of their rows, ragged float32 [B, j]; 0 elsewhere."""
         per_token = ragged.expand_rows(advantages.float()[self.episode], self.mask)
         return ragged.like(per_token.masked_fill_(~ragged.values(self.mask).bool(), 0.0), self.mask)
+
+
+def _of_episodes(name: str, column: torch.Tensor, first: torch.Tensor, episode: torch.Tensor) -> torch.Tensor:
+    per_episode = column[first]
+    is_wrong = column != per_episode[episode]
+    if is_wrong.any():
+        row = int(is_wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"expected equal {name} in all rows of an episode, but row {row} differs from row "
+            f"{int(first[episode[row]])}; give different episodes different numbers in the column `episode`"
+        )
+    return per_episode

@@ -7,21 +7,41 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tidemill_algorithms.advantages.contract import Estimator, columns_of, reads, uses_token_rewards
+from tidemill_algorithms.advantages.gae import gae
+from tidemill_algorithms.advantages.gdpo import gdpo
 from tidemill_algorithms.advantages.grpo import grpo
 from tidemill_algorithms.advantages.opo import opo
+from tidemill_algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from tidemill_algorithms.advantages.remax import remax
 from tidemill_algorithms.advantages.rloo import rloo
+from tidemill_algorithms.advantages.vapo import vapo
 
 __all__ = [
     "ADV_ESTIMATORS",
     "Estimator",
     "columns_of",
+    "gae",
+    "gdpo",
     "grpo",
     "opo",
     "reads",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
     "uses_token_rewards",
+    "vapo",
 ]
 
-ADV_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"grpo": grpo, "opo": opo, "remax": remax, "rloo": rloo})
+_ALL: list[Estimator] = [
+    gae,
+    gdpo,
+    grpo,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    vapo,
+]
+ADV_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({estimator.__name__: estimator for estimator in _ALL})

@@ -1,0 +1,130 @@
+"""gae, vapo and reinforce_plus_plus: advantages of tokens; and token rewards."""
+
+import numpy as np
+import pytest
+import torch
+from tidemill_algorithms import ADV_ESTIMATORS
+from tidemill_algorithms.advantages import columns_of, uses_token_rewards
+from tidemill_algorithms.rewards import returns_to_go, token_rewards
+from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
+from tidemill_algorithms.whitening import whiten
+from tidemill_dataproto import DataProto, ragged
+
+
+def batch_of(mask, **columns):
+    """Make one row per list; columns are lists of rows."""
+    layout = ragged.ragged_from_list([torch.tensor(row) for row in mask])
+    flat = {name: ragged.like(torch.tensor([x for row in rows for x in row]), layout) for name, rows in columns.items()}
+    rewards = torch.zeros(len(mask))
+    return DataProto.from_dict({"response_mask": layout, "rewards": rewards, **flat}, {"uid": ["a"] * len(mask)})
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "returns"),
+    [(1.0, 1.0, [6, 5, 3]), (0.5, 1.0, [2.75, 3.5, 3]), (1.0, 0.5, [3.625, 4.25, 3])],
+)
+def test_gae_has_the_known_returns(gamma, lam, returns):
+    batch = batch_of([[1, 1, 1]], values=[[0.5, 1.0, 1.5]], token_level_rewards=[[1.0, 2.0, 3.0]])
+    assert ragged.values(ADV_ESTIMATORS["gae"](batch, gamma=gamma, lam=lam)["returns"]).tolist() == returns
+
+
+def test_gae_has_the_known_advantages_before_whitening():
+    batch = batch_of([[1, 1, 1]], values=[[0.5, 1.0, 1.5]], token_level_rewards=[[1.0, 2.0, 3.0]])
+    returns = ragged.values(ADV_ESTIMATORS["gae"](batch, gamma=0.99, lam=0.95)["returns"])
+    assert (returns - ragged.values(batch["values"])).tolist() == pytest.approx([5.153953, 3.89575, 1.5], abs=1e-6)
+
+
+@pytest.mark.parametrize("masked_value", [0.4, 100.0])
+def test_gae_skips_the_tokens_of_observations(masked_value):
+    rewards = [[0.0, 0.0, 0.0, 1.0]]
+    batch = batch_of([[1, 0, 1, 1]], values=[[0.2, masked_value, 0.1, 0.5]], token_level_rewards=rewards)
+    returns = ragged.values(ADV_ESTIMATORS["gae"](batch, lam=0.95)["returns"])
+    advantages = (returns - ragged.values(batch["values"]))[[0, 2, 3]]
+    assert advantages.tolist() == pytest.approx([0.73125, 0.875, 0.5], abs=1e-6)
+    assert returns[1] == 0.0
+
+
+def test_turns_before_an_observation_have_the_discounted_return_of_the_last_turn():
+    batch = batch_of([[1, 1, 0, 0, 1, 0]], token_level_rewards=[[0.0, 0.0, 0.0, 0.0, 1.0, 0.0]])
+    assert ragged.values(returns_to_go(batch, gamma=0.5)).tolist() == [0.25, 0.5, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_outcome_is_the_reward_of_the_last_trained_token_of_each_row():
+    batch = batch_of([[1, 1, 0], [0, 0], [0, 1]])
+    rows = ragged.ragged(torch.tensor([1, 1, 0, 0, 0, 0, 1]), [3, 0, 2, 2])
+    outcomes = {"response_mask": rows, "rewards": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    assert ragged.values(token_rewards(DataProto.from_dict(outcomes))).tolist() == [0, 1, 0, 0, 0, 0, 4]
+    assert not ragged.values(token_rewards(batch)).any()
+
+
+def test_reward_of_a_token_that_is_not_trained_is_an_error():
+    batch = batch_of([[1], [1, 0, 1]], values=[[0.0], [0.0] * 3], token_level_rewards=[[1.0], [0.0, 0.5, 1.0]])
+    for name in ("gae", "reinforce_plus_plus", "vapo"):
+        with pytest.raises(ValueError, match="another value in row 1"):
+            ADV_ESTIMATORS[name](batch)
+
+
+def test_equal_returns_of_the_whole_batch_give_no_advantage_and_some_group_alone_does():
+    batch = batch_of([[1, 1], [1], [1]])
+    assert not ragged.values(ADV_ESTIMATORS["reinforce_plus_plus"](batch)["advantages"]).any()
+    uneven = DataProto.from_dict(
+        {"response_mask": batch["response_mask"], "rewards": torch.tensor([1.0, 1.0, 0.0])}, {"uid": ["a", "a", "b"]}
+    )
+    advantages = ragged.values(ADV_ESTIMATORS["reinforce_plus_plus"](uneven)["advantages"])
+    assert advantages.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5])
+    assert not ragged.values(ADV_ESTIMATORS["reinforce_plus_plus_baseline"](uneven)["advantages"]).any()
+
+
+def test_estimators_declare_what_they_read():
+    assert {name: columns_of(estimator) for name, estimator in ADV_ESTIMATORS.items() if columns_of(estimator)} == {
+        "gae": ("values",),
+        "gdpo": ("reward_components",),
+        "remax": ("baseline_rewards",),
+        "vapo": ("values",),
+    }
+    with_token_rewards = {name for name, estimator in ADV_ESTIMATORS.items() if uses_token_rewards(estimator)}
+    assert with_token_rewards == {"gae", "reinforce_plus_plus", "remax", "vapo"}
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.97, 1e-3, 0.0])
+def test_discounted_sums_of_long_rows(discount):
+    values = np.random.default_rng(0).normal(size=(2, 3001))
+    expected = np.zeros_like(values)
+    for t in reversed(range(3001)):
+        expected[:, t] = values[:, t] + discount * (expected[:, t + 1] if t < 3000 else 0.0)
+    np.testing.assert_allclose(discounted_sums(values, discount), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_trained_rows_of_a_batch_that_needs_several_chunks():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4000, (200,), generator=generator)
+    mask = ragged.ragged((torch.rand(int(lengths.sum()), generator=generator) < 0.5).int(), lengths)
+    column = ragged.like(torch.randn(int(lengths.sum()), generator=generator), mask)
+    out = np.zeros(int(lengths.sum()), dtype=np.float32)
+    chunks = list(TrainedRows.of(mask))
+    for rows in chunks:
+        rows.write(rows.read(column), out)
+    assert len(chunks) > 2
+    assert [row for chunk in chunks for row in range(chunk.rows.start, chunk.rows.stop)] == list(range(200))
+    assert torch.equal(torch.from_numpy(out), ragged.values(column) * ragged.values(mask))
+
+
+def test_slime_2235_whitening_has_every_trained_token_of_the_batch_once():
+    """Statistics that repeat the tokens of some ranks differ from those of the batch."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [100_000, 0, 3, 40_000]  # several blocks of the sums
+    mask = ragged.ragged((torch.rand(140_003, generator=generator) < 0.7).int(), lengths)
+    column = ragged.like(1000 + torch.randn(140_003, generator=generator).exp(), mask)
+    is_trained = ragged.values(mask).bool()
+    trained = ragged.values(column)[is_trained].double()
+    expected = (trained - trained.mean()) / (trained.var() + 1e-8).sqrt()
+    whitened = ragged.values(whiten(column, mask))
+    torch.testing.assert_close(whitened[is_trained], expected.float(), rtol=1e-6, atol=1e-6)
+    assert not whitened[~is_trained].any()
+
+
+def test_whitening_of_one_token_and_of_none_is_zero():
+    one, none = torch.tensor([0, 1]), torch.tensor([0, 0])
+    for mask in (one, none):
+        rows = ragged.ragged(mask, [1, 1])
+        assert ragged.values(whiten(ragged.like(torch.tensor([3.0, 5.0]), rows), rows)).tolist() == [0.0, 0.0]
