@@ -16,7 +16,7 @@ def random_batch(seed: int, num_rows: int, *, num_rewards: int = 2) -> DataProto
     mask = ragged.ragged(torch.from_numpy((rng.random(total) < rng.choice([0.3, 0.7, 1.0])).astype(np.int64)), lengths)
     levels = rng.choice([0.0, 0.1, 0.5, 1.0], size=(num_rows, num_rewards + 2)).astype(np.float32)[episode]
 
-    def per_token() -> torch.Tensor:
+    def per_token_values() -> torch.Tensor:
         return ragged.like(torch.from_numpy(rng.normal(size=total).astype(np.float32)), mask)
 
     columns = {
@@ -25,9 +25,9 @@ def random_batch(seed: int, num_rows: int, *, num_rewards: int = 2) -> DataProto
         "baseline_rewards": torch.from_numpy(levels[:, 1]),
         "reward_components": torch.from_numpy(levels[:, 2:]),
         "episode": torch.from_numpy(episode),
-        "values": per_token(),
-        "old_log_probs": per_token(),
-        "ref_log_prob": per_token(),
+        "values": per_token_values(),
+        "old_log_probs": per_token_values(),
+        "ref_log_prob": per_token_values(),
     }
     return DataProto.from_dict(columns, {"uid": np.array([f"problem {number}" for number in problem], dtype=object)})
 

@@ -19,9 +19,12 @@ from tidemill_algorithms.actor_loss import ActorLoss
 from tidemill_algorithms.advantages import ADV_ESTIMATORS
 from tidemill_algorithms.aggregation import token_weights
 from tidemill_algorithms.critic_loss import CriticLoss
+from tidemill_algorithms.filters import has_signal
 from tidemill_algorithms.groups import Groups
 from tidemill_algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES
+from tidemill_algorithms.rewards import overlong_penalty, token_rewards
+from tidemill_algorithms.whitening import whiten
 
 __all__ = [
     "ADV_ESTIMATORS",
@@ -31,6 +34,10 @@ __all__ = [
     "FixedKLController",
     "Groups",
     "POLICY_LOSSES",
+    "has_signal",
     "kl_penalty",
+    "overlong_penalty",
+    "token_rewards",
     "token_weights",
+    "whiten",
 ]

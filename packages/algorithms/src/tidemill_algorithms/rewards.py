@@ -4,24 +4,34 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms import kl
+from tidemill_algorithms.kl import KLPenalty
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 
-__all__ = ["read_token_rewards", "returns_to_go", "token_rewards"]
+__all__ = ["overlong_penalty", "read_token_rewards", "returns_to_go", "token_rewards"]
 
 
-def token_rewards(batch: DataProto) -> torch.Tensor:
-    """Return the reward of each token: the outcome at the last trained token of each row.
+def token_rewards(batch: DataProto, *, kl_coef: float = 0.0, kl_penalty: KLPenalty = "kl") -> torch.Tensor:
+    """Return the reward of each token: the outcome at the last trained token of each row, and a KL penalty at each.
 
-    All rows of an episode get its reward. A row without trained tokens gets none.
+    The penalty is -kl_coef * kl_penalty(old_log_probs, ref_log_prob) (Ziegler et al. 2019, arXiv:1909.08593, eq. 2). It
+    has an effect with estimators for which `uses_token_rewards` is true; the others refuse the column. All rows of an
+    episode get its reward. A row without trained tokens gets none.
 
     Args:
-        batch: `rewards` float [B] and ragged `response_mask` [B, j].
+        batch: `rewards` float [B], ragged `response_mask` [B, j], and ragged float `old_log_probs` and `ref_log_prob`
+            if kl_coef is not 0.
+        kl_coef: coefficient of the penalty.
+        kl_penalty: estimate of the KL divergence; see the function of this name. Only its value matters here.
 
     Returns:
-        ragged float32 [B, j], for the column `token_level_rewards`.
+        ragged float32 [B, j], for the column `token_level_rewards`; 0 where the mask is 0.
 
     >>> ragged.values(token_rewards(batch))
     tensor([0., 1., 0., 0., 0., 1.])
+    >>> log_probs = {"old_log_probs": mask, "ref_log_prob": ragged.like(torch.full((6,), 0.5), mask)}
+    >>> ragged.values(token_rewards(batch.union(DataProto.from_dict(log_probs)), kl_coef=0.1))
+    tensor([-0.0500,  0.9500, -0.0500, -0.0500, -0.0500,  0.9500])
     """
     response_mask = batch["response_mask"]
     mask = ragged.values(response_mask).bool()
@@ -30,7 +40,43 @@ def token_rewards(batch: DataProto) -> torch.Tensor:
     counts = ragged.segment_sum(mask.float(), response_mask).long()
     has_tokens = counts > 0
     rewards[trained[counts.cumsum(0)[has_tokens] - 1]] = batch["rewards"].float()[has_tokens]
+    if kl_coef != 0.0:
+        old, ref = (ragged.values(batch[name]).detach() for name in ("old_log_probs", "ref_log_prob"))
+        rewards -= torch.where(mask, kl_coef * kl.kl_penalty(old, ref, kl_penalty), 0.0)
     return ragged.like(rewards, response_mask)
+
+
+def overlong_penalty(
+    lengths: torch.Tensor, *, max_response_length: int, overlong_buffer_len: int, penalty_factor: float = 1.0
+) -> torch.Tensor:
+    """Return the penalty of long responses, to be added to their rewards.
+
+    Soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 13) times `penalty_factor`: 0 up to a length
+    of max_response_length - overlong_buffer_len, then linear to -penalty_factor at max_response_length and beyond.
+
+    Args:
+        lengths: int [B], tokens of the responses.
+        max_response_length: tokens at which the penalty is full.
+        overlong_buffer_len: tokens before it in which the penalty grows, 1 to max_response_length.
+        penalty_factor: the full penalty.
+
+    Returns:
+        float32 [B], from -penalty_factor to 0.
+
+    Raises:
+        ValueError: another overlong_buffer_len.
+
+    >>> overlong_penalty(torch.tensor([80, 85, 100]), max_response_length=100, overlong_buffer_len=20)
+    tensor([ 0.0000, -0.2500, -1.0000])
+    """
+    if not 1 <= overlong_buffer_len <= max_response_length:
+        raise ValueError(
+            f"overlong_buffer_len must be from 1 to max_response_length={max_response_length}, got "
+            f"{overlong_buffer_len}"
+        )
+    excess = lengths.double() - (max_response_length - overlong_buffer_len)
+    share = (excess / overlong_buffer_len).clamp(0.0, 1.0)
+    return torch.where(share > 0, -penalty_factor * share, 0.0).float()
 
 
 def read_token_rewards(batch: DataProto) -> torch.Tensor:
