@@ -18,6 +18,7 @@ Those of the losses also this one, sampled with probability 1 per token:
 from tidemill_algorithms.actor_loss import ActorLoss
 from tidemill_algorithms.advantages import ADV_ESTIMATORS
 from tidemill_algorithms.aggregation import token_weights
+from tidemill_algorithms.correction import rollout_correction
 from tidemill_algorithms.critic_loss import CriticLoss
 from tidemill_algorithms.filters import has_signal
 from tidemill_algorithms.groups import Groups
@@ -37,6 +38,7 @@ __all__ = [
     "has_signal",
     "kl_penalty",
     "overlong_penalty",
+    "rollout_correction",
     "token_rewards",
     "token_weights",
     "whiten",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.correction import rollout_correction
 from tidemill_algorithms.finite import check_finite
 from tidemill_algorithms.kl import KLPenalty, check_kl_penalty, kl_penalty
 from tidemill_algorithms.losses import POLICY_LOSSES, PolicyLoss
@@ -40,8 +41,13 @@ class ActorLoss:
     losses of all micro-batches add up to that of the global mini-batch. With a column `rollout_is_weights`, the terms
     are multiplied by it. Entropy and KL have the weights of the loss.
 
+    In bypass mode, the column `rollout_log_probs` takes the place of `old_log_probs`, which need not be computed, and
+    `rollout_correction` of the current policy's ratio applies to the terms. Rejected tokens have the weight 0 there
+    and remain in the denominators.
+
     Metrics are shares that add up over micro-batches: `actor/pg_loss`, `actor/entropy_loss` and `actor/kl_loss` with
-    the weights of the loss; `actor/kl_coef`; and those of the policy loss as means over trained tokens.
+    the weights of the loss; `actor/kl_coef`; and those of the policy loss as means over trained tokens, in bypass mode
+    with `rollout_corr/kl`, `rollout_corr/rollout_is_mean` and `rollout_corr/rollout_rs_masked_fraction`.
 
     Attributes:
         policy_loss: name in `POLICY_LOSSES`, or a function of the same signature.
@@ -49,9 +55,12 @@ class ActorLoss:
         entropy_coeff: coefficient of the mean entropy, which is subtracted from the loss.
         kl_loss_coef: coefficient of the mean KL penalty to the column `ref_log_prob`, which is added to the loss.
         kl_loss_type: estimate of the KL divergence, see `kl_penalty` for whose gradient it has.
+        bypass_correction: options of `rollout_correction`, for bypass mode; empty: no correction beyond the ratio of
+            the policy loss.
 
     Raises:
-        ValueError: an unknown policy loss or KL penalty, or an option that it does not have.
+        ValueError: an unknown policy loss or KL penalty; an option that the policy loss does not have; a correction
+            that is invalid, or weights (`rollout_is`) for a loss that has the same ratio already.
     """
 
     policy_loss: str | PolicyLoss = "vanilla"
@@ -59,6 +68,7 @@ class ActorLoss:
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
     kl_loss_type: KLPenalty = "low_var_kl"
+    bypass_correction: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.policy_loss, str) and self.policy_loss not in POLICY_LOSSES:
@@ -72,9 +82,39 @@ class ActorLoss:
                 f"policy loss {self.policy_loss} has no option {', '.join(unknown)}; it has "
                 f"{', '.join(known) or 'none'}"
             )
+        if self.bypass_correction is not None:
+            nothing = ragged.ragged(torch.zeros(0), [])
+            rollout_correction(nothing, nothing, **self.bypass_correction)
+            has_ratio = isinstance(self.policy_loss, str) and self.policy_loss != "policy_gradient"
+            if has_ratio and self.bypass_correction.get("rollout_is") is not None:
+                raise ValueError(
+                    f"{self.policy_loss} has the ratio of the policies already, which `rollout_is` would apply twice; "
+                    "drop it, or choose policy_gradient"
+                )
 
     def _function(self) -> PolicyLoss:
         return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
+
+    def _terms(self, log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the terms [N] of the policy loss after a correction, and metrics [N]."""
+        has_weights = "rollout_is_weights" in batch.batch.keys()  # noqa: SIM118
+        if self.bypass_correction is None:
+            terms, metrics = self._function()(log_probs, batch, **self.options)
+            return (terms * ragged.values(batch["rollout_is_weights"]) if has_weights else terms), metrics
+        if has_weights:
+            raise ValueError("in bypass mode, expected no column rollout_is_weights; drop it, or bypass_correction")
+        mask, rollout = batch["response_mask"], batch["rollout_log_probs"]
+        columns = {name: batch[name] for name in batch.batch.keys()}  # noqa: SIM118
+        batch = DataProto.from_dict(columns | {"old_log_probs": rollout}, batch.non_tensor_batch)
+        terms, metrics = self._function()(log_probs, batch, **self.options)
+        log_ratio = log_probs.detach() - ragged.values(rollout)
+        weights, kept, _ = rollout_correction(ragged.like(log_ratio, mask), mask, **self.bypass_correction)
+        metrics |= {
+            "rollout_corr/kl": -log_ratio,
+            "rollout_corr/rollout_is_mean": ragged.values(weights),
+            "rollout_corr/rollout_rs_masked_fraction": ~ragged.values(kept),
+        }
+        return terms * ragged.values(weights) * ragged.values(kept), metrics
 
     def __call__(
         self, model_output: _Outputs, micro_batch: DataProto, normalizer: _Counts
@@ -92,9 +132,7 @@ class ActorLoss:
         """
         weights = ragged.values(micro_batch["loss_weights"])
         per_token = ragged.values(micro_batch["response_mask"]).float() / normalizer.num_tokens
-        terms, of_tokens = self._function()(model_output.log_probs, micro_batch, **self.options)
-        if "rollout_is_weights" in micro_batch.batch.keys():  # noqa: SIM118
-            terms = terms * ragged.values(micro_batch["rollout_is_weights"])
+        terms, of_tokens = self._terms(model_output.log_probs, micro_batch)
         shares = {"policy loss": terms * weights}
         loss = shares["policy loss"].sum()
         metrics = {"actor/pg_loss": loss.detach()}
