@@ -129,6 +129,8 @@ def run_all_linear(path, folder, batch):
     whole = build_engine(path)
     with pytest.raises(ValueError, match=r"trains no adapter; set ModelConfig.lora"):
         whole.save_adapter(folder / "none")
+    with pytest.raises(ValueError, match=r"trains no adapter; set ModelConfig.lora"), whole.disable_adapter():
+        pass
     assert list(whole.get_adapter_param()) == []
     whole.close()
     return names, metrics["grad_norm"]
@@ -145,6 +147,50 @@ def test_all_linear_excludes_head(tmp_path):
     loaded = peft.get_peft_model_state_dict(model)
     assert sorted(loaded) == sorted(saved)
     assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+
+
+def run_without_adapter(path, batches, cases):
+    """Return, for each case, log-probabilities of the base, those without adapter, and two equal runs of training."""
+    out = []
+    for settings, layout in cases:
+        base = build_engine(path, optimizer=False, model=settings, **layout)
+        rows = [shard(base, batch) for batch in batches]
+        expected = [base.infer_batch(batch)["log_probs"].values() for batch in rows]
+        base.close()
+        actual, runs = [], []
+        for uses_base in (False, True):
+            engine = build_engine(path, model={"lora": LoraConfig(rank=2, dropout=0.1), **settings}, **layout)
+            torch.manual_seed(1)
+            history = []
+            for batch in rows:
+                history.append(engine.train_batch(batch, policy_like_loss, calculate_entropy=True))
+                if uses_base:
+                    with engine.disable_adapter():
+                        with engine.disable_adapter():
+                            pass
+                        trained = {name for name, param in engine.model.named_parameters() if param.requires_grad}
+                        assert all("lora_" in name for name in trained)
+                        assert len(trained) == 2 * 2 * 7
+                        actual.append(engine.infer_batch(batch)["log_probs"].values())
+                        with pytest.raises(RuntimeError, match=r"within disable_adapter\(\); leave the context first"):
+                            engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
+            runs.append((history, engine.infer_batch(rows[0])["log_probs"].values(), adapter_state(engine)))
+            engine.close()
+        out.append((expected, actual, runs))
+    return out
+
+
+def test_disable_adapter_infers_with_base_and_keeps_training_bitwise(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    batches = [make_batch(6, seed=seed) for seed in (1, 2, 3)]
+    cases = [({"gradient_checkpointing": True}, {"param_offload": True}), ({}, {"reshard_after_forward": False})]
+    for of_rank in run_ranks(run_without_adapter, 2, path, batches, cases):
+        for expected, actual, (plain, with_base) in of_rank:
+            assert all(torch.equal(log_probs, of_base) for log_probs, of_base in zip(actual, expected, strict=True))
+            assert plain[0] == with_base[0]
+            assert torch.equal(plain[1], with_base[1])
+            assert not torch.equal(plain[1], expected[0])
+            assert all(torch.equal(with_base[2][name], weight) for name, weight in plain[2].items())
 
 
 def value_loss(output, micro_batch, normalizer):

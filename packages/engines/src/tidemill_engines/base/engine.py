@@ -3,6 +3,7 @@
 import logging
 import math
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -85,6 +86,17 @@ class BaseEngine(EnginePersistence[ConfigT]):
         with self.eval_mode():
             out = self.forward_backward_batch(batch, None, forward_only=True, calculate_entropy=entropy)
         return DataProto.from_dict(tensors=dict(out.columns))
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which `infer_batch` uses the base model without its adapters, as in peft.
+
+        All ranks enter it. The base is the reference of a policy that trains adapters, without a copy of the weights.
+        Only inference changes: exports and checkpoints contain the adapters all the same, and training is an error.
+
+        Raises:
+            ValueError: the engine trains no adapter.
+        """
+        raise ValueError(f"{type(self).__name__} trains no adapter; create a second engine for the reference")
 
     @abstractmethod
     def forward_backward_batch(

@@ -1,7 +1,7 @@
 """The FSDP2 engine without its step: life cycle, optimizer, weights and checkpoints."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -70,6 +70,7 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         self._model: PreTrainedModel | None = None
         self._groups: FSDP2Groups | None = None
         self._layout: Layout = {}
+        self._adapter_is_disabled = False
 
     def _is_open(self) -> bool:
         return self._groups is not None
@@ -149,6 +150,26 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
     def is_mp_src_rank_with_outputs(self) -> bool:
         group = self.groups.sequence_parallel
         return group is None or dist.get_rank(group) == 0
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        if self.model_config.lora is None:
+            raise ValueError("the engine trains no adapter; set ModelConfig.lora, or create a second engine")
+        model, before = self.model, self._adapter_is_disabled
+        self._adapter_is_disabled = True
+        lora.set_adapters_disabled(model, True)
+        try:
+            yield
+        finally:
+            self._adapter_is_disabled = before
+            lora.set_adapters_disabled(model, before)
+
+    def check_trains(self) -> None:
+        super().check_trains()
+        if self._adapter_is_disabled:
+            raise RuntimeError(
+                "expected a step with adapters, got one within disable_adapter(); leave the context first"
+            )
 
     def _modules(self) -> list[torch.nn.Module]:
         return [self.model]

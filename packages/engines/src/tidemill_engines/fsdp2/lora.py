@@ -60,6 +60,18 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
         param.requires_grad_(is_adapter(name) or name in trainable)
 
 
+def set_adapters_disabled(model: PreTrainedModel, disabled: bool) -> None:
+    """Compute without or with the adapters.
+
+    peft's `enable_adapters` also sets `requires_grad` of the parameters, on which sharding and optimizer depend.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module._disable_adapters = disabled
+
+
 def peft_config(config: LoraConfig, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> "PeftLoraConfig":
     """Return peft's configuration; `included` replaces the target modules, if given."""
     from peft import LoraConfig as PeftLoraConfig
