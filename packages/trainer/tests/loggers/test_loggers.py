@@ -1,14 +1,19 @@
 """One suite for all loggers, with the real packages: wandb offline, MLflow with a file store."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import time
 from collections import defaultdict
+from pathlib import Path
 
+import psutil
 import pytest
+import wandb
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config
@@ -199,6 +204,46 @@ def test_failing_logger_is_reported_once_and_others_continue(run, progress, term
     with open_loggers(config("mlflow"), run, progress):
         run.append_metrics({"step": 4, "phase": "rl", "x": 4.0})
     assert {step: values for (_, step), values in read_mlflow(run).items()} == {s: [s] for s in (1, 2, 3, 4)}
+
+
+def fill_the_disk_of_tensorboard(run):
+    """Let each further write to the event file fail as on a full disk."""
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and str(run.path / "tensorboard") in os.readlink(link):
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, int(link.name))
+            os.close(full)
+
+
+def kill_wandb(run):
+    services = [child for child in psutil.Process().children() if "wandb-core" in child.cmdline()[0]]
+    assert services
+    for service in services:
+        service.kill()
+        service.wait()
+
+
+@pytest.fixture
+def wandb_restarts():
+    """Let later tests start another service of wandb."""
+    yield
+    with contextlib.suppress(ConnectionError):
+        wandb.teardown()
+
+
+@pytest.mark.usefixtures("wandb_restarts")
+@pytest.mark.parametrize(("name", "fail"), [("tensorboard", fill_the_disk_of_tensorboard), ("wandb", kill_wandb)])
+def test_logger_that_fails_in_the_middle_of_a_run_does_not_stop_it(name, fail, run, progress, terminal):
+    """Each step has more metrics than tensorboardX buffers."""
+    with open_loggers(config(name), run, progress):
+        run.append_metrics({"step": 1, "phase": "rl", "x": 1.0})
+        fail(run)
+        for step in range(2, 12):
+            run.append_metrics({"step": step, "phase": "rl", **{f"x{number}": 1.0 for number in range(500)}})
+    failures = re.findall(r"the logger (\w+) (.*)", terminal.getvalue().split("metrics are also in")[1])
+    assert [found for found, _ in failures] == [name]
+    assert re.match(r"failed at step \d+ and is disabled; the training continues", failures[0][1])
+    assert [row["step"] for row in run.read_metrics()] == list(range(1, 12))
 
 
 def test_logger_that_cannot_finish_is_reported(run, progress, terminal, tmp_path):
