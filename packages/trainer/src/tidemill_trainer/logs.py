@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+_MAX_TAIL = 16 * 1024
+
 
 def redirect_output(log_dir: str, name: str) -> None:
     """Redirect standard output and error of this process and its children to `log_dir`/`name`.log."""
@@ -18,7 +20,9 @@ def redirect_output(log_dir: str, name: str) -> None:
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """Return the last lines of a log file; empty if it does not exist."""
+    """Return the last lines of a log file, at most its last 16 KiB; empty if it does not exist."""
     if not path.is_file():
         return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MAX_TAIL))  # an episode may have written gigabytes
+        return "\n".join(file.read(_MAX_TAIL).decode(errors="replace").splitlines()[-num_lines:])
