@@ -17,13 +17,15 @@ def test_tool_loop_of_the_agents_sdk_is_recorded_as_one_sequence(scripted_tools)
         cities.append(city)
         return "sunny"
 
+    client = openai.AsyncOpenAI(api_key="set by with_options")
+
     async def episode(problem, session):
-        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        own = client.with_options(base_url=session.base_url, api_key=session.api_key)
         agent = Agent(
             name="assistant",
             instructions="what is the weather today",
             tools=[weather],
-            model=OpenAIChatCompletionsModel(model="policy", openai_client=client),
+            model=OpenAIChatCompletionsModel(model="policy", openai_client=own),
             model_settings=ModelSettings(max_tokens=100),
         )
         result = await Runner.run(agent, problem.prompt, run_config=RunConfig(tracing_disabled=True))
