@@ -171,11 +171,13 @@ class EpisodePool:
         if not ready or now - self._checked_s > 2 * PART_INTERVAL_S:
             self._engines.check_alive()
             self._checked_s = now
-        return ready + [stream for stream, batch in running.items() if now - batch.last_part_s > _BLOCKED_S]
+        late = [stream for stream, batch in running.items() if now - batch.last_part_s > _BLOCKED_S]
+        return ready + [stream for stream in late if stream not in ready]
 
     def _receive(self, stream: Any, batch: _Batch, parts: list[EpisodePart]) -> str | None:
         """Receive a part. Return None, "" after the last part, or why there will be none."""
-        if time.monotonic() - batch.last_part_s > _BLOCKED_S:
+        # Parts also wait while the driver replaces another worker, for longer than a worker may be silent.
+        if time.monotonic() - batch.last_part_s > _BLOCKED_S and not ray.wait([stream], timeout=0)[0]:
             return self._blocked(batch)
         try:
             part = cast(EpisodePart, ray.get(next(stream)))
