@@ -211,6 +211,8 @@ def test_malformed_requests_are_refused_with_a_message(scripted):
         b'{"messages": [{"role": "assistant", "content": "x"}]}': "the last message must not be from the assistant",
         b'{"messages": [{"role": "user", "content": "x"}], "n": "2"}': "n must be an integer",
         b'{"messages": [{"role": "user", "content": "\\ud83d"}]}': "surrogates not allowed",
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": 9223372036854775808}': "seed must be >= -2**63 and",
+        b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": "x"}}': "values of logit_bias must be",
     }
 
     async def run():

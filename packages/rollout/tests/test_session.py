@@ -61,6 +61,27 @@ def test_sampling_that_training_cannot_account_for_is_refused_in_training_only(s
     asyncio.run(policy.session(is_training=False).generate(text="hello", **sampling))
 
 
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"text": "hello", "seed": 2**63}, "seed must be >= -2"),
+        ({"text": "hello", "top_k": 2**31}, "top_k must be < 2"),
+        ({"token_ids": [5, -1]}, "token_ids must be >= 0, got -1"),
+    ],
+)
+def test_number_that_would_crash_the_engine_is_refused_and_the_session_continues(scripted, request_, message):
+    policy = scripted("x<|im_end|>", config=SessionConfig(is_training=False))
+    session = policy.session(seed=7)
+
+    async def run():
+        with pytest.raises(ValueError, match=message):
+            await session.generate(**request_)
+        await session.generate(text="hello")
+
+    asyncio.run(run())
+    assert [sampling.seed for _, sampling in policy.engine.requests] == [7]
+
+
 def test_values_equal_to_the_sampling_of_the_run_are_accepted_in_training(scripted):
     policy = scripted("x<|im_end|>", config=SessionConfig(sampling=SamplingParams(temperature=0.7)))
     asyncio.run(policy.session().generate(text="hello", temperature=0.7, top_p=1.0, stop="\n"))

@@ -113,6 +113,9 @@ def _check_types(body: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be >= 1, got {body[name]}")
     if body.get("n", 1) > _MAX_REPLIES:
         raise ValueError(f"n must be <= {_MAX_REPLIES}, got {body['n']}; send several requests")
+    bias = body.get("logit_bias", {})
+    if not all(isinstance(value, int | float) for value in bias.values()):
+        raise ValueError(f"the values of logit_bias must be numbers, got {_short(bias)}")
     stop = body.get("stop", [])
     if not all(isinstance(each, str) and each for each in (stop if isinstance(stop, list) else [stop])):
         raise ValueError(f"stop must be a string or a list of strings that are not empty, got {_short(stop)}")

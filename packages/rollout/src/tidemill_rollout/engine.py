@@ -17,8 +17,11 @@ class SamplingParams:
         temperature: divides the logits; 0 decodes greedily. Log-probs are those at this temperature.
         top_p, top_k: restrict sampling to the most probable tokens; 1.0 and -1 are off.
         stop: strings that end the generation. The text before and of the stop string remains in the tokens.
-        seed: seed of this request; None lets the engine choose.
+        seed: seed of this request, an int64; None lets the engine choose.
         extra: further parameters of the engine, such as penalties, that a trainer cannot reproduce.
+
+    Raises:
+        ValueError: the seed or `top_k` does not fit into the engine's integers; SGLang would crash.
     """
 
     max_tokens: int | None = None
@@ -28,6 +31,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be >= -2**63 and < 2**63, got {self.seed}")
+        if not -(2**31) <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be < 2**31, got {self.top_k}; -1 turns it off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

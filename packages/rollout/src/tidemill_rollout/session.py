@@ -175,7 +175,8 @@ class Session:
             sampling: fields of `SamplingParams` that differ from the session's.
 
         Raises:
-            ValueError: not exactly one prompt, malformed messages, or a sampling parameter that training cannot use.
+            ValueError: not exactly one prompt, malformed messages, negative token ids, or a sampling parameter that
+                training or the engine cannot use.
             TemplateError: the chat template rejects the messages.
             LimitError: the context length or the number of turns is reached.
             EngineError: the engine failed or timed out.
@@ -192,6 +193,8 @@ class Session:
         else:
             ids = state.template.encode(text) if text is not None else token_ids
             assert ids is not None
+            if (lowest := min(ids, default=0)) < 0:  # SGLang would crash
+                raise ValueError(f"token_ids must be >= 0, got {lowest}")
             prompt = state.recorder.prompt_from_tokens(ids, self._branch)
         try:
             changes["max_tokens"] = self._max_tokens(changes.get("max_tokens"), prompt)
@@ -200,11 +203,12 @@ class Session:
             raise
         state.limit = None
         number = state.num_requests
-        state.num_requests += 1
         own = state.config.sampling
         if "seed" not in changes and own.seed is None and state.seed is not None:
             changes["seed"] = _derived_seed(state.seed, number)
-        return await self._request(prompt, replace(own, **changes), number)
+        params = replace(own, **changes)
+        state.num_requests += 1
+        return await self._request(prompt, params, number)
 
     def branch(self, name: str | None = None, *, is_trained: bool = True) -> "Session":
         """Return a session with a history of its own, for a sub-agent or an alternative.
