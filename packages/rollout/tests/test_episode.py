@@ -27,6 +27,7 @@ from tidemill_rollout import (
         (True, 1.0, {}),
         ({"score": 0.5, "acc": True, "answer": "4"}, 0.5, {"acc": 1.0}),
         ({"reward": 2}, 2.0, {}),
+        ({"score": 1.0, "acc": np.True_, 7: 2}, 1.0, {"acc": 1.0, "7": 2.0}),
         (Outcome(reward=0.25, metrics={"acc": 1.0}), 0.25, {"acc": 1.0}),
         (Outcome(reward=np.float32(1), metrics={"acc": np.float32(0.5), "n": True}), 1.0, {"acc": 0.5, "n": 1.0}),
     ],
@@ -67,9 +68,11 @@ def test_result_that_is_no_finite_number_is_an_environment_error(scripted, resul
     assert "test_result_that" in outcome.reason  # the function's name
 
 
-def test_outcome_with_unknown_status_or_text_as_reward_or_metric_is_refused():
+def test_outcome_with_unknown_status_or_wrong_types_is_refused():
     with pytest.raises(ValueError, match=r"must be one of .*'ok'.*, got 'done'"):
         Outcome(reward=1.0, status="done")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the reason of an outcome must be text, got KeyError"):
+        Outcome(reward=0.0, status="environment_error", reason=KeyError("x"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must return a number"):
         Outcome(reward="1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the metric 'acc' of an episode must be a number, got 'high'"):
@@ -118,6 +121,15 @@ def test_error_of_an_episode_becomes_its_outcome_and_affects_no_other(scripted, 
     assert re.search(reason, failed.outcome.reason)
     assert len(failed.trajectories) == 1
     assert [other.outcome.status for other in others] == ["ok", "ok"]
+
+
+def test_episode_that_cancels_its_own_task_is_an_environment_error(scripted):
+    async def episode(problem, session):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    outcome = run(scripted("x<|im_end|>"), episode).outcome
+    assert (outcome.status, outcome.reason.partition(":")[0]) == ("environment_error", "CancelledError")
 
 
 def test_errors_of_a_task_group_are_classified_by_their_causes(scripted):

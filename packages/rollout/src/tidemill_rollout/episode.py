@@ -83,10 +83,17 @@ async def run_episode(
                 await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         finally:
             await session.end()
+    if not is_finished:
+        outcome = truncated("time", f"no result within {timeout_s:g} s")
+    elif task.cancelled():
+        reason = "CancelledError: the episode has cancelled its own task"
+        outcome = Outcome(reward=0.0, status="environment_error", reason=reason)
+    else:
+        outcome = task.result()
     trajectories = session.trajectories()
     return EpisodeResult(
         problem=problem,
-        outcome=task.result() if is_finished else truncated("time", f"no result within {timeout_s:g} s"),
+        outcome=outcome,
         trajectories=trajectories,
         metrics=session.metrics(trajectories),
         seconds=time.monotonic() - start,

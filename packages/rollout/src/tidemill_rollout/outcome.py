@@ -6,6 +6,8 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 Status = Literal["ok", "truncated", "model_error", "environment_error"]
 _MAX = 3.4028234663852886e38
 """The largest float32; rewards and metrics are float32 in training."""
@@ -23,7 +25,7 @@ class Outcome:
         metrics: further numbers, such as "acc", the accuracy for validation; they become floats.
 
     Raises:
-        TypeError: the reward or a metric is no number.
+        TypeError: the reward or a metric is no number, or the reason is no text.
         ValueError: the reward or a metric is not finite in float32, or the status is unknown.
     """
 
@@ -35,13 +37,15 @@ class Outcome:
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _number(self.reward))
         metrics = {
-            name: _number(value, f"the metric {name!r} of an episode must be a number")
+            str(name): _number(value, f"the metric {name!r} of an episode must be a number")
             for name, value in self.metrics.items()
         }
         object.__setattr__(self, "metrics", metrics)
         _check_finite("reward", self.reward)
         for name, value in metrics.items():
             _check_finite(f"metric {name!r}", value)
+        if not isinstance(self.reason, str):
+            raise TypeError(f"the reason of an outcome must be text, got {_short(self.reason)}")
         if self.status not in get_args(Status):
             raise ValueError(f"the status of an outcome must be one of {get_args(Status)}, got {self.status!r}")
 
@@ -76,7 +80,7 @@ def to_outcome(result: Any) -> Outcome:
     name = next((name for name in ("score", "reward") if name in result), None)
     if name is None:
         raise ValueError(f'a dict that an episode returns requires the key "score", got {_short(result)}')
-    metrics = {str(key): float(value) for key, value in result.items() if key != name and isinstance(value, Real)}
+    metrics = {key: float(value) for key, value in result.items() if key != name and isinstance(value, Real | np.bool_)}
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
