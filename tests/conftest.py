@@ -30,6 +30,14 @@ def broken(data_source, solution_str, ground_truth, extra_info):
     if ground_truth in broken_problems:  # all samples of the first problem
         return 1 / 0
     return right_digits(data_source, solution_str, ground_truth, extra_info)
+
+scored = set()
+
+def almost_all_broken(data_source, solution_str, ground_truth, extra_info):
+    if scored:
+        return 1 / 0
+    scored.add(ground_truth)
+    return 1.0
 """
 
 

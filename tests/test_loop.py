@@ -18,6 +18,7 @@ from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.ledger import trained_problems
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.report import write_report
 from tidemill_trainer.rollout import RayEngine
 from tidemill_trainer.rollout.episode_pool import _Batch
 from tidemill_trainer.rollout.episode_task import EpisodeTask
@@ -173,6 +174,19 @@ def test_run_stops_when_too_many_episodes_fail(train_in, warmed_up, make_config)
         train_in(warmed_up, _broken(make_config), "trainer.total_steps=1")
 
 
+def test_step_with_a_single_sound_episode_is_trained_on(train_in, warmed_up, make_config):
+    """Fewer rows than training workers; the validation has no sound episode at all."""
+    run, result = train_in(
+        warmed_up, _broken(make_config, "almost_all_broken"), "trainer.total_steps=1", "episode.max_error_share=1"
+    )
+    row = _steps(run)[1]
+    assert (row["ledger/episodes/trained"], row["reward/num_errors"], row["val/num_errors"]) == (1, 63, 64)
+    assert "val/accuracy" not in row
+    assert result.steps == 1
+    run.config.touch()
+    write_report(run)
+
+
 class _Crash(Progress):
     """Stop the run when it reports the failed rewards of a step, before it writes the metrics of that step."""
 
@@ -195,8 +209,8 @@ def test_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, 
     assert {row["step"] for row in run.read_rollouts()} == {1, 2}
 
 
-def _broken(make_config):
-    return f"reward.function={make_config().reward.function.replace(':right_digits', ':broken')}"
+def _broken(make_config, name="broken"):
+    return f"reward.function={make_config().reward.function.replace('right_digits', name)}"
 
 
 _EPISODES = """
