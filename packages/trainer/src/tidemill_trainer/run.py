@@ -1,5 +1,6 @@
 """The commands `tidemill demo`, `train` and `eval`, from configuration to final message."""
 
+import gc
 import logging
 import shutil
 import time
@@ -155,6 +156,7 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
 
     with Cluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
+        gc.freeze()  # otherwise full collections visit all objects that the imports created
         try:
             result = Trainer(config, cluster, inputs, run, progress).fit()
         finally:
