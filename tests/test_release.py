@@ -66,7 +66,7 @@ class Install:
 
 INSTALLS = {
     "rollout": Install(has_server=True, output=r"\d+ trained tokens: \["),
-    "algorithms": Install(needs=("dataproto",), output=r"tensor\("),
+    "algorithms": Install(needs=("dataproto",), output=r"mean reward 0\.0\d at first, [01]\.\d\d after"),
     "dataproto": Install(),
     "dispatch": Install(extra="[ray]", output=r"\[1, 4, 9, 16, 25\]"),
     "engines": Install(needs=("dataproto",), output=r"'loss': \d"),
