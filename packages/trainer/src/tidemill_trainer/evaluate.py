@@ -84,13 +84,7 @@ def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress
     problems = to_problems(inputs.val, "eval")
     seeds = sampling_seeds(config.trainer.seed, 0, len(problems) * n)
     tasks = [
-        EpisodeTask(
-            number=number,
-            problem=problems[number // n],
-            sample=number % n,
-            seed=None if greedy else seed,
-            is_shown=True,
-        )
+        EpisodeTask(number=number, problem=problems[number // n], sample=number % n, seed=seed, is_shown=True)
         for number, seed in enumerate(seeds)
     ]
     with Cluster(config, run, progress, has_training=False) as cluster, cluster.watch():

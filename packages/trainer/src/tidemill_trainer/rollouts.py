@@ -54,7 +54,7 @@ class Rollouts:
         problems, n = self._loader.problems(step), config.rollout.n
         count = len(problems) * n
         shown = set(shown_episodes(count, config.trainer.save_samples))
-        seeds = sampling_seeds(config.trainer.seed, step, count) if config.rollout.deterministic else [None] * count
+        seeds = sampling_seeds(config.trainer.seed, step, count)
         tasks = [
             EpisodeTask(number=k, problem=problems[k // n], sample=k % n, seed=seeds[k], is_shown=k in shown)
             for k in range(count)
@@ -111,7 +111,11 @@ class Rollouts:
         if self._val is None:
             return {}
         problems = to_problems(self._val, "val")
-        tasks = [EpisodeTask(number=number, problem=problem) for number, problem in enumerate(problems)]
+        seeds = sampling_seeds(self._config.trainer.seed, 0, len(problems))  # for the environments; decoding is greedy
+        tasks = [
+            EpisodeTask(number=number, problem=problem, seed=seed)
+            for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
+        ]
         summaries = self._pool.run(tasks, greedy=True).summaries
         share = self._config.episode.max_error_share
         num_errors = check_errors(summaries, "the validation", share, self._progress)

@@ -16,7 +16,8 @@ class EpisodeTask:
         number: position among the episodes of the step.
         problem: the problem.
         sample: number of the episode among those of the problem.
-        seed: seed of the session; None: the engine chooses.
+        seed: seed of the session, for the environment and, unless decoding is greedy, for the engine; None: the engine
+            chooses.
         is_shown: return the messages, for the report.
     """
 

@@ -1,0 +1,50 @@
+import pytest
+from tidemill_rollout import Outcome
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.inputs import load_inputs
+from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollouts import Rollouts
+from tidemill_trainer.run_dir import RunDir
+
+
+class Pool:
+    """A pool whose episodes are ok and generate nothing.
+
+    Attributes:
+        seeds: the seeds of the episodes of each call.
+    """
+
+    def __init__(self):
+        self.seeds = []
+
+    def run(self, tasks, *, greedy):
+        self.seeds.append([task.seed for task in tasks])
+        summaries = [EpisodeSummary(task=task, outcome=Outcome(reward=1.0)) for task in tasks]
+        return Episodes(rows=None, summaries=summaries, num_generated=0, num_lost=0, num_restarts=0)
+
+
+@pytest.mark.parametrize("is_deterministic", ["true", "false"])
+def test_each_session_has_a_seed_that_depends_on_run_step_problem_and_sample_alone(
+    is_deterministic, assets, tmp_path, progress
+):
+    def seeds(seed):
+        config = load_config(
+            DEMO_CONFIG, [*assets, f"rollout.deterministic={is_deterministic}", f"trainer.seed={seed}"]
+        )
+        pool = Pool()
+        rollouts = Rollouts(config, pool, load_inputs(config, progress), RunDir(tmp_path), progress)
+        for step in (1, 2):
+            with pytest.raises(EpisodeError, match=f"step {step}: none of 512 episodes sampled a token"):
+                rollouts.take(step)
+            assert rollouts.validate()["val/accuracy"] == 1.0
+        return pool.seeds
+
+    first, validation, second, again = seeds(0)
+    assert len(first) == 512
+    assert len({*first, *second, *validation}) == len(first) + len(second) + len(validation)
+    assert validation == again
+    assert seeds(0) == [first, validation, second, again]
+    assert not set(first) & set(seeds(1)[0])
