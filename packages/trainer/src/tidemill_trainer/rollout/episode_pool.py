@@ -177,7 +177,7 @@ class EpisodePool:
     def _receive(self, stream: Any, batch: _Batch, parts: list[EpisodePart]) -> str | None:
         """Receive a part. Return None, "" after the last part, or why there will be none."""
         # Parts also wait while the driver replaces another worker, for longer than a worker may be silent.
-        if time.monotonic() - batch.last_part_s > _BLOCKED_S and not ray.wait([stream], timeout=0)[0]:
+        if time.monotonic() - batch.last_part_s > _BLOCKED_S and not ray.wait([stream], timeout=PART_INTERVAL_S)[0]:
             return self._blocked(batch)
         try:
             part = cast(EpisodePart, ray.get(next(stream)))
