@@ -90,6 +90,8 @@ def errors_of(paths: dict[str, Any]) -> tuple[list[str], str, int, int]:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         engine.infer_batch(shard(engine, long_rows()))
     rows = engine.infer_batch(shard(engine, long_rows()[0:4]))
+    with pytest.raises(ValueError, match="trains no adapter; create a second engine"):
+        engine.disable_adapter()
     engine.close()
     before = len(os.listdir("/proc/self/task"))
     engine = build_engine(paths["dense"], backend="megatron", **{PP: 2})
