@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf creates it at import
 from tensorboardX.summary import scalar
 
 from tidemill_trainer.loggers.contract import Experiment
