@@ -167,7 +167,7 @@ def test_stopped_episode_worker_is_named_and_replaced(start, recipe):
     process.suspend()
     command.wait_for(rf"episode worker 0, process {process.pid} on [^,]+, is stopped \(state T\)")
     command.wait_for(r"episode worker 0 did not respond for 60 s")
-    command.wait_for(r"rl +3 ")
+    command.wait_for(r"rl +\d+ ")  # the worker may have finished step 3 before it was stopped
     command.process.terminate()
     assert command.end() == 130
 
