@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.trained_rows import count_trained
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
@@ -61,8 +63,7 @@ class Groups:
         )
         rewards = _of_episodes("rewards", rewards, first, episode)
         group = _of_episodes("uid", group, first, episode)
-        tokens = ragged.segment_sum(ragged.values(mask).bool().float(), mask).long()  # exact, and faster than integers
-        lengths = torch.zeros(len(first), dtype=torch.int64).index_add_(0, episode, tokens)
+        lengths = torch.zeros(len(first), dtype=torch.int64).index_add_(0, episode, count_trained(mask))
         return cls(
             rewards=rewards,
             lengths=lengths,
@@ -96,7 +97,8 @@ class Groups:
 
     def to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
         """Expand advantages of episodes [E] to the trained tokens of their rows, ragged float32 [B, j]; 0 elsewhere."""
-        per_token = ragged.expand_rows(advantages.float()[self.episode], self.mask)
+        per_row = advantages.float()[self.episode].numpy()
+        per_token = torch.from_numpy(np.repeat(per_row, ragged.lengths(self.mask).numpy()))
         return ragged.like(per_token.masked_fill_(~ragged.values(self.mask).bool(), 0.0), self.mask)
 
 

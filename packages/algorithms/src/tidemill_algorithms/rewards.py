@@ -1,5 +1,7 @@
 """Rewards of tokens, and penalties for length."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
@@ -8,7 +10,7 @@ from tidemill_algorithms import kl
 from tidemill_algorithms.kl import KLPenalty
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 
-__all__ = ["overlong_penalty", "read_token_rewards", "returns_to_go", "token_rewards"]
+__all__ = ["overlong_penalty", "returns_to_go", "reward_reader", "token_rewards"]
 
 
 def token_rewards(batch: DataProto, *, kl_coef: float = 0.0, kl_penalty: KLPenalty = "kl") -> torch.Tensor:
@@ -34,16 +36,14 @@ def token_rewards(batch: DataProto, *, kl_coef: float = 0.0, kl_penalty: KLPenal
     tensor([-0.0500,  0.9500, -0.0500, -0.0500, -0.0500,  0.9500])
     """
     response_mask = batch["response_mask"]
-    mask = ragged.values(response_mask).bool()
-    rewards = torch.zeros(len(mask))
-    trained = mask.nonzero().squeeze(1)
-    counts = ragged.segment_sum(mask.float(), response_mask).long()
-    has_tokens = counts > 0
-    rewards[trained[counts.cumsum(0)[has_tokens] - 1]] = batch["rewards"].float()[has_tokens]
-    if kl_coef != 0.0:
-        old, ref = (ragged.values(batch[name]).detach() for name in ("old_log_probs", "ref_log_prob"))
-        rewards -= torch.where(mask, kl_coef * kl.kl_penalty(old, ref, kl_penalty), 0.0)
-    return ragged.like(rewards, response_mask)
+    rewards = np.zeros(len(ragged.values(response_mask)), dtype=np.float32)
+    for rows in TrainedRows.of(response_mask):
+        padded = rows.outcome(batch["rewards"])
+        if kl_coef != 0.0:
+            old, ref = (torch.from_numpy(rows.read(batch[name])) for name in ("old_log_probs", "ref_log_prob"))
+            padded -= kl_coef * kl.kl_penalty(old, ref, kl_penalty).numpy()
+        rows.write(padded, rewards)
+    return ragged.like(torch.from_numpy(rewards), response_mask)
 
 
 def overlong_penalty(
@@ -79,14 +79,17 @@ def overlong_penalty(
     return torch.where(share > 0, -penalty_factor * share, 0.0).float()
 
 
-def read_token_rewards(batch: DataProto) -> torch.Tensor:
-    """Return the column `token_level_rewards` where the batch has one, else `token_rewards`.
+def reward_reader(batch: DataProto) -> Callable[[TrainedRows], np.ndarray]:
+    """Return a function that reads the rewards of tokens, float64 [b, T].
+
+    These are the column `token_level_rewards` where the batch has one, else the outcome at the last trained token.
 
     Raises:
         ValueError: a reward at a token that is not trained, where it would have no effect.
     """
     if "token_level_rewards" not in batch.batch.keys():  # noqa: SIM118
-        return token_rewards(batch)
+        rewards = batch["rewards"]
+        return lambda rows: rows.outcome(rewards)
     column, response_mask = batch["token_level_rewards"], batch["response_mask"]
     is_lost = (ragged.values(column) != 0) & ~ragged.values(response_mask).bool()
     if is_lost.any():
@@ -95,7 +98,7 @@ def read_token_rewards(batch: DataProto) -> torch.Tensor:
             f"expected token_level_rewards of 0 where response_mask is 0, got another value in row {row}; move the "
             f"reward of an observation to the trained token before it"
         )
-    return column
+    return lambda rows: rows.read(column)
 
 
 def returns_to_go(batch: DataProto, gamma: float) -> torch.Tensor:
@@ -103,8 +106,8 @@ def returns_to_go(batch: DataProto, gamma: float) -> torch.Tensor:
 
     Tokens that are not trained do not count as time: the return is carried over them unchanged.
     """
-    rewards = read_token_rewards(batch)
-    returns = np.zeros(len(ragged.values(rewards)), dtype=np.float32)
-    for rows in TrainedRows.of(batch["response_mask"]):
-        rows.write(discounted_sums(rows.read(rewards), gamma), returns)
-    return ragged.like(torch.from_numpy(returns), batch["response_mask"])
+    response_mask, read_rewards = batch["response_mask"], reward_reader(batch)
+    returns = np.zeros(len(ragged.values(response_mask)), dtype=np.float32)
+    for rows in TrainedRows.of(response_mask):
+        rows.write(discounted_sums(read_rewards(rows), gamma), returns)
+    return ragged.like(torch.from_numpy(returns), response_mask)

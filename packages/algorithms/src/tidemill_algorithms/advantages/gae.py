@@ -5,7 +5,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_algorithms.advantages.contract import reads
-from tidemill_algorithms.rewards import read_token_rewards
+from tidemill_algorithms.rewards import reward_reader
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 from tidemill_algorithms.whitening import whiten
 
@@ -37,11 +37,11 @@ def gae(batch: DataProto, *, gamma: float = 1.0, lam: float = 1.0) -> dict[str, 
     >>> ragged.values(columns["advantages"])
     tensor([ 0.4082,  1.0206, -0.8165, -1.4289, -0.2041,  1.0206])
     """
-    response_mask, values, rewards = batch["response_mask"], batch["values"], read_token_rewards(batch)
+    response_mask, values, read_rewards = batch["response_mask"], batch["values"], reward_reader(batch)
     advantages, returns = (np.zeros(len(ragged.values(response_mask)), dtype=np.float32) for _ in range(2))
     for rows in TrainedRows.of(response_mask):
         value = rows.read(values)
-        advantage = discounted_sums(temporal_differences(rows.read(rewards), value, gamma), gamma * lam)
+        advantage = discounted_sums(temporal_differences(read_rewards(rows), value, gamma), gamma * lam)
         rows.write(advantage, advantages)
         rows.write(advantage + value, returns)
     return {

@@ -1,10 +1,12 @@
 """Advantages of ReMax."""
 
+import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_algorithms.advantages.contract import reads
-from tidemill_algorithms.rewards import returns_to_go
+from tidemill_algorithms.rewards import reward_reader
+from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 
 __all__ = ["remax"]
 
@@ -29,8 +31,10 @@ def remax(batch: DataProto) -> dict[str, torch.Tensor]:
     >>> ragged.values(remax(batch.union(greedy))["advantages"])
     tensor([ 0.,  0., -1., -1., -1.,  1.])
     """
-    returns, response_mask = returns_to_go(batch, gamma=1.0), batch["response_mask"]
-    baseline = torch.as_tensor(batch["baseline_rewards"]).float()
-    advantages = ragged.values(returns) - ragged.expand_rows(baseline, response_mask)
-    is_masked = ~ragged.values(response_mask).bool()
-    return {"advantages": ragged.like(advantages.masked_fill_(is_masked, 0.0), response_mask)}
+    response_mask, read_rewards = batch["response_mask"], reward_reader(batch)
+    baselines = torch.as_tensor(batch["baseline_rewards"]).double().numpy()
+    advantages = np.zeros(len(ragged.values(response_mask)), dtype=np.float32)
+    for rows in TrainedRows.of(response_mask):
+        returns = discounted_sums(read_rewards(rows), 1.0)
+        rows.write(returns - baselines[rows.rows, None], advantages)
+    return {"advantages": ragged.like(torch.from_numpy(advantages), response_mask)}

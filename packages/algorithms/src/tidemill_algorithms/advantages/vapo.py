@@ -6,7 +6,7 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_algorithms.advantages.contract import reads
 from tidemill_algorithms.advantages.gae import temporal_differences
-from tidemill_algorithms.rewards import read_token_rewards
+from tidemill_algorithms.rewards import reward_reader
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 from tidemill_algorithms.whitening import whiten
 
@@ -40,11 +40,11 @@ def vapo(
     """
     if lam_alpha <= 0:
         raise ValueError(f"lam_alpha must be > 0, got {lam_alpha}")
-    response_mask, values, rewards = batch["response_mask"], batch["values"], read_token_rewards(batch)
+    response_mask, values, read_rewards = batch["response_mask"], batch["values"], reward_reader(batch)
     advantages, returns = (np.zeros(len(ragged.values(response_mask)), dtype=np.float32) for _ in range(2))
     for rows in TrainedRows.of(response_mask):
         value = rows.read(values)
-        differences = temporal_differences(rows.read(rewards), value, gamma)
+        differences = temporal_differences(read_rewards(rows), value, gamma)
         lam = np.maximum(1 - 1 / (lam_alpha * np.maximum(rows.lengths, 1)), 0.0)[:, None]
         rows.write(discounted_sums(differences, gamma * lam), advantages)
         rows.write(discounted_sums(differences, gamma * lam_critic) + value, returns)

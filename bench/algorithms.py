@@ -1,0 +1,132 @@
+"""Times of advantages, token weights and losses for a batch of 1,024 x 8,192 tokens on two CPU threads.
+
+    python bench/algorithms.py            two minutes, 3 GiB of memory
+    python bench/algorithms.py --tiny     seconds; checks that the benchmark runs, the times mean nothing
+
+"full": 1,024 rows of 8,192 trained tokens. "turns": 2,048 rows of 1 to 8,192 tokens, about as many in total, of which
+runs of 64 are masked with probability 0.2, like the observations of an agent. Prints the median milliseconds of a call.
+A loss is timed without gradient ("loss") and with its backward pass ("+ backward"); the token weights are computed
+before it. The aim is a sum of the slowest estimator and the slowest loss below 150 ms.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import torch
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, ActorLoss, token_rewards, token_weights
+from tidemill_algorithms.aggregation import AggMode
+from tidemill_dataproto import DataProto, ragged
+
+THREADS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    num_tokens: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    is_tiny = parser.parse_args().tiny
+    rows, width, turns = (16, 64, 2) if is_tiny else (1024, 8192, 5)
+    torch.set_num_threads(THREADS)
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {THREADS} threads, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    rng = np.random.default_rng(0)
+    full = make_batch(rng, np.full(rows, width), masked_share=0.0)
+    multi_turn = make_batch(rng, rng.integers(1, width + 1, size=2 * rows), masked_share=0.2)
+    for name, batch in {"full": full, "turns": multi_turn}.items():
+        tokens = ragged.values(batch["response_mask"])
+        print(f"\n{name}: {len(batch)} rows, {len(tokens)} tokens, {int(tokens.sum())} trained")
+        time_estimators(batch, turns)
+        time_losses(batch, turns)
+
+
+def make_batch(rng: np.random.Generator, lengths: np.ndarray, *, masked_share: float) -> DataProto:
+    rows, total = len(lengths), int(lengths.sum())
+    is_trained = np.repeat(rng.random(total // 64 + 1) >= masked_share, 64)[:total]
+    mask = ragged.ragged(torch.from_numpy(is_trained.astype(np.int64)), lengths)
+
+    def per_token(scale: float) -> torch.Tensor:
+        return ragged.like(torch.from_numpy(rng.normal(scale=scale, size=total).astype(np.float32)), mask)
+
+    columns = {
+        "response_mask": mask,
+        "rewards": torch.from_numpy(rng.integers(2, size=rows).astype(np.float32)),
+        "reward_components": torch.from_numpy(rng.random((rows, 2)).astype(np.float32)),
+        "baseline_rewards": torch.zeros(rows),
+        "values": per_token(0.1),
+        "old_log_probs": per_token(1.0),
+        "ref_log_prob": per_token(1.0),
+        "advantages": per_token(1.0),
+    }
+    return DataProto.from_dict(columns, {"uid": np.array([f"{row // 8}" for row in range(rows)], dtype=object)})
+
+
+def time_estimators(batch: DataProto, turns: int) -> None:
+    print(f"{'estimator':44} {'ms':>9}")
+    for name, estimator in ADV_ESTIMATORS.items():
+        print(f"{name:44} {milliseconds(lambda estimator=estimator: estimator(batch), turns):9.0f}")
+    print(f"{'gae, gamma 0.99, lam 0.95':44} {gae_milliseconds(batch, turns):9.0f}")
+    print(f"{'token_rewards, kl_coef 0.1':44} {milliseconds(lambda: token_rewards(batch, kl_coef=0.1), turns):9.0f}")
+
+
+def gae_milliseconds(batch: DataProto, turns: int) -> float:
+    return milliseconds(lambda: ADV_ESTIMATORS["gae"](batch, gamma=0.99, lam=0.95), turns)
+
+
+def time_losses(batch: DataProto, turns: int) -> None:
+    mask = batch["response_mask"]
+    print(f"{'aggregation':44} {'ms':>9}")
+    for mode in get_args(AggMode):
+        options = {"uid": batch["uid"]} if mode == "prompt-mean" else {}
+        options |= {"loss_scale_factor": 8192.0} if mode == "seq-mean-token-sum-norm" else {}
+        call = milliseconds(lambda mode=mode, options=options: token_weights(mask, mode, **options), turns)
+        print(f"{mode:44} {call:9.0f}")
+    batch = batch.union(DataProto.from_dict({"loss_weights": token_weights(mask, "token-mean")}))
+    counts = Counts(num_tokens=float(ragged.values(mask).sum()))
+    log_probs = ragged.values(batch["old_log_probs"]) + 0.1 * torch.randn(len(ragged.values(mask)))
+    with_gradient = log_probs.clone().requires_grad_()
+    print(f"{'loss':44} {'ms':>9} {'+ backward':>11}")
+    for name in POLICY_LOSSES:
+        loss_fn = ActorLoss(policy_loss=name)
+
+        def backward(loss_fn: ActorLoss = loss_fn) -> None:
+            with_gradient.grad = None
+            loss_fn(Outputs(log_probs=with_gradient), batch, counts)[0].backward()
+
+        with torch.no_grad():
+            forward = milliseconds(lambda f=loss_fn: f(Outputs(log_probs=log_probs), batch, counts), turns)
+        print(f"{name:44} {forward:9.0f} {milliseconds(backward, turns):11.0f}")
+
+
+def milliseconds(call: Callable[[], object], turns: int) -> float:
+    """Return the median time of a call, after one that is not timed."""
+    call()
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        result = call()
+        times.append(time.perf_counter() - start)
+        del result
+    return 1e3 * statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
