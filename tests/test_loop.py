@@ -286,7 +286,7 @@ def test_bad_episodes_affect_no_other(cluster, make_config, tmp_path):
     assert reasons["nan"].startswith("ValueError: expected a finite float32")
     assert reasons["none"].startswith("TypeError: an episode must return a number")
     assert episodes.rows is not None
-    assert sorted(set(episodes.rows["task"].tolist())) == [0, 7]
+    assert sorted(set(episodes.rows["episode"].tolist())) == [0, 7]
     first, second = episodes.rows["responses"].unbind()
     assert torch.equal(first, second)  # the same seed
 
@@ -306,7 +306,7 @@ def test_episode_that_kills_its_process_affects_no_other(cluster, make_config, t
     assert outcomes["dies"].reason.startswith("died: episode worker 0 died; see ")
     assert 2 <= episodes.num_restarts <= 3
     assert episodes.rows is not None
-    assert episodes.rows["task"].tolist() == [0, 2]
+    assert episodes.rows["episode"].tolist() == [0, 2]
 
 
 def test_parts_that_wait_while_the_driver_is_busy_are_received(cluster, make_config, tmp_path):

@@ -5,33 +5,6 @@ import torch
 from loss_cases import Output, counts_of, loss_and_gradient, make_batch, weigh
 from tidemill_algorithms import POLICY_LOSSES, ActorLoss
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines import ModelOutput, Normalizer
-from tidemill_trainer.losses import PPOLoss
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_vanilla_is_bitwise_the_loss_of_the_trainer(mode, seed):
-    batch, log_probs = make_batch(seed, num_rows=12, spread=1.0)
-    mask = batch["response_mask"]
-    tokens = ragged.segment_sum(ragged.values(mask), mask)
-    normalizer = Normalizer(num_tokens=max(1.0, tokens.sum().item()), num_sequences=max(1.0, (tokens > 0).sum().item()))
-    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0}
-    ours = ActorLoss(policy_loss="vanilla", options=clip, entropy_coeff=0.01)
-    theirs = PPOLoss(**clip, entropy_coeff=0.01, loss_agg_mode=mode)
-    results = []
-    for loss in (ours, theirs):
-        leaves = [ragged.values(log_probs).clone(), torch.full_like(ragged.values(log_probs), 2.0)]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        value, metrics = loss(ModelOutput(log_probs=leaves[0], entropy=leaves[1]), weigh(batch, mode), normalizer)
-        value.backward()
-        results.append((value, leaves[0].grad, leaves[1].grad, metrics))
-    for own, their in zip(results[0][:3], results[1][:3], strict=True):
-        assert torch.equal(own, their)
-    assert results[0][3].keys() == results[1][3].keys()
-    for name, metric in results[1][3].items():
-        assert torch.equal(results[0][3][name], metric), name
-    assert results[0][3]["actor/pg_clipfrac"] > 0
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@ import torch
 from loss_cases import make_batch, weigh
 from tidemill_algorithms import token_weights
 from tidemill_dataproto import ragged
-from tidemill_engines import Normalizer
-from tidemill_trainer import losses as trainer_losses
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "prompt-mean"]
 MASK = ragged.ragged(torch.tensor([1.0, 1, 0, 1, 1, 1]), [3, 3])
@@ -24,17 +22,6 @@ VALUES = torch.tensor([1.0, 2, 3, 4, 5, 6])
 )
 def test_known_numbers(mode, options, expected):
     assert (VALUES * ragged.values(token_weights(MASK, mode, **options))).sum().item() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_weights_are_bitwise_those_of_the_trainer(mode, seed):
-    batch, _ = make_batch(seed, num_rows=9)
-    mask = batch["response_mask"]
-    tokens = ragged.segment_sum(ragged.values(mask), mask)
-    normalizer = Normalizer(num_tokens=max(1.0, tokens.sum().item()), num_sequences=max(1.0, (tokens > 0).sum().item()))
-    expected = trainer_losses.token_weights(mask, normalizer, mode)
-    assert torch.equal(ragged.values(token_weights(mask, mode)), expected)
 
 
 def plain_weights(mask_rows, mode, uid, kept_rows, denominator):

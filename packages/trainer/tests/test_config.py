@@ -1,7 +1,7 @@
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
-from tidemill_trainer.actor import engine_config
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
+from tidemill_trainer.roles import engine_config
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("rollout.num_gpus_per_engine=-1", r"rollout\.num_gpus_per_engine must be > 0, got -1"),
         ("rollout.mem_fraction_static=3", r"rollout\.mem_fraction_static must be < 1, got 3"),
         ("rollout.timeout_s=0", r"rollout\.timeout_s must be > 0, got 0"),
-        ("actor.clip_ratio_low=-0.2", r"actor\.clip_ratio_low must be >= 0, got -0\.2"),
-        ("actor.clip_ratio_high=-0.2", r"actor\.clip_ratio_high must be >= 0, got -0\.2"),
-        ("actor.entropy_coeff=nan", r"actor\.entropy_coeff must be a finite number, got nan"),
+        ("algorithm.kl_loss_type=k3", r"algorithm: kl_loss_type has no effect without kl_loss_coef; set it, or remove"),
+        ("algorithm.kl_penalty=k4", r"algorithm\.kl_penalty must be 'kl', 'k1', "),
+        ("algorithm.entropy_coeff=nan", r"algorithm\.entropy_coeff must be a finite number, got nan"),
         ("actor.num_gpus_per_worker=0", r"actor\.num_gpus_per_worker must be > 0, got 0"),
         ("actor.omp_num_threads=0", r"actor\.omp_num_threads must be >= 1, got 0"),
         ("actor.timeout_s=-1", r"actor\.timeout_s must be > 0, got -1"),

@@ -15,6 +15,16 @@ def test_overrides_replace_values_of_the_file_and_keep_types(config_file):
     assert load_config(config_file, ["trainer.name=2026-01-05"]).trainer.name == "2026-01-05"
 
 
+def test_later_files_and_arguments_replace_earlier_keys(config_file, tmp_path):
+    preset = tmp_path / "preset.toml"
+    preset.write_text("[rollout]\nn = 4\n[algorithm]\nclip_ratio_high = 0.3\n")
+    config = load_config(config_file, ["rollout.n=2", "rollout.response_length=9", str(preset), "trainer.seed=1"])
+    assert (config.rollout.n, config.rollout.response_length, config.trainer.seed) == (4, 9, 1)
+    assert config.algorithm.options == {"clip_ratio_high": 0.3}
+    with pytest.raises(ConfigError, match=r"config file .*none\.toml does not exist"):
+        load_config(config_file, ["none.toml"])
+
+
 def test_saved_config_loads_as_equal_config(tmp_path):
     config = load_config(DEMO_CONFIG, ["optimizer.clip_grad=inf", "rollout.engine_args.log_level=error"])
     save_config(config, tmp_path / "resolved.toml")

@@ -1,4 +1,5 @@
 import pytest
+from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.config_keys import RENAMED, SHORT, paths_of
@@ -7,8 +8,11 @@ from tidemill_trainer.config_keys import RENAMED, SHORT, paths_of
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
-        ("algorithm.use_kl_in_reward", "this trainer has no KL term in the loss or the reward"),
-        ("actor.kl_loss_coef", "this trainer has no KL term"),
+        ("algorithm.use_kl_in_reward", r"in the reward has algorithm\.kl_coef > 0"),
+        ("actor.kl_loss_coef", r"use algorithm\.kl_loss_coef"),
+        ("actor.clip_ratio_high", r"use algorithm\.clip_ratio_high"),
+        ("algorithm.clip_ratio_hihg", r"did you mean algorithm\.clip_ratio_high\?"),
+        ("trainer.critic_warmup", r"use critic\.warmup_steps"),
         ("data.max_response_length", r"use rollout\.response_length"),
         ("trainer.total_training_steps", r"use trainer\.total_steps"),
         ("trainer.total_epochs", r"in steps, with trainer\.total_steps"),
@@ -17,9 +21,9 @@ from tidemill_trainer.config_keys import RENAMED, SHORT, paths_of
         ("rollout.tensor_model_parallel_size", r"did you mean rollout\.tensor_parallel_size\?"),
         ("rollout.tp", r"use rollout\.tensor_parallel_size"),
         ("engine.tp_size", r"use engine\.tensor_model_parallel_size"),
-        ("actor.lr", r"did you mean optimizer\.lr or warmup\.lr\?"),
+        ("actor.lr", r"did you mean critic\.optimizer\.lr or optimizer\.lr or warmup\.lr\?"),
         ("trainer.temprature", r"did you mean rollout\.temperature\?"),
-        ("algorithm.use_wings", r"known keys: norm_adv_by_std_in_grpo, shuffle_rewards"),
+        ("algorithm.use_wings", r"known keys: adv_estimator, policy_loss, .*, clip_ratio_high"),
         ("lora.rank", r"known keys: model, data"),
     ],
 )
@@ -35,5 +39,5 @@ def test_short_name_in_a_file_is_rejected_with_the_long_name(config_file):
 
 
 def test_suggestions_for_verl_keys_are_existing_keys():
-    keys = set(paths_of(Config))
+    keys = set(paths_of(Config)) | {f"algorithm.{name}" for name in option_names()}
     assert {name for names in RENAMED.values() for name in names} | set(SHORT.values()) <= keys

@@ -120,7 +120,7 @@ def test_each_epoch_contains_every_problem_once(tmp_path, tokenizer):
     assert [tokenizer.decode(row) for row in again["prompts"].unbind()] == drawn[9:12]
     other = PromptLoader(data, batch_size=7, seed=6).batch(1)
     assert [tokenizer.decode(row) for row in other["prompts"].unbind()] != epochs[0]
-    problems = [problem for step in range(1, 4) for problem in loader.problems(step)]
+    problems = [problem for step in range(1, 4) for problem in loader.problems(3 * step - 3, 3, step)]
     assert [problem.prompt for problem in problems] == drawn[:9]
     assert [problem.ordinal for problem in problems] == list(range(9))
     assert len({problem.id for problem in problems}) == 9

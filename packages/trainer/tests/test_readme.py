@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, section_in
 
@@ -22,11 +23,15 @@ def _defaults(cls, prefix=""):
     """Yield key and default of each field of a section."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        if cls is AlgorithmConfig and field.name == "options":  # further keys of the section
+            continue
         section = section_in(hints[field.name])
         has_section = section is not None and "tuple" not in str(hints[field.name])
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        if has_section:
+        if prefix == "" and (cls, field.name) == (CriticConfig, "optimizer"):  # in its own section
+            yield "optimizer.lr", _toml(default.lr)
+        elif has_section:
             yield from _defaults(section, f"{prefix}{field.name}.")
         if not has_section or default is None:
             yield f"{prefix}{field.name}", "required" if default is dataclasses.MISSING else _toml(default)

@@ -1,24 +1,26 @@
-"""The training worker: a Ray actor with one rank of the training engine."""
+"""The training worker: a Ray actor with one rank of the policy and of the models that share its processes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
+from tidemill_algorithms import CriticLoss
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, Worker, register, split_over
-from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry, WeightShard, sft_loss
+from tidemill_engines import BaseEngine, WeightShard, sft_loss
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
+from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
-from tidemill_trainer.losses import PPOLoss
+from tidemill_trainer.roles import Role, build_policy, build_role, has_adapter_reference
 from tidemill_trainer.stalls.member import join_run
 
 _compute = split_over("actor")
 
 
 class ActorWorker(Worker):
-    """One rank of the policy.
+    """One rank of the policy and of the other roles.
 
     Args:
         config: configuration of the run.
@@ -28,21 +30,11 @@ class ActorWorker(Worker):
     def __init__(self, config: Config, log_dir: str) -> None:
         join_run(log_dir, f"actor_{self.rank}")
         self._config = config
-        self._engine: BaseEngine = EngineRegistry.new(
-            model_type="language_model",
-            backend=config.engine.backend,
-            model=config.model,
-            engine=engine_config(config),
-            optimizer=config.optimizer,
-        )
-        actor = config.actor
-        self._loss = PPOLoss(
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            entropy_coeff=actor.entropy_coeff,
-            loss_agg_mode=actor.loss_agg_mode,
-        )
+        self._engine = build_policy(config)
+        self._roles: dict[Role, BaseEngine] = {}
+        self._has_adapter_reference = has_adapter_reference(config)
+        self._loss = Algorithm.of(config).loss
+        self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
         self._updater: WeightUpdater | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -74,15 +66,33 @@ class ActorWorker(Worker):
         """
         return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
-    @register(_compute)
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Compute `old_log_probs` and `entropy` of the responses, ragged like `responses`.
+    @register(Dispatch.ONE_TO_ALL)
+    def init_roles(self, roles: Sequence[Role], initial_policy: str) -> None:
+        """Load the models of other roles; `initial_policy` is the folder of those without a path."""
+        for role in roles:
+            engine = build_role(self._config, role, initial_policy)
+            engine.initialize()
+            self._roles[role] = engine
 
-        With router replay, also return `routed_experts` int32 [B, j, layers, top_k], the experts that were used for
-        each token of `input_ids`: those of the same column of `batch`, or the choice of the router if there is no such
-        column or its value is -1.
+    @register(_compute)
+    def infer(self, batch: DataProto) -> DataProto:
+        """Compute what the update requires from each role, ragged like `responses`.
+
+        Returns:
+            `old_log_probs` and `entropy` of the policy, `ref_log_prob` of the reference, `values` of the critic. With
+            router replay, also `routed_experts` int32 [B, j, layers, top_k], the experts that were used for each token
+            of `input_ids`: those of the same column of `batch`, or the choice of the router if there is no such column
+            or its value is -1.
         """
-        return self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
+        result = self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
+        if self._has_adapter_reference:
+            with self._engine.disable_adapter():
+                result = result.union(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+        if (reference := self._roles.get("reference")) is not None:
+            result = result.union(reference.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+        if (critic := self._roles.get("critic")) is not None:
+            result = result.union(critic.infer_batch(batch))
+        return result
 
     @register(_compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
@@ -91,10 +101,13 @@ class ActorWorker(Worker):
         Returns:
             Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
-        metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._config.actor.entropy_coeff != 0.0)
-        engine_metrics = ("loss", "grad_norm", "grad_nonfinite", "lr")
-        named = {f"actor/{name}" if name in engine_metrics else name: value for name, value in metrics.items()}
-        return named | self._engine.performance()
+        metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
+        return _named("actor", metrics) | self._engine.performance()
+
+    @register(_compute)
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Make one optimizer step of the critic; return metrics of the global batch, equal on all ranks."""
+        return _named("critic", self._roles["critic"].train_batch(batch, self._value_loss))
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
@@ -141,25 +154,25 @@ class ActorWorker(Worker):
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Save the state of the engine to `path`."""
-        self._engine.save_checkpoint(path)
+    def save_checkpoint(self, folder: str) -> None:
+        """Save the states of the policy and the critic to subfolders of `folder`."""
+        for name, engine in self._trained().items():
+            engine.save_checkpoint(f"{folder}/{name}")
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Restore the state that `save_checkpoint` saved."""
-        self._engine.load_checkpoint(path)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore the states that `save_checkpoint` saved; the roles have been initialized."""
+        for name, engine in self._trained().items():
+            engine.load_checkpoint(f"{folder}/{name}")
+
+    def _trained(self) -> dict[str, BaseEngine]:
+        critic = self._roles.get("critic")
+        return {"engine": self._engine} | ({} if critic is None else {"critic": critic})
 
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Save the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)
-
-
-def engine_config(config: Config) -> EngineConfig:
-    """Return the configuration of the engine, including settings that other sections imply."""
-    engine = config.engine
-    return engine.with_router_replay() if config.actor.router_replay.mode != "disabled" else engine
 
 
 def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
@@ -173,3 +186,9 @@ def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShar
         replica=part.replica,
         num_replicas=part.num_replicas,
     )
+
+
+def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Prefix the metrics that every engine reports with the role."""
+    own = ("loss", "grad_norm", "grad_nonfinite", "lr")
+    return {f"{role}/{name}" if name in own else name: value for name, value in metrics.items()}

@@ -49,7 +49,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += others
     if args.command == "demo":
-        args.task = args.overrides.pop(0) if args.overrides and "=" not in args.overrides[0] else "addition"
+        is_task = args.overrides and "=" not in args.overrides[0] and not args.overrides[0].endswith(".toml")
+        args.task = args.overrides.pop(0) if is_task else "addition"
         if args.task not in DEMO_CONFIGS:
             parser.error(f"there is no demo {args.task!r}; the demos are: {', '.join(DEMO_CONFIGS)}")
     return args
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a tiny model on this machine, without a GPU or a download",
-        usage="%(prog)s [-h] [--config CONFIG.toml] [--shuffle-rewards] [{addition,tools}] [section.key=value ...]",
+        usage="%(prog)s [-h] [--config CONFIG.toml] [--shuffle-rewards] [{addition,tools}] [MORE.toml] [key=value ...]",
         description="addition (default): the model learns to add two numbers. tools: it learns to call a tool.",
         allow_abbrev=False,
     )
@@ -99,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--n", type=_count, default=1, help="samples per problem (default: 1, greedy)")
     evaluate.add_argument("--sample", action="store_true", help="sample also with --n 1, instead of decoding greedily")
     for command in (demo, train, evaluate):
-        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
+        command.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="MORE.toml | section.key=value",
+            help="override configuration keys: those of another file, such as a preset of an algorithm, or one key",
+        )
     for command in (demo, train):
         command.add_argument(
             "--shuffle-rewards",

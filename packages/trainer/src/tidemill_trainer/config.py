@@ -7,16 +7,13 @@ import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from tidemill_engines import FSDP2Config, MegatronConfig
 from tidemill_engines.config import ModelConfig, OptimizerConfig
 
-_Count = Annotated[int, Field(ge=1)]
-_CountOrZero = Annotated[int, Field(ge=0)]
-_Fraction = Annotated[float, Field(ge=0, le=1)]
-_Positive = Annotated[float, Field(gt=0)]
-_Seed = Annotated[int, Field(ge=0, lt=2**64)]
+from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig
+from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive, Seed
 
 
 def _group_size(n: int) -> int:
@@ -52,8 +49,8 @@ class DataConfig:
 
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
-    train_batch_size: _Count = 64
-    max_prompt_length: _Count = 512
+    train_batch_size: Count = 64
+    max_prompt_length: Count = 512
     overlong_prompts: Literal["error", "skip"] = "error"
 
 
@@ -82,21 +79,21 @@ class RolloutConfig:
     """
 
     n: Annotated[int, AfterValidator(_group_size)] = 8
-    temperature: _Positive = 1.0
+    temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
-    response_length: _Count = 512
+    response_length: Count = 512
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    num_engines: _Count = 1
-    tensor_parallel_size: _Count = 1
-    num_gpus_per_engine: _Positive | None = None
-    max_total_tokens: _Count | None = None
+    num_engines: Count = 1
+    tensor_parallel_size: Count = 1
+    num_gpus_per_engine: Positive | None = None
+    max_total_tokens: Count | None = None
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
     deterministic: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
-    max_log_prob_abs_diff: _Positive | None = None
-    timeout_s: _Positive = 1800.0
+    max_log_prob_abs_diff: Positive | None = None
+    timeout_s: Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +115,12 @@ class EpisodeConfig:
     """
 
     function: str = "single_turn"
-    num_workers: _Count = 1
-    max_concurrent: _Count = 1024
-    max_turns: _Count = 100
-    timeout_s: _Positive = 600.0
-    max_retries: _CountOrZero = 2
-    max_error_share: _Fraction = 0.1
+    num_workers: Count = 1
+    max_concurrent: Count = 1024
+    max_turns: Count = 100
+    timeout_s: Positive = 600.0
+    max_retries: CountOrZero = 2
+    max_error_share: Fraction = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,21 +134,7 @@ class RewardConfig:
     """
 
     function: str = "exact_match"
-    timeout_s: _Positive = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlgorithmConfig:
-    """Conversion of rewards to advantages.
-
-    Attributes:
-        norm_adv_by_std_in_grpo: divide by the standard deviation of the group (GRPO); False only subtracts the mean
-            (Dr. GRPO).
-        shuffle_rewards: negative control: shuffle the rewards within the batch, so that the model cannot learn.
-    """
-
-    norm_adv_by_std_in_grpo: bool = True
-    shuffle_rewards: bool = False
+    timeout_s: Positive = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +157,6 @@ class ActorConfig:
     Attributes:
         ppo_mini_batch_size: prompts per optimizer step; None uses the whole batch.
         ppo_epochs: passes over the batch.
-        clip_ratio_low, clip_ratio_high: bounds of the probability ratio, which is clipped to [1 - low, 1 + high].
-        clip_ratio_c: bound of the dual clip for negative advantages.
-        entropy_coeff: weight of the entropy bonus.
-        loss_agg_mode: "token-mean": mean over all tokens of the batch; "seq-mean-token-sum" and "seq-mean-token-mean":
-            mean over sequences of the sum or mean over their tokens.
         router_replay: router replay for MoE models.
         num_workers: number of training processes, each with one device. The parallel sizes of `engine` must divide it;
             the quotient is the data-parallel size.
@@ -187,18 +165,13 @@ class ActorConfig:
         timeout_s: timeout of one call to the workers.
     """
 
-    ppo_mini_batch_size: _Count | None = None
-    ppo_epochs: _Count = 1
-    clip_ratio_low: _Fraction = 0.2
-    clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
-    entropy_coeff: FiniteFloat = 0.0
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    ppo_mini_batch_size: Count | None = None
+    ppo_epochs: Count = 1
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    num_workers: _Count = 1
-    num_gpus_per_worker: _Positive = 1.0
-    omp_num_threads: _Count = 1
-    timeout_s: _Positive = 1800.0
+    num_workers: Count = 1
+    num_gpus_per_worker: Positive = 1.0
+    omp_num_threads: Count = 1
+    timeout_s: Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +186,11 @@ class WarmupConfig:
         until_accuracy: stop the warm-up at the first validation with at least this held-out accuracy.
     """
 
-    max_steps: _CountOrZero = 0
-    batch_size: _Count = 128
-    lr: Annotated[FiniteFloat, Field(ge=0)] = 1e-3
-    test_freq: _CountOrZero = 10
-    until_accuracy: _Fraction = 1.0
+    max_steps: CountOrZero = 0
+    batch_size: Count = 128
+    lr: NotNegative = 1e-3
+    test_freq: CountOrZero = 10
+    until_accuracy: Fraction = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,9 +205,9 @@ class WeightUpdateConfig:
             wait for rank 0.
     """
 
-    bucket_bytes: _Count = 512 << 20
+    bucket_bytes: Count = 512 << 20
     memory: Literal["auto", "cpu"] = "auto"
-    timeout_s: _Positive = 300.0
+    timeout_s: Positive = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,14 +238,14 @@ class TrainerConfig:
     run_dir: str = "runs"
     project_name: str = "tidemill"
     logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    total_steps: _Count = 100
+    total_steps: Count = 100
     val_before_train: bool = True
-    stop_at_accuracy: _Fraction | None = None
-    test_freq: _CountOrZero = 10
-    save_freq: _CountOrZero = 0
-    max_ckpt_to_keep: _Count = 2
-    save_samples: _CountOrZero = 4
-    seed: _Seed = 0
+    stop_at_accuracy: Fraction | None = None
+    test_freq: CountOrZero = 10
+    save_freq: CountOrZero = 0
+    max_ckpt_to_keep: Count = 2
+    save_samples: CountOrZero = 4
+    seed: Seed = 0
     ray_address: str | None = None
 
 
@@ -288,8 +261,10 @@ class Config:
         rollout: generation with SGLang.
         episode: the episodes.
         reward: the reward function.
-        algorithm: conversion of rewards to advantages.
+        algorithm: advantages and policy loss.
         actor: the policy update.
+        reference: the reference policy.
+        critic: the value model.
         warmup: supervised fine-tuning before reinforcement learning.
         weight_update: transfer of weights to the engines.
         trainer: length, validation, checkpoints and location of the run.
@@ -304,6 +279,8 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
+from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
 
@@ -34,22 +36,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: TOML file with one table per field of `Config`.
-        overrides: "section.key=value", where value is TOML, or else a string. Megatron's parallel sizes have the short
-            names "engine.tp", "pp", "vpp", "cp", "ep" and "etp". A path may begin with "~".
+        overrides: "section.key=value", where value is TOML, or else a string; or the path of another TOML file, whose
+            keys replace those before. Megatron's parallel sizes have the short names "engine.tp", "pp", "vpp", "cp",
+            "ep" and "etp". A path may begin with "~".
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the message suggests a known one), or a
             value is invalid.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path.absolute()} does not exist; check the path")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}") from error
+    data = _read(Path(path))
     for override in overrides:
-        _apply(data, override)
+        if is_config_file(override):
+            _merge(data, _read(Path(override)))
+        else:
+            _apply(data, override)
     return _with_paths(parse_config(data), os.path.expanduser)
 
 
@@ -59,6 +59,8 @@ def parse_config(data: dict[str, Any]) -> Config:
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid.
     """
+    if isinstance(data.get("algorithm"), dict):
+        data = data | {"algorithm": _with_options(data["algorithm"])}
     _check_keys(Config, data, ())
     backend = data.get("engine", {}).get("backend", _DEFAULT_BACKEND)
     data = data | {"engine": {"backend": backend} | data.get("engine", {})}
@@ -66,7 +68,7 @@ def parse_config(data: dict[str, Any]) -> Config:
         # Strict mode accepts a list for a tuple only in JSON. No key is a date, so a TOML date becomes text.
         return TypeAdapter(Config).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        problems = [_describe(problem, backend) for problem in error.errors()]
+        problems = [describe(_where(problem["loc"], backend), problem) for problem in error.errors()]
         raise ConfigError("\n".join(problems)) from error
 
 
@@ -91,6 +93,11 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
             train_files=tuple(change(path) for path in data.train_files),
             val_files=tuple(change(path) for path in data.val_files),
         ),
+        algorithm=replace(
+            config.algorithm,
+            adv_estimator=changed(config.algorithm.adv_estimator),
+            policy_loss=changed(config.algorithm.policy_loss),
+        ),
         episode=replace(config.episode, function=changed(config.episode.function)),
         reward=replace(config.reward, function=changed(config.reward.function)),
         trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
@@ -99,12 +106,36 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Convert the config to nested dicts, without fields that are None, since TOML has no null."""
-    return _without_none(dataclasses.asdict(config))
+    data = _without_none(dataclasses.asdict(config))
+    data["algorithm"] |= data["algorithm"].pop("options")
+    return data
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the whole config, so that `load_config(path)` returns an equal one."""
     path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
+
+
+def is_config_file(argument: str) -> bool:
+    """Return whether an argument of a command is the path of a TOML file instead of "section.key=value"."""
+    return argument.endswith(".toml") and "=" not in argument
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config file {path.absolute()} does not exist; check the path")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}") from error
+
+
+def _merge(data: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(data.get(key), dict):
+            _merge(data[key], value)
+        else:
+            data[key] = value
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -123,6 +154,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"unknown config key {key}; {name} is a value, not a section")
     table[names[-1]] = value
+
+
+def _with_options(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """Move the keys of the section that are options of functions to the field `options`.
+
+    A function of the user may have any option, which is checked when the function is loaded.
+    """
+    own, known = names_of(AlgorithmConfig), option_names()
+    is_open = any(":" in str(algorithm.get(key, "")) for key in ("adv_estimator", "policy_loss"))
+    options = {key: value for key, value in algorithm.items() if key not in own and (is_open or key in known)}
+    return {key: value for key, value in algorithm.items() if key not in options} | {"options": options}
 
 
 def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
@@ -154,11 +196,14 @@ def _engine_config(section: Any) -> type:
     return BACKENDS[backend]
 
 
-def _describe(problem: Any, backend: str) -> str:
-    loc = problem["loc"]
+def _where(loc: tuple[str | int, ...], backend: str) -> str:
     if loc[:2] == ("engine", backend):  # pydantic adds the backend
         loc = ("engine", *loc[2:])
-    where = ".".join(str(part) for part in loc)
+    return ".".join(map(str, loc))
+
+
+def describe(where: str, problem: Any) -> str:
+    """Return the message of one error of pydantic about the key `where`, or about several keys if it is empty."""
     if problem["type"] == "missing":
         return f"config key {where} is required; set it in the file or on the command line"
     message = problem["msg"].removeprefix("Value error, ")

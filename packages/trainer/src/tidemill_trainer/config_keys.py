@@ -7,6 +7,8 @@ from typing import Any, get_args, get_type_hints
 
 from tidemill_engines import FSDP2Config, MegatronConfig
 
+from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 
 BACKENDS: dict[str, type] = {"fsdp2": FSDP2Config, "megatron": MegatronConfig}
@@ -21,11 +23,11 @@ SHORT = {  # Megatron's short names, for the command line
 # Suggest only names that are at least this similar: a user who follows a wrong suggestion trains something else.
 _CUTOFF = 0.75
 
-_NO_KL = "this trainer has no KL term in the loss or the reward, and no reference model; remove the key"
-_NO_CRITIC = "this trainer has no critic and computes advantages with GRPO; remove the key"
 _ONE_NODE = "a run uses one node; set actor.num_workers and rollout.num_engines"
 _TENSOR_PARALLEL = ("rollout.tensor_parallel_size", "engine.tensor_model_parallel_size")
+_ALGORITHM = [*(each.name for each in dataclasses.fields(AlgorithmConfig) if each.name != "options"), *option_names()]
 RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to the keys here
+    **{name: (f"algorithm.{name}",) for name in _ALGORITHM},  # some are in verl's section actor
     "max_response_length": ("rollout.response_length",),
     "filter_overlong_prompts": ("data.overlong_prompts",),
     "truncation": ("data.overlong_prompts",),
@@ -35,7 +37,9 @@ RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to t
     "max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
     "n_gpus_per_node": ("actor.num_workers",),
     "strategy": ("engine.backend",),
-    "clip_ratio": ("actor.clip_ratio_low", "actor.clip_ratio_high"),
+    "clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
+    "loss_mode": ("algorithm.policy_loss",),
+    "critic_warmup": ("critic.warmup_steps",),
     "grad_clip": ("optimizer.clip_grad",),
     "learning_rate": ("optimizer.lr",),
     "lr_scheduler_type": ("optimizer.lr_scheduler",),
@@ -54,10 +58,10 @@ RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to t
     "tp_size": _TENSOR_PARALLEL,
 }
 _ABSENT = {  # verl's keys that have no direct equivalent here
-    **dict.fromkeys(("use_kl_loss", "kl_loss_coef", "kl_loss_type", "use_kl_in_reward"), _NO_KL),
-    **dict.fromkeys(("kl_coef", "kl_ctrl", "kl_penalty", "ref"), _NO_KL),
-    **dict.fromkeys(("critic", "critic_warmup", "gamma", "lam"), _NO_CRITIC),
-    "adv_estimator": "GRPO is the only advantage estimator; algorithm.norm_adv_by_std_in_grpo=false selects Dr. GRPO",
+    "use_kl_loss": "a KL term in the loss has algorithm.kl_loss_coef > 0",
+    "use_kl_in_reward": "a KL penalty in the reward has algorithm.kl_coef > 0",
+    "kl_ctrl": "set algorithm.kl_coef and, to adapt it, algorithm.target_kl and algorithm.horizon",
+    "ref": "use the section reference",
     "total_epochs": "the length of a run is set in steps, with trainer.total_steps",
     "nnodes": _ONE_NODE,
     "use_dynamic_bsz": "micro-batches are formed by tokens, unless engine.micro_batch_size_per_gpu is set",
@@ -82,6 +86,8 @@ def names_of(cls: type) -> list[str]:
 def advice(where: tuple[str, ...], key: str, known: list[str]) -> str:
     """Return what to write instead of the unknown `key` of the section `where`, whose keys are `known`."""
     path = ".".join((*where, key))
+    if where == ("algorithm",):
+        known = _ALGORITHM
     if path in SHORT:
         return f"use {SHORT[path]} in a file; the short name works on the command line only"
     if key in RENAMED:
@@ -101,7 +107,7 @@ def advice(where: tuple[str, ...], key: str, known: list[str]) -> str:
 
 
 def paths_of(cls: type, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield all keys except sections, as "section.key"."""
+    """Yield all keys except sections and the options of the algorithm, as "section.key"."""
     hints = get_type_hints(cls)
     for name in names_of(cls):
         path = (*where, name)

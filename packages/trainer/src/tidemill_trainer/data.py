@@ -98,9 +98,13 @@ class PromptLoader:
 
     def rows(self, step: int) -> np.ndarray:
         """Return the row numbers of the problems of `step` (from 1), int64 [batch_size]."""
+        return self.rows_at((step - 1) * self._batch_size, self._batch_size)
+
+    def rows_at(self, start: int, count: int) -> np.ndarray:
+        """Return the row numbers of `count` problems from the ordinal `start` on, int64 [count]."""
         size = len(self._dataset)
-        positions = np.arange((step - 1) * self._batch_size, step * self._batch_size)
-        rows = np.empty(self._batch_size, dtype=np.int64)
+        positions = np.arange(start, start + count)
+        rows = np.empty(count, dtype=np.int64)
         for epoch in np.unique(positions // size):
             order = np.random.default_rng([self._seed, int(epoch)]).permutation(size)
             here = positions // size == epoch
@@ -111,23 +115,25 @@ class PromptLoader:
         """Return the problems of `step`."""
         return self._dataset[torch.from_numpy(self.rows(step))]
 
-    def problems(self, step: int) -> list[Problem]:
-        """Return the problems of `step`; their ids are unique in the run."""
-        return to_problems(self.batch(step), str(step), ordinal=(step - 1) * self._batch_size)
+    def problems(self, start: int, count: int, step: int, first: int = 0) -> list[Problem]:
+        """Return `count` problems of `step` from the ordinal `start` on, with the ids "step-first" and following."""
+        batch = self._dataset[torch.from_numpy(self.rows_at(start, count))]
+        return to_problems(batch, str(step), ordinal=start, first=first)
 
 
-def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0) -> list[Problem]:
+def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0, first: int = 0) -> list[Problem]:
     """Return the rows of a batch of `load_prompts` as problems with the ids "{prefix}-0", "{prefix}-1", ...
 
     Args:
         batch: the rows.
         prefix: start of the ids.
         ordinal: ordinal of the first problem.
+        first: number in the id of the first problem.
     """
     names = ("prompt", "data_source", "ground_truth", "extra_info")
     columns = [batch.non_tensor_batch[name] for name in names]
     return [
-        Problem(id=f"{prefix}-{number}", ordinal=ordinal + number, **dict(zip(names, values, strict=True)))
+        Problem(id=f"{prefix}-{first + number}", ordinal=ordinal + number, **dict(zip(names, values, strict=True)))
         for number, values in enumerate(zip(*columns, strict=True))
     ]
 

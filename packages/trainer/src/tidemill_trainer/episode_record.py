@@ -30,7 +30,7 @@ def episode_record(
     task, outcome = summary.task, summary.outcome
     own: list[DataProto] = []
     if batch is not None:
-        numbers = torch.nonzero(batch["task"] == task.number).flatten().tolist()
+        numbers = torch.nonzero(batch["episode"] == task.number).flatten().tolist()
         own = [batch[[number]] for number in numbers]
     prompt = response = ""
     if own:

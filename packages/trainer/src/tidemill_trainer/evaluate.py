@@ -82,7 +82,7 @@ def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress
 
     assert inputs.val is not None
     problems = to_problems(inputs.val, "eval")
-    seeds = sampling_seeds(config.trainer.seed, 0, len(problems) * n)
+    seeds = sampling_seeds([config.trainer.seed, 0], len(problems) * n)
     tasks = [
         EpisodeTask(number=number, problem=problems[number // n], sample=number % n, seed=seed, is_shown=True)
         for number, seed in enumerate(seeds)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tidemill_dataproto import DataProto
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
@@ -42,6 +43,7 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
     """
     check_machine(config, progress)
     check_model(config)
+    Algorithm.of(config)
     create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
     tokenizer = _load_tokenizer(config)
     needs_ground_truth = config.episode.function == "single_turn" and config.reward.function == "exact_match"

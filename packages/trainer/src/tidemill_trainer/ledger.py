@@ -43,7 +43,7 @@ class Settlement:
 class Ledger:
     """Append-only record of a run in `ledger.jsonl`.
 
-    Each step has two lines: "issued" before its episodes start and "settled" after the update. A line "resumed" undoes
+    Each step has a line "issued" before episodes of it start, and "settled" after the update. A line "resumed" undoes
     all steps after its own: a resumed run repeats them.
 
     Args:
@@ -53,6 +53,7 @@ class Ledger:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._issued = 0
+        self._problems: dict[int, int] = {}
         self._open: dict[int, int] = {}  # episodes of each step that is not settled
         self._settled: dict[int, dict[str, tuple[int, int]]] = {}
         self._undone = 0, 0
@@ -99,6 +100,11 @@ class Ledger:
         if any(other > step for other in (*self._open, *self._settled)):
             self._append({"event": "resumed", "step": step})
 
+    @property
+    def num_problems(self) -> int:
+        """Problems issued so far, in steps that are not undone."""
+        return sum(self._problems.values())
+
     def metrics(self) -> dict[str, float]:
         """Return the sums since the start of the run, over all kinds of places; they add up to what was issued."""
         kinds = ("trained", "dropped", "failed")
@@ -121,8 +127,10 @@ class Ledger:
     def _apply(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
         if line["event"] == "issued":
-            self._open[step] = line["n"] * len(line["problems"])
-            self._issued += self._open[step]
+            count = line["n"] * len(line["problems"])
+            self._open[step] = self._open.get(step, 0) + count
+            self._issued += count
+            self._problems[step] = self._problems.get(step, 0) + len(line["problems"])
         elif line["event"] == "settled":
             del self._open[step]
             self._settled[step] = {
@@ -137,6 +145,7 @@ class Ledger:
             self._undone = _sum([self._undone, *undone, *running])
             self._settled = {other: sums for other, sums in self._settled.items() if other <= step}
             self._open = {other: count for other, count in self._open.items() if other <= step}
+            self._problems = {other: count for other, count in self._problems.items() if other <= step}
 
 
 def trained_problems(file: Path) -> Counter[int]:

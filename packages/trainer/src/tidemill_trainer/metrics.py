@@ -6,10 +6,10 @@ from typing import get_args
 
 import numpy as np
 import torch
+from tidemill_algorithms import Groups
 from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout.outcome import Status
 
-from tidemill_trainer.advantages import frac_zero_std_groups
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary
 
@@ -26,8 +26,9 @@ def batch_metrics(
     """Compute scores, advantages and lengths of a batch.
 
     Args:
-        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `entropy` and `advantages`.
-        scored: episodes with `scores`, `rewards`, `acc` [E] and the object column `uid`.
+        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `entropy` and `advantages`, and
+            the columns of `Groups.of`.
+        scored: episodes with `scores`, `rewards` and `acc` [E].
         max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
     """
     mask = batch["response_mask"].values().bool()
@@ -43,8 +44,24 @@ def batch_metrics(
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean().item(),
         "actor/entropy": batch["entropy"].values()[mask].mean().item() if mask.any() else 0.0,
         "reward/acc/mean": scored["acc"].mean().item(),
-        "reward/frac_zero_std_groups": frac_zero_std_groups(scored["rewards"], scored.non_tensor_batch["uid"]),
+        "reward/frac_zero_std_groups": _frac_zero_std_groups(Groups.of(batch)),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
+    }
+
+
+def critic_metrics(batch: DataProto) -> dict[str, float]:
+    """Compute `critic/values`, `critic/returns` and the share of the returns' variance that the values explain.
+
+    Args:
+        batch: rows with the ragged columns `response_mask`, `values` and `returns`.
+    """
+    mask = batch["response_mask"].values().bool()
+    values, returns = (batch[name].values()[mask] for name in ("values", "returns"))
+    explained = 1.0 - (returns - values).var() / returns.var().clamp(min=1e-8) if len(values) > 1 else torch.zeros(())
+    return {
+        **_spread("critic/values", values),
+        **_spread("critic/returns", returns),
+        "critic/vf_explained_var": explained.item(),
     }
 
 
@@ -95,8 +112,8 @@ def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     `performance_metrics`."""
     names = [name for name in parts[0] if not name.startswith("perf/")]
     means = {name: float(np.mean([part[name] for part in parts])) for name in names}
-    means["actor/grad_nonfinite"] = float(np.sum([part["actor/grad_nonfinite"] for part in parts]))
-    return means | performance_metrics(parts)
+    skipped = {name: value * len(parts) for name, value in means.items() if name.endswith("/grad_nonfinite")}
+    return means | skipped | performance_metrics(parts)
 
 
 def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -134,6 +151,12 @@ def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
     return {"val/accuracy": _accuracy(sound)} | {
         f"val-core/{source}/acc/mean@1": _accuracy(group) for source, group in _by_source(sound).items()
     }
+
+
+def _frac_zero_std_groups(groups: Groups) -> float:
+    """Return the share of groups whose rewards are all equal, so that they have no gradient."""
+    spread = groups.sum(groups.centred(groups.rewards).abs())
+    return (spread <= 1e-6).float().mean().item()
 
 
 def _accuracy(summaries: Sequence[EpisodeSummary]) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, to_problems
 from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.group_filter import GroupFilter, joined
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.ledger import Ledger, Settlement
 from tidemill_trainer.metrics import episode_metrics, validation_metrics
@@ -16,6 +17,8 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
+
+_MAX_ROUNDS = 10
 
 
 class Rollouts:
@@ -38,6 +41,12 @@ class Rollouts:
         self._run = run
         self._progress = progress
         self._ledger = Ledger(run.ledger)
+        self._rows: list[int] = []  # row of the training data of each group of the step
+        self._filter = GroupFilter(
+            num_groups=config.data.train_batch_size, group_size=config.rollout.n, metric=config.algorithm.filter_groups
+        )
+        limit = config.algorithm.max_num_gen_batches
+        self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks = {fork["reason"] for fork in run.read_forks()}
 
     def resume(self, step: int) -> None:
@@ -50,22 +59,53 @@ class Rollouts:
         Raises:
             EpisodeError: more of them failed than `episode.max_error_share`, or none can be trained on.
         """
-        config = self._config
-        problems, n = self._loader.problems(step), config.rollout.n
-        count = len(problems) * n
-        shown = set(shown_episodes(count, config.trainer.save_samples))
-        seeds = sampling_seeds(config.trainer.seed, step, count)
-        tasks = [
-            EpisodeTask(number=k, problem=problems[k // n], sample=k % n, seed=seeds[k], is_shown=k in shown)
-            for k in range(count)
-        ]
-        self._ledger.issue(step, self._loader.rows(step).tolist(), n)
-        episodes = self._pool.run(tasks, greedy=False)
-        check_errors(episodes.summaries, f"step {step}", config.episode.max_error_share, self._progress)
+        rounds: list[Episodes] = []
+        self._rows = []
+        missing = self._filter.num_missing([])
+        while missing > 0:
+            if len(rounds) == self._max_rounds:
+                raise EpisodeError(self._no_signal(step, joined(rounds)))
+            rounds.append(self._run_round(step, missing, len(rounds)))
+            if self._filter.metric is None:
+                break
+            missing = self._filter.num_missing(joined(rounds).summaries)
+        episodes = self._filter.apply(joined(rounds) if len(rounds) > 1 else rounds[0])
         if episodes.rows is None:
+            count = len(episodes.summaries)
             raise EpisodeError(f"step {step}: none of {count} episodes sampled a token that can be trained on")
         self._write_forks(step, episodes.summaries)
         return episodes
+
+    def _run_round(self, step: int, num_problems: int, number: int) -> Episodes:
+        """Run the episodes of the next problems; the first round of a step has the number 0."""
+        config, n = self._config, self._config.rollout.n
+        start, first = self._ledger.num_problems, len(self._rows)
+        problems = self._loader.problems(start, num_problems, step, first)
+        rows = self._loader.rows_at(start, num_problems).tolist()
+        count = num_problems * n
+        shown = set(shown_episodes(count, config.trainer.save_samples)) if number == 0 else set()
+        entropy = [config.trainer.seed, step]
+        seeds = sampling_seeds(entropy if number == 0 else [*entropy, number], count)
+        tasks = [
+            EpisodeTask(
+                number=first * n + k, problem=problems[k // n], sample=k % n, seed=seeds[k], is_shown=k in shown
+            )
+            for k in range(count)
+        ]
+        self._ledger.issue(step, rows, n)
+        self._rows += rows
+        episodes = self._pool.run(tasks, greedy=False)
+        check_errors(episodes.summaries, f"step {step}", config.episode.max_error_share, self._progress)
+        return episodes
+
+    def _no_signal(self, step: int, episodes: Episodes) -> str:
+        counts = self._filter.metrics(self._filter.apply(episodes))
+        return (
+            f"step {step}: after {self._max_rounds} rounds of generation, {counts['filter/num_equal_rewards']:.0f} of "
+            f"{counts['filter/num_groups']:.0f} groups have equal rewards and teach nothing, so the batch of "
+            f"{self._filter.num_groups} groups is not complete. The problems are too easy or too hard for the policy: "
+            "use others, raise rollout.n or algorithm.max_num_gen_batches, or remove algorithm.filter_groups"
+        )
 
     def settle(self, step: int, episodes: Episodes, num_trained_tokens: int) -> dict[str, float]:
         """Account for the episodes of a step after the update, and return the metrics of episodes and ledger.
@@ -74,8 +114,8 @@ class Rollouts:
             num_trained_tokens: tokens with mask 1 in the batch of the update.
         """
         assert episodes.rows is not None
-        trained = set(episodes.rows["task"].tolist())
-        rows, n = self._loader.rows(step), self._config.rollout.n
+        trained = set(episodes.rows["episode"].tolist())
+        rows, n = self._rows, self._config.rollout.n
         dropped: Counter[str] = Counter()
         dropped_tokens: Counter[str] = Counter({"worker lost": episodes.num_lost})
         failed: Counter[str] = Counter()
@@ -88,17 +128,20 @@ class Rollouts:
                 continue
             dropped_tokens["untrained branch"] += int(summary.counts["num_untrained_branch_tokens"])
             dropped_tokens["unused reply"] += int(summary.counts["num_unused_tokens"])
-            if summary.task.number not in trained:
-                dropped["no trained token"] += 1
+            number = summary.task.number
+            if number not in trained:
+                reason = episodes.dropped.get(number, "no trained token")
+                dropped[reason] += 1
+                dropped_tokens[reason] += int(summary.counts["num_trained_tokens"])
         settlement = Settlement(
             num_generated=episodes.num_generated,
-            trained=Counter(int(rows[number // n]) for number in trained),
+            trained=Counter(rows[number // n] for number in trained),
             num_trained_tokens=num_trained_tokens,
             dropped=_pairs(dropped, dropped_tokens),
             failed=_pairs(failed, failed_tokens),
         )
         self._ledger.settle(step, settlement)
-        return episode_metrics(episodes, num_trained_tokens) | self._ledger.metrics()
+        return episode_metrics(episodes, num_trained_tokens) | self._filter.metrics(episodes) | self._ledger.metrics()
 
     def validate(self) -> dict[str, float]:
         """Return the held-out accuracy of greedy decoding, in total and per data source; empty without problems.
@@ -111,7 +154,9 @@ class Rollouts:
         if self._val is None:
             return {}
         problems = to_problems(self._val, "val")
-        seeds = sampling_seeds(self._config.trainer.seed, 0, len(problems))  # for the environments; decoding is greedy
+        seeds = sampling_seeds(
+            [self._config.trainer.seed, 0], len(problems)
+        )  # for the environments; decoding is greedy
         tasks = [
             EpisodeTask(number=number, problem=problem, seed=seed)
             for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
@@ -163,9 +208,9 @@ def shown_episodes(count: int, num_shown: int) -> list[int]:
     return [position * count // num_shown for position in range(num_shown)]
 
 
-def sampling_seeds(seed: int, step: int, count: int) -> list[int]:
-    """Return a seed for each episode of a step, in [0, 2**31), a function of the arguments alone."""
-    state = np.random.SeedSequence([seed, step]).generate_state(count, dtype=np.uint32)
+def sampling_seeds(entropy: Sequence[int], count: int) -> list[int]:
+    """Return a seed for each of `count` episodes, in [0, 2**31), a function of the arguments alone."""
+    state = np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)
     return (state >> 1).tolist()
 
 

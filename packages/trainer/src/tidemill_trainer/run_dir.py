@@ -33,6 +33,7 @@ class RunDir:
         self.forks = path / "forks.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.initial_policy = path / "initial_policy"
         self.logs = path / "logs"
         self.report = path / "report.html"
         self.about = path / "assets" / "about.txt"  # description of the demo's problems

@@ -1,4 +1,4 @@
-"""The training loop of GRPO."""
+"""The training loop."""
 
 import time
 from collections.abc import Iterator
@@ -8,27 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tidemill_dataproto import DataProto, balance_rows, ragged
+from tidemill_dataproto import DataProto, ragged
 
-from tidemill_trainer.advantages import grpo_advantages
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, with_responses
 from tidemill_trainer.episode_record import episode_record
 from tidemill_trainer.inputs import Inputs
-from tidemill_trainer.metrics import batch_metrics, mean_metrics, performance_metrics
+from tidemill_trainer.learner import Learner
+from tidemill_trainer.metrics import batch_metrics, performance_metrics
 from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.waits import Waits
-
-_LOG_PROB_COLUMNS = ["input_ids", "responses"]
-_SFT_COLUMNS = [*_LOG_PROB_COLUMNS, "response_mask"]
-_UPDATE_COLUMNS = [*_SFT_COLUMNS, "old_log_probs", "advantages"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +42,7 @@ class Result:
 
 
 class Trainer:
-    """GRPO on a running cluster.
+    """Reinforcement learning on a running cluster.
 
     Args:
         config: configuration of the run.
@@ -68,6 +63,7 @@ class Trainer:
         assert inputs.train is not None
         self._config = config
         self._actor = cluster.actor
+        self._learner = Learner(config, cluster.actor)
         self._waits = cluster.watch.waits
         self._tokenizer = inputs.tokenizer
         with self._waits("load"):
@@ -94,15 +90,15 @@ class Trainer:
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
                 with timing("old_log_prob"):
-                    batch = self._add_old_log_probs(episodes)
+                    assert episodes.rows is not None
+                    batch = self._learner.infer(episodes.rows)
                     metrics = self._gate.check(batch)
                 with timing("adv"):
                     scored = self._score(episodes, step)
-                    batch = self._add_advantages(batch, scored)
-                    metrics |= self._batch_metrics(batch, scored)
+                    batch, of_rewards = self._learner.add_advantages(batch, scored)
+                    metrics |= of_rewards | self._batch_metrics(batch, scored)
                 with timing("update_actor"):
-                    parts = [self._actor.update_actor(mini_batch)[0] for mini_batch in self._mini_batches(batch, step)]
-                    metrics |= mean_metrics(parts)
+                    metrics |= self._learner.update(batch, step)
                 metrics |= self._rollouts.settle(
                     step, episodes, int(ragged.values(batch["response_mask"]).bool().sum())
                 )
@@ -128,7 +124,8 @@ class Trainer:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
             with self._waits("load_checkpoint"):
-                self._actor.load_checkpoint(str(path / "engine"))
+                self._learner.init_roles(self._run.initial_policy)
+                self._learner.load_checkpoint(path)
             with self._waits("update_weights"):
                 self._actor.update_weights(step)
             self._run.remove_after(step)
@@ -141,6 +138,9 @@ class Trainer:
         self._rollouts.resume(0)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
+        with self._waits("load"):
+            self._learner.init_roles(self._run.initial_policy)
+        if self._config.warmup.max_steps > 0:
             with self._waits("save_checkpoint"):
                 self._checkpoints.save(0, self._write_checkpoint)
         else:
@@ -160,7 +160,7 @@ class Trainer:
             with timing("step"):
                 batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
                 with self._waits("sft"):
-                    metrics = self._actor.update_sft(self._balanced(batch.select(_SFT_COLUMNS)))[0]
+                    metrics = self._learner.update_sft(batch)
                 loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
                 metrics = loss | performance_metrics([metrics])
                 is_tested = step == config.max_steps or _is_due(step, config.test_freq)
@@ -176,68 +176,29 @@ class Trainer:
                 break
         self._actor.reset_optimizer("rl")
 
-    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
-        """Return the rows with `old_log_probs`, `entropy` and, for router replay, the `routed_experts` behind them."""
-        batch = episodes.rows
-        assert batch is not None
-        batch.meta_info["temperature"] = self._config.rollout.temperature
-        inputs = batch.select(_LOG_PROB_COLUMNS, [])
-        if self._config.actor.router_replay.mode == "R3":
-            # The result has the same column, in which the last token of each row has experts, too.
-            inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
-        return batch.union(self._actor.compute_log_prob(inputs))
-
     def _score(self, episodes: Episodes, step: int) -> DataProto:
-        """Return `task`, `scores`, `acc`, `rewards`, `advantages` [E] and `uid` of the E trainable episodes."""
-        config = self._config.algorithm
+        """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes."""
         summaries = [summary for summary in episodes.summaries if summary.outcome.is_trainable]
-        uid = np.array([summary.task.problem.id for summary in summaries], dtype=object)
         scores = torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32)
         rewards = scores
-        if config.shuffle_rewards:
+        if self._config.algorithm.shuffle_rewards:
             order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
             rewards = rewards[torch.from_numpy(order)]
         return DataProto.from_dict(
             {
-                "task": torch.tensor([summary.task.number for summary in summaries]),
+                "episode": torch.tensor([summary.task.number for summary in summaries]),
                 "scores": scores,
                 "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
                 "rewards": rewards,
-                "advantages": grpo_advantages(rewards, uid, norm_by_std=config.norm_adv_by_std_in_grpo),
             },
-            {"uid": uid},
+            {"uid": np.array([summary.task.problem.id for summary in summaries], dtype=object)},
         )
-
-    def _add_advantages(self, batch: DataProto, scored: DataProto) -> DataProto:
-        """Add the ragged `advantages`, equal for all tokens of an episode."""
-        per_row = scored["advantages"][torch.searchsorted(scored["task"], batch["task"])]
-        advantages = ragged.like(ragged.expand_rows(per_row, batch["responses"]), batch["responses"])
-        return batch.union(DataProto.from_dict({"advantages": advantages}))
 
     def _batch_metrics(self, batch: DataProto, scored: DataProto) -> dict[str, float]:
         data, rollout = self._config.data, self._config.rollout
         return batch_metrics(
             batch, scored, max_prompt_length=data.max_prompt_length, response_length=rollout.response_length
         )
-
-    def _mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        """Yield the batches of the optimizer steps: whole groups in a random order given by seed, step and epoch."""
-        config = self._config
-        num_prompts = config.data.train_batch_size
-        size = num_prompts if config.actor.ppo_mini_batch_size is None else config.actor.ppo_mini_batch_size
-        has_replay = config.actor.router_replay.mode != "disabled"
-        columns = batch.select([*_UPDATE_COLUMNS, *([ROUTED_EXPERTS] if has_replay else [])], [])
-        groups = batch["task"].numpy() // config.rollout.n
-        for epoch in range(config.actor.ppo_epochs):
-            order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(num_prompts)
-            for start in range(0, num_prompts, size):
-                rows = np.flatnonzero(np.isin(groups, order[start : start + size]))
-                if len(rows) > 0:  # all episodes of the problems may have failed
-                    yield self._balanced(columns[torch.from_numpy(rows)])
-
-    def _balanced(self, batch: DataProto) -> DataProto:
-        """Reorder the rows so that every data-parallel rank gets about the same number of tokens."""
-        return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._actor.dp_size("actor")))
 
     def _validate(self) -> dict[str, float]:
         with self._waits("testing"):
@@ -246,7 +207,7 @@ class Trainer:
         return metrics
 
     def _write_checkpoint(self, folder: Path) -> None:
-        self._actor.save_checkpoint(str(folder.resolve() / "engine"))
+        self._learner.save_checkpoint(folder)
         self._actor.save_hf(str(folder.resolve() / "huggingface"))
 
     def _reached(self, accuracy: float | None) -> bool:

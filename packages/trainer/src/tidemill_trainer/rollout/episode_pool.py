@@ -37,6 +37,7 @@ class Episodes:
         num_generated: tokens that the engines returned for all attempts.
         num_lost: those of them that belonged to unfinished episodes of lost workers.
         num_restarts: workers that died or were blocked, and were replaced.
+        dropped: why trainable episodes have no rows, by number.
     """
 
     rows: DataProto | None
@@ -44,6 +45,7 @@ class Episodes:
     num_generated: int
     num_lost: int
     num_restarts: int
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,8 +241,8 @@ class EpisodePool:
 def _joined(parts: Sequence[EpisodePart], num_restarts: int, num_lost: int) -> Episodes:
     rows = [part.rows for part in parts if part.rows is not None]
     joined = DataProto.concat(rows) if rows else None
-    if joined is not None and not bool((joined["task"].diff() >= 0).all()):
-        joined = joined[torch.argsort(joined["task"], stable=True)]
+    if joined is not None and not bool((joined["episode"].diff() >= 0).all()):
+        joined = joined[torch.argsort(joined["episode"], stable=True)]
     return Episodes(
         rows=joined,
         summaries=sorted((summary for part in parts for summary in part.summaries), key=lambda each: each.task.number),

@@ -23,7 +23,7 @@ def training_rows(
 
     Returns:
         Ragged columns `prompts`, `responses`, `input_ids` int64, `response_mask` and `rollout_log_probs` float32 with
-        the length of `responses` (log-probs are 0 where the mask is 0); int64 `task` [B], the number of the episode;
+        the length of `responses` (log-probs are 0 where the mask is 0); int64 `episode` [B], its number;
         object columns `versions`, `turns`, `branch` and `finish_reason` (see `Trajectory`), and `messages`, None unless
         the episode is shown. With `experts_shape`, `routed_experts` int32
         [B, j, layers, top_k] (see `routed_experts_column`).
@@ -38,7 +38,7 @@ def training_rows(
         "input_ids": ragged.concat_rows(prompts, responses),
         "response_mask": _ragged([row.response_mask for row in rows], torch.float32),
         "rollout_log_probs": _ragged([row.rollout_log_probs for row in rows], torch.float32),
-        "task": torch.tensor([task.number for task, _ in owned], dtype=torch.int64),
+        "episode": torch.tensor([task.number for task, _ in owned], dtype=torch.int64),
     }
     if experts_shape is not None:  # the last request of a row has processed all of its tokens but the last
         encoded = [row.extra[COLUMN] for row in rows]

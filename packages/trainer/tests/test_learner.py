@@ -1,22 +1,12 @@
 """Router replay: the experts in the batches of a step."""
 
-import io
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
-from tidemill_trainer.demo.addition import CHARACTERS
-from tidemill_trainer.demo.model import piece_tokenizer
-from tidemill_trainer.inputs import Inputs
-from tidemill_trainer.progress import Progress
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.run_dir import RunDir
-from tidemill_trainer.trainer import Trainer
-from tidemill_trainer.waits import Waits, waits_of
+from tidemill_trainer.learner import Learner
 
 N, ROWS = 4, 8
 ROLLOUT_EXPERT, ROUTER_EXPERT = 5, 7
@@ -28,11 +18,12 @@ class Actor:
     def __init__(self, *, replays):
         self.replays = replays
         self.computed = []
+        self.updates = []
 
     def dp_size(self, mesh_name):
         return 1
 
-    def compute_log_prob(self, batch):
+    def infer(self, batch):
         self.computed.append(batch)
         columns = {
             name: ragged.like(torch.zeros(3 * ROWS), batch["responses"]) for name in ("old_log_probs", "entropy")
@@ -42,6 +33,16 @@ class Actor:
             values = ragged.values(given)
             columns["routed_experts"] = ragged.like(torch.where(values < 0, ROUTER_EXPERT, values), given)
         return DataProto.from_dict(columns)
+
+    def update_actor(self, batch):
+        self.updates.append(batch)
+        return [{"actor/pg_loss": 0.0}]
+
+
+def scored():
+    """Return the episodes of the batch."""
+    columns = {"episode": torch.arange(ROWS), "rewards": torch.arange(ROWS) % 2.0}
+    return DataProto.from_dict(columns, {"uid": np.array([f"{row // N}" for row in range(ROWS)], dtype=object)})
 
 
 def experts(batch, number):
@@ -55,9 +56,8 @@ def rollouts(*, with_experts):
     tokens, lengths = torch.arange(5 * ROWS) % 12 + 3, [5] * ROWS
     input_ids = ragged.ragged(tokens, lengths)
     responses = ragged.ragged(tokens.view(ROWS, 5)[:, 2:].reshape(-1), [3] * ROWS)
-    columns = {"input_ids": input_ids, "responses": responses, "task": torch.arange(ROWS)}
-    for name in ("response_mask", "advantages"):
-        columns[name] = ragged.like(torch.ones(3 * ROWS), responses)
+    columns = {"input_ids": input_ids, "responses": responses, "episode": torch.arange(ROWS)}
+    columns["response_mask"] = ragged.like(torch.ones(3 * ROWS), responses)
     batch = DataProto.from_dict(columns)
     return (
         batch.union(DataProto.from_dict({"routed_experts": experts(batch, ROLLOUT_EXPERT)})) if with_experts else batch
@@ -65,19 +65,16 @@ def rollouts(*, with_experts):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
-def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode, tmp_path):
+def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode):
     overrides = ["model.path=m", "engine.backend=megatron", f"actor.router_replay.mode={mode}"]
     config = load_config(
         DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}", "data.train_batch_size=2"]
     )
     actor = Actor(replays=mode != "disabled")
-    inputs = Inputs(tokenizer=piece_tokenizer(CHARACTERS), train=rollouts(with_experts=False), val=None)
-    watch = SimpleNamespace(waits=Waits(waits_of(config)))
-    cluster = SimpleNamespace(actor=actor, episodes=SimpleNamespace(load=lambda config: None), watch=watch)
-    trainer = Trainer(config, cluster, inputs, RunDir(tmp_path), Progress(Console(file=io.StringIO())))
-    rows = rollouts(with_experts=mode == "R3")
-    batch = trainer._add_old_log_probs(Episodes(rows=rows, summaries=[], num_generated=0, num_lost=0, num_restarts=0))
-    mini_batches = list(trainer._mini_batches(batch, step=1))
+    learner = Learner(config, actor)
+    batch, _ = learner.add_advantages(learner.infer(rollouts(with_experts=mode == "R3")), scored())
+    assert learner.update(batch, step=1) == {"actor/pg_loss": 0.0}
+    mini_batches = actor.updates
     assert len(mini_batches) == ROWS // N
 
     [computed] = actor.computed

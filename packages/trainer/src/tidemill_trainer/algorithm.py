@@ -1,0 +1,146 @@
+"""The algorithm of a run, composed of functions of tidemill-algorithms or of the user."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from tidemill_algorithms import ADV_ESTIMATORS, ActorLoss, token_rewards, token_weights
+from tidemill_algorithms.advantages import columns_of, uses_token_rewards
+from tidemill_algorithms.kl import KLPenalty
+from tidemill_dataproto import DataProto
+from tidemill_rollout import Registry
+
+from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.algorithm_options import FUNCTIONS, options_of, users_of
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError, describe
+from tidemill_trainer.config_types import Fraction, NotNegative
+
+_RANGES: Mapping[str, Any] = {  # narrower types of options that are numbers
+    "clip_ratio_low": Fraction,
+    "clip_ratio_high": NotNegative,
+    "clip_ratio_c": Annotated[float, Field(gt=1)],
+    "gamma": Fraction,
+    "lam": Fraction,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """From rewards to advantages, and the loss of the policy.
+
+    Attributes:
+        estimate: advantage estimator with its options.
+        loss: loss of the policy, which requires the column `loss_weights`.
+        weights: `token_weights` with its options.
+        columns: columns of models other than the policy that the estimator reads, such as `values`.
+        loss_columns: such columns that the loss reads.
+        kl_penalty: estimate of the KL divergence in the reward.
+    """
+
+    estimate: Callable[[DataProto], Mapping[str, torch.Tensor]]
+    loss: ActorLoss
+    weights: Callable[..., torch.Tensor]
+    columns: tuple[str, ...]
+    loss_columns: tuple[str, ...]
+    kl_penalty: KLPenalty
+
+    @classmethod
+    def of(cls, run: Config) -> Self:
+        """Load the functions of a run's configuration.
+
+        Raises:
+            ConfigError: an unknown function, or an option that none of the chosen functions has.
+        """
+        config = run.algorithm
+        chosen = {key: _load(key, getattr(config, key)) for key in FUNCTIONS}
+        if config.kl_coef > 0 and not uses_token_rewards(chosen["adv_estimator"]):
+            able = ", ".join(name for name, function in ADV_ESTIMATORS.items() if uses_token_rewards(function))
+            raise ConfigError(
+                f'config key algorithm.kl_coef has no effect with adv_estimator="{config.adv_estimator}", which takes '
+                f"one reward per episode; choose one of {able}, or use kl_loss_coef"
+            )
+        types = {key: options_of(function) for key, function in chosen.items()}
+        given: dict[str, dict[str, Any]] = {key: {} for key in chosen}
+        for name, value in config.options.items():
+            owners = [key for key in chosen if name in types[key]]
+            if not owners:
+                raise ConfigError(_unused(name, config))
+            for key in owners:
+                given[key][name] = _checked(name, value, types[key][name])
+        return cls(
+            estimate=partial(chosen["adv_estimator"], **given["adv_estimator"]),
+            loss=ActorLoss(
+                policy_loss=chosen["policy_loss"],
+                options=given["policy_loss"],
+                entropy_coeff=config.entropy_coeff,
+                kl_loss_coef=config.kl_loss_coef,
+                kl_loss_type="k3+" if config.kl_loss_type is None else config.kl_loss_type,
+            ),
+            weights=_weights(config, run.rollout.response_length),
+            columns=columns_of(chosen["adv_estimator"]),
+            kl_penalty="k1" if config.kl_penalty is None else config.kl_penalty,
+            loss_columns=("ref_log_prob",) if config.kl_loss_coef > 0 else (),
+        )
+
+    def add_advantages(self, batch: DataProto, kl_coef: float = 0.0) -> DataProto:
+        """Add the columns of the estimator: `advantages` at least, ragged like `response_mask`.
+
+        Args:
+            batch: the columns that the estimator reads.
+            kl_coef: coefficient of a KL penalty in the rewards of tokens, which requires `ref_log_prob`.
+        """
+        if kl_coef > 0:
+            rewards = token_rewards(batch, kl_coef=kl_coef, kl_penalty=self.kl_penalty)
+            batch = batch.union(DataProto.from_dict({"token_level_rewards": rewards}))
+        return batch.union(DataProto.from_dict(dict(self.estimate(batch))))
+
+    def add_weights(self, batch: DataProto) -> DataProto:
+        """Add the ragged column `loss_weights` of the policy's loss to a whole mini-batch."""
+        weights = self.weights(batch["response_mask"], uid=batch.non_tensor_batch["uid"])
+        return batch.union(DataProto.from_dict({"loss_weights": weights}))
+
+    @staticmethod
+    def add_critic_weights(batch: DataProto) -> DataProto:
+        """Add the ragged column `loss_weights` of the critic's loss, a mean over tokens, to a whole mini-batch."""
+        weights = token_weights(batch["response_mask"], "token-mean")
+        return batch.union(DataProto.from_dict({"loss_weights": weights}))
+
+
+def _load(key: str, name: str) -> Callable[..., Any]:
+    registry: Registry[Callable[..., Any]] = Registry(key)
+    for known, function in FUNCTIONS[key].items():
+        registry.register(known)(function)
+    try:
+        return registry.load(name)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"config key algorithm.{key}: {error}") from error
+
+
+def _weights(config: AlgorithmConfig, response_length: int) -> Callable[..., torch.Tensor]:
+    has_norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
+    if config.loss_scale_factor is not None and not has_norm:
+        raise ConfigError(
+            f'config key algorithm.loss_scale_factor has no effect with loss_agg_mode="{config.loss_agg_mode}"; it is '
+            'used by "seq-mean-token-sum-norm"'
+        )
+    factor = response_length if config.loss_scale_factor is None else config.loss_scale_factor
+    return partial(token_weights, mode=config.loss_agg_mode, loss_scale_factor=factor if has_norm else None)
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return TypeAdapter(_RANGES.get(name, kind)).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ConfigError(describe(f"algorithm.{name}", error.errors()[0])) from error
+
+
+def _unused(name: str, config: AlgorithmConfig) -> str:
+    chosen = " and ".join(f'{key}="{getattr(config, key)}"' for key in FUNCTIONS)
+    users = users_of(name)
+    used_by = f"it is used by {'; '.join(users)}" if users else "no function of tidemill-algorithms uses it, either"
+    return f"config key algorithm.{name} is not used by {chosen}; {used_by}"

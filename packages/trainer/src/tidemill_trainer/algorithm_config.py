@@ -1,0 +1,114 @@
+"""The configuration of the algorithm and of the models that it requires besides the policy."""
+
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic import FiniteFloat
+from pydantic.dataclasses import dataclass
+from tidemill_algorithms.kl import KLPenalty
+from tidemill_engines.config import OptimizerConfig
+
+from tidemill_trainer.config_types import Count, CountOrZero, NotNegative, Positive
+
+_REQUIRED = {
+    "kl_loss_type": "kl_loss_coef",
+    "kl_penalty": "kl_coef",
+    "target_kl": "kl_coef",
+    "horizon": "target_kl",
+    "max_num_gen_batches": "filter_groups",
+    "overlong_penalty_factor": "overlong_buffer_len",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """From rewards to the loss of the policy.
+
+    Attributes:
+        adv_estimator: advantage estimator of tidemill-algorithms ("grpo", "rloo", ...), "pkg.mod:attr" or
+            "path/file.py:attr".
+        policy_loss: policy loss of tidemill-algorithms ("vanilla", "gspo", ...), "pkg.mod:attr" or "path/file.py:attr".
+        loss_agg_mode: from the terms of tokens to the loss. "token-mean": mean over all tokens of the mini-batch;
+            "seq-mean-token-sum" and "seq-mean-token-mean": mean over rows of the sum or mean over their tokens;
+            "seq-mean-token-sum-norm": sum over all tokens, divided by the number of rows and `loss_scale_factor`;
+            "prompt-mean": mean over prompts of the mean over their tokens.
+        loss_scale_factor: constant of "seq-mean-token-sum-norm"; None: `rollout.response_length`.
+        entropy_coeff: weight of the entropy bonus.
+        kl_loss_coef: weight of the KL divergence from the reference in the loss; 0 requires no reference.
+        kl_loss_type: estimate of this KL divergence: "k1" ("kl"), "abs", "k2" ("mse"), "k3" ("low_var_kl"); a "+" after
+            the name takes the gradient of "k2". None: "k3+".
+        kl_coef: weight of the KL divergence from the reference in the reward of each token, for estimators with rewards
+            of tokens (gae, reinforce_plus_plus, ...).
+        kl_penalty: estimate of this KL divergence, named as above. None: "k1".
+        target_kl: adapt `kl_coef` to reach this KL divergence per token; None keeps it.
+        horizon: number of episodes after which an adapted `kl_coef` has followed. None: 10,000.
+        filter_groups: dynamic sampling: drop groups in which all episodes have the same "acc" (accuracy) or "score"
+            (reward), and generate further groups until the batch is complete. None: train on all groups.
+        max_num_gen_batches: the run stops when a batch is not complete after so many rounds of generation. None: 10.
+        overlong_buffer_len: reduce the reward of an episode by up to `overlong_penalty_factor` over the last so many of
+            `rollout.response_length` tokens.
+        overlong_penalty_factor: largest reduction. None: 1.
+        shuffle_rewards: negative control: shuffle the rewards within the batch, so that the model cannot learn.
+        options: in a file, further keys of the section: keyword arguments of the estimator and the loss, such as
+            `clip_ratio_high`.
+    """
+
+    adv_estimator: str = "grpo"
+    policy_loss: str = "vanilla"
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "prompt-mean"
+    ] = "token-mean"
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: FiniteFloat = 0.0
+    kl_loss_coef: NotNegative = 0.0
+    kl_loss_type: KLPenalty | None = None
+    kl_coef: NotNegative = 0.0
+    kl_penalty: KLPenalty | None = None
+    target_kl: Positive | None = None
+    horizon: Count | None = None
+    filter_groups: Literal["acc", "score"] | None = None
+    max_num_gen_batches: Count | None = None
+    overlong_buffer_len: Count | None = None
+    overlong_penalty_factor: Positive | None = None
+    shuffle_rewards: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, requires in _REQUIRED.items():
+            if getattr(self, key) is not None and not getattr(self, requires):
+                raise ValueError(f"{key} has no effect without {requires}; set it, or remove {key}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceConfig:
+    """The reference policy of the KL divergence. With `model.lora` and no `path` it is the model without adapter.
+
+    Attributes:
+        path: folder of the model; None: the policy before the first step of reinforcement learning.
+        param_offload: keep its weights on the CPU while they are not used.
+    """
+
+    path: str | None = None
+    param_offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig:
+    """The value model of the estimators "gae" and "vapo", trained on the same batches as the policy.
+
+    Attributes:
+        path: folder of the model, whose head is replaced by one output that starts at zero, unless it has one. None:
+            the policy before the first step of reinforcement learning.
+        optimizer: as the section `optimizer`.
+        cliprange_value: values may change by this much in a step before their loss is clipped.
+        ppo_epochs: passes over the batch.
+        warmup_steps: first steps of reinforcement learning, in which only the critic is trained.
+        param_offload: keep its weights on the CPU while they are not used.
+    """
+
+    path: str | None = None
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    cliprange_value: Positive = 0.5
+    ppo_epochs: Count = 1
+    warmup_steps: CountOrZero = 0
+    param_offload: bool = False

@@ -1,0 +1,35 @@
+"""The options of the functions that make an algorithm: their keyword-only parameters."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
+
+FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "adv_estimator": ADV_ESTIMATORS,
+    "policy_loss": POLICY_LOSSES,
+}
+"""The functions of tidemill-algorithms by name, by the config key that selects one."""
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's options by name."""
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: hints.get(each.name, Any) for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def option_names() -> list[str]:
+    """Return the names of all options of tidemill-algorithms, in alphabetical order."""
+    functions = [function for group in FUNCTIONS.values() for function in group.values()]
+    return sorted({name for function in functions for name in options_of(function)})
+
+
+def users_of(option: str) -> list[str]:
+    """Describe which functions of tidemill-algorithms have an option, such as 'policy_loss="vanilla"'."""
+    users = {
+        key: [f'"{name}"' for name, function in group.items() if option in options_of(function)]
+        for key, group in FUNCTIONS.items()
+    }
+    return [f"{key} {' or '.join(names)}" for key, names in users.items() if names]

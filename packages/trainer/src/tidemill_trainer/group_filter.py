@@ -1,0 +1,97 @@
+"""Dynamic sampling: which groups of episodes are trained on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+import torch
+from tidemill_dataproto import DataProto
+
+from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import EpisodeSummary
+
+EQUAL, SURPLUS = "equal rewards", "surplus"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFilter:
+    """Keep groups that teach something, until a batch is complete (DAPO, arXiv:2503.14476, section 3.2).
+
+    Attributes:
+        num_groups: groups of a batch.
+        group_size: episodes of a group; episode k is in group k // group_size.
+        metric: number that must differ within a group: "acc" or "score", the reward. None keeps every group.
+    """
+
+    num_groups: int
+    group_size: int
+    metric: Literal["acc", "score"] | None
+
+    def num_missing(self, summaries: Sequence[EpisodeSummary]) -> int:
+        """Return how many further groups to generate for a batch, at most a whole one; 0 if it is complete.
+
+        As many are expected to be kept as of those so far.
+        """
+        num_seen = len({self._group(summary) for summary in summaries})
+        num_kept = len(self._kept(summaries))
+        missing = self.num_groups - num_kept
+        if num_kept == 0:
+            return missing
+        return 0 if missing <= 0 else min(math.ceil(missing * num_seen / num_kept), self.num_groups)
+
+    def apply(self, episodes: Episodes) -> Episodes:
+        """Drop the rows of groups with equal rewards, and of groups beyond the batch."""
+        if self.metric is None:
+            return episodes
+        kept = self._kept(episodes.summaries)
+        chosen = set(kept[: self.num_groups])
+        dropped = {
+            summary.task.number: SURPLUS if self._group(summary) in kept else EQUAL
+            for summary in episodes.summaries
+            if summary.outcome.is_trainable and self._group(summary) not in chosen
+        }
+        rows = episodes.rows
+        if rows is not None:
+            numbers = rows["episode"]
+            rows = rows[torch.isin(numbers, torch.tensor([*dropped], dtype=numbers.dtype), invert=True)]
+        return replace(episodes, rows=rows, dropped=dropped)
+
+    def metrics(self, episodes: Episodes) -> dict[str, float]:
+        """Return how many groups were generated, and dropped for each reason; empty without a filter."""
+        if self.metric is None:
+            return {}
+        groups = {self._group(summary) for summary in episodes.summaries}
+        reasons = {number // self.group_size: reason for number, reason in episodes.dropped.items()}
+        counts = [*reasons.values()]
+        return {
+            "filter/num_groups": float(len(groups)),
+            "filter/num_equal_rewards": float(counts.count(EQUAL)),
+            "filter/num_surplus": float(counts.count(SURPLUS)),
+        }
+
+    def _kept(self, summaries: Sequence[EpisodeSummary]) -> list[int]:
+        """Return the groups to keep, ascending. Episodes that failed are no members."""
+        groups = groupby(sorted(summaries, key=self._group), key=self._group)
+        return [group for group, members in groups if self.metric is None or self._differs([*members])]
+
+    def _differs(self, members: Sequence[EpisodeSummary]) -> bool:
+        sound = [each for each in members if each.outcome.is_trainable]
+        values = {each.acc if self.metric == "acc" else each.outcome.reward for each in sound}
+        return len(values) > 1
+
+    def _group(self, summary: EpisodeSummary) -> int:
+        return summary.task.number // self.group_size
+
+
+def joined(rounds: Sequence[Episodes]) -> Episodes:
+    """Join the episodes of several rounds of generation, whose numbers ascend."""
+    rows = [each.rows for each in rounds if each.rows is not None]
+    return Episodes(
+        rows=DataProto.concat(rows) if rows else None,
+        summaries=[summary for each in rounds for summary in each.summaries],
+        num_generated=sum(each.num_generated for each in rounds),
+        num_lost=sum(each.num_lost for each in rounds),
+        num_restarts=sum(each.num_restarts for each in rounds),
+    )

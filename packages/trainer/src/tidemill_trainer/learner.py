@@ -1,0 +1,170 @@
+"""The learning side of a step: log-probs, advantages and the updates of policy and critic."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tidemill_algorithms import AdaptiveKLController, FixedKLController, kl_penalty, overlong_penalty
+from tidemill_dataproto import DataProto, balance_rows, ragged
+from tidemill_dispatch.ray import RayWorkerGroup
+
+from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.config import Config
+from tidemill_trainer.metrics import critic_metrics, mean_metrics
+from tidemill_trainer.roles import required_roles
+from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
+
+_INPUTS = ("input_ids", "responses")
+_SFT = (*_INPUTS, "response_mask")
+_ACTOR = (*_SFT, "old_log_probs", "advantages", "loss_weights")
+_KL_STATE = "kl.json"
+_HORIZON = 10_000
+_CRITIC = (*_SFT, "values", "returns", "loss_weights")
+
+
+class Learner:
+    """Train the policy and the critic on batches of episodes.
+
+    Args:
+        config: configuration of the run.
+        workers: the group of `ActorWorker`s.
+    """
+
+    def __init__(self, config: Config, workers: RayWorkerGroup) -> None:
+        self._config = config
+        self._workers = workers
+        self._roles = required_roles(config)
+        self._algorithm = Algorithm.of(config)
+        self._kl = _kl_controller(config.algorithm)
+
+    def init_roles(self, initial_policy: Path) -> None:
+        """Load the models of the other roles; save the policy to `initial_policy` first, if they start from it.
+
+        A run without warm-up starts from `model.path`, and a resumed one finds the folder.
+        """
+        if not self._roles:
+            return
+        if self._config.warmup.max_steps > 0 and not initial_policy.exists():
+            self._workers.save_hf(str(initial_policy.resolve()))
+        path = str(initial_policy.resolve()) if initial_policy.exists() else self._config.model.path
+        self._workers.init_roles(self._roles, path)
+
+    def infer(self, batch: DataProto) -> DataProto:
+        """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`."""
+        batch.meta_info["temperature"] = self._config.rollout.temperature
+        inputs = batch.select([*_INPUTS], [])
+        if self._config.actor.router_replay.mode == "R3":
+            # The result has the same column, in which the last token of each row has experts, too.
+            inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
+        return batch.union(self._workers.infer(inputs))
+
+    def add_advantages(self, batch: DataProto, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Add `rewards` [B] and `uid` of each row's episode, and the columns of the estimator, such as `advantages`.
+
+        Args:
+            batch: rows with `episode` [B] and the columns of `infer`.
+            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes.
+
+        Returns:
+            The batch, and metrics of rewards and values.
+        """
+        owner = torch.searchsorted(scored["episode"], batch["episode"])
+        rewards, metrics = self._with_overlong_penalty(batch, scored["rewards"], owner)
+        uid = scored.non_tensor_batch["uid"][owner.numpy()]
+        batch = batch.union(DataProto.from_dict({"rewards": rewards[owner]}, {"uid": uid}))
+        kl_coef = self._kl.kl_coef
+        batch = self._algorithm.add_advantages(batch, kl_coef)
+        if kl_coef > 0:
+            metrics |= self._measure_kl(batch, kl_coef, num_episodes=len(scored))
+        if "values" in self._algorithm.columns:
+            metrics |= critic_metrics(batch)
+        return batch, metrics
+
+    def _with_overlong_penalty(
+        self, batch: DataProto, rewards: torch.Tensor, owner: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the rewards [E] of the episodes minus the penalty for the longest row of each."""
+        config = self._config.algorithm
+        if config.overlong_buffer_len is None:
+            return rewards, {}
+        lengths = ragged.lengths(batch["responses"])
+        longest = torch.zeros(len(rewards), dtype=lengths.dtype).scatter_reduce(0, owner, lengths, "amax")
+        factor = config.overlong_penalty_factor
+        penalty = overlong_penalty(
+            longest,
+            max_response_length=self._config.rollout.response_length,
+            overlong_buffer_len=config.overlong_buffer_len,
+            penalty_factor=1.0 if factor is None else factor,
+        )
+        return rewards + penalty, {"reward/overlong_penalty/mean": penalty.mean().item()}
+
+    def _measure_kl(self, batch: DataProto, kl_coef: float, num_episodes: int) -> dict[str, float]:
+        """Return the KL divergence from the reference per token, and adapt the coefficient of the next step."""
+        mask = ragged.values(batch["response_mask"]).bool()
+        old, reference = (ragged.values(batch[name])[mask] for name in ("old_log_probs", "ref_log_prob"))
+        divergence = kl_penalty(old, reference, self._algorithm.kl_penalty).mean().item() if len(old) else 0.0
+        self._kl.update(divergence, num_episodes)
+        return {"actor/reward_kl_penalty": divergence, "actor/reward_kl_penalty_coeff": kl_coef}
+
+    def update(self, batch: DataProto, step: int) -> dict[str, float]:
+        """Make the optimizer steps of the critic, if there is one, and of the policy; return their metrics."""
+        config, metrics = self._config, {}
+        if "critic" in self._roles:
+            add_weights = self._algorithm.add_critic_weights
+            batches = self._mini_batches(batch, step, _CRITIC, config.critic.ppo_epochs, add_weights)
+            metrics |= mean_metrics([self._workers.update_critic(mini_batch)[0] for mini_batch in batches])
+            if step <= config.critic.warmup_steps:
+                return metrics
+        has_replay = config.actor.router_replay.mode != "disabled"
+        columns = (*_ACTOR, *self._algorithm.loss_columns, *([ROUTED_EXPERTS] if has_replay else []))
+        batches = self._mini_batches(batch, step, columns, config.actor.ppo_epochs, self._algorithm.add_weights)
+        return metrics | mean_metrics([self._workers.update_actor(mini_batch)[0] for mini_batch in batches])
+
+    def update_sft(self, batch: DataProto) -> dict[str, float]:
+        """Make one optimizer step of supervised fine-tuning of the policy."""
+        return self._workers.update_sft(self._balanced(batch.select([*_SFT])))[0]
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Save the states of policy and critic to subfolders of `folder`, and the coefficient of the KL penalty."""
+        self._workers.save_checkpoint(str(folder.resolve()))
+        (folder / _KL_STATE).write_text(json.dumps(self._kl.state_dict()))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what `save_checkpoint` saved, after `init_roles`."""
+        self._workers.load_checkpoint(str(folder.resolve()))
+        if self._config.algorithm.target_kl is not None:  # else the configuration has the coefficient
+            self._kl.load_state_dict(json.loads((folder / _KL_STATE).read_text()))
+
+    def _mini_batches(
+        self,
+        batch: DataProto,
+        step: int,
+        columns: Sequence[str],
+        num_epochs: int,
+        add_weights: Callable[[DataProto], DataProto],
+    ) -> Iterator[DataProto]:
+        """Yield the batches of the optimizer steps: whole groups in a random order given by seed, step and epoch."""
+        config = self._config
+        num_prompts = config.actor.ppo_mini_batch_size
+        size = config.data.train_batch_size if num_prompts is None else num_prompts
+        problems, groups = np.unique(batch["episode"].numpy() // config.rollout.n, return_inverse=True)
+        for epoch in range(num_epochs):
+            order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(len(problems))
+            for start in range(0, len(problems), size):
+                rows = np.flatnonzero(np.isin(groups, order[start : start + size]))
+                mini_batch = add_weights(batch[torch.from_numpy(rows)])
+                yield self._balanced(mini_batch.select([*columns], []))
+
+    def _balanced(self, batch: DataProto) -> DataProto:
+        """Reorder the rows so that every data-parallel rank gets about the same number of tokens."""
+        return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._workers.dp_size("actor")))
+
+
+def _kl_controller(config: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
+    if config.target_kl is None:
+        return FixedKLController(kl_coef=config.kl_coef)
+    horizon = _HORIZON if config.horizon is None else config.horizon
+    return AdaptiveKLController(kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=horizon)

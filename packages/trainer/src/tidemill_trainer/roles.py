@@ -1,0 +1,71 @@
+"""The models of a run by role, each an engine in the training processes."""
+
+from dataclasses import replace
+from typing import Literal
+
+from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry
+
+from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.config import Config
+
+Role = Literal["reference", "critic"]
+"""The roles besides the policy."""
+
+
+def build_policy(config: Config) -> BaseEngine:
+    """Create the engine of the policy; its `initialize()` loads the model."""
+    return EngineRegistry.new(
+        model_type="language_model",
+        backend=config.engine.backend,
+        model=config.model,
+        engine=engine_config(config),
+        optimizer=config.optimizer,
+    )
+
+
+def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
+    """Create the engine of another role.
+
+    Args:
+        config: configuration of the run.
+        role: role of the model.
+        initial_policy: folder of the model from which reinforcement learning starts.
+    """
+    section = {"reference": config.reference, "critic": config.critic}[role]
+    path = initial_policy if section.path is None else section.path
+    seed = config.model.init_seed if path == config.model.path else None
+    return EngineRegistry.new(
+        model_type="value_model" if role == "critic" else "language_model",
+        backend=config.engine.backend,
+        model=replace(config.model, path=path, init_seed=seed, lora=None, frozen=(), router_aux_loss_coef=0.0),
+        engine=replace(config.engine, param_offload=section.param_offload),
+        optimizer=config.critic.optimizer if role == "critic" else None,
+    )
+
+
+def engine_config(config: Config) -> EngineConfig:
+    """Return the configuration of the policy's engine, including settings that other sections imply."""
+    engine = config.engine
+    return engine.with_router_replay() if config.actor.router_replay.mode != "disabled" else engine
+
+
+def required_roles(config: Config) -> list[Role]:
+    """Return the roles that the algorithm requires and that have an engine of their own."""
+    roles: list[Role] = []
+    if needs_reference(config.algorithm) and not has_adapter_reference(config):
+        roles.append("reference")
+    if "values" in Algorithm.of(config).columns:
+        roles.append("critic")
+    return roles
+
+
+def has_adapter_reference(config: Config) -> bool:
+    """Return whether the reference is the policy without its adapter, which requires no engine of its own."""
+    is_initial = config.reference.path is None and config.warmup.max_steps == 0
+    return needs_reference(config.algorithm) and config.model.lora is not None and is_initial
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss or the reward has a KL divergence from a reference."""
+    return algorithm.kl_loss_coef > 0 or algorithm.kl_coef > 0

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
+from tidemill_dataproto import DataProto, ragged
+from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.config_file import ConfigError, load_config, save_config
+
+
+@pytest.fixture
+def algorithm(config_file):
+    """The algorithm of `key=value` overrides."""
+
+    def make(*overrides):
+        return Algorithm.of(load_config(config_file, [f"algorithm.{override}" for override in overrides]))
+
+    return make
+
+
+@pytest.fixture
+def batch():
+    mask = ragged.ragged(torch.ones(6), [2, 3, 1])
+    columns = {"response_mask": mask, "rewards": torch.tensor([1.0, 0.0, 1.0])}
+    return DataProto.from_dict(columns, {"uid": ["a", "a", "b"]})
+
+
+def test_options_reach_the_function_that_has_them(algorithm, batch):
+    made = algorithm("norm_adv_by_std_in_grpo=false", "clip_ratio_high=0.28")
+    assert ragged.values(made.add_advantages(batch)["advantages"]).tolist() == [0.5, 0.5, -0.5, -0.5, -0.5, 0.0]
+    assert made.loss.options == {"clip_ratio_high": 0.28}
+
+
+def test_weights_have_the_configured_aggregation(algorithm, batch):
+    weighted = algorithm("loss_agg_mode=prompt-mean").add_weights(batch)
+    assert ragged.values(weighted["loss_weights"]).tolist() == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adv_estimator=grop"], r"config key algorithm\.adv_estimator: expected a registered adv_estimator \(.*grpo"),
+        (["policy_loss=vanila"], r"config key algorithm\.policy_loss: expected .*vanilla.*, got 'vanila'"),
+        (["policy_loss=none.py:loss"], r"algorithm\.policy_loss: the file .*none\.py does not exist"),
+        (
+            ["adv_estimator=rloo", "norm_adv_by_std_in_grpo=true"],
+            r'algorithm\.norm_adv_by_std_in_grpo is not used by adv_estimator="rloo" and policy_loss="vanilla"; it is '
+            'used by adv_estimator "grpo"',
+        ),
+        (["clip_ratio_low=-0.2"], r"config key algorithm\.clip_ratio_low must be >= 0, got -0\.2"),
+        (["clip_ratio_high=wide"], r"config key algorithm\.clip_ratio_high must be a valid number, got 'wide'"),
+        (["norm_adv_by_std_in_grpo=1"], r"algorithm\.norm_adv_by_std_in_grpo must be a valid boolean, got 1"),
+        (["loss_scale_factor=8"], r'algorithm\.loss_scale_factor has no effect with loss_agg_mode="token-mean"'),
+    ],
+)
+def test_invalid_algorithm_is_refused_with_the_remedy(algorithm, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        algorithm(*overrides)
+
+
+_USER_CODE = """
+def double(batch, *, scale: float = 2.0):
+    return {"advantages": batch["response_mask"] * scale}
+"""
+
+
+def test_function_of_the_user_has_its_own_options(config_file, algorithm, batch):
+    file = config_file.parent / "mine.py"
+    file.write_text(_USER_CODE)
+    made = algorithm(f"adv_estimator={file}:double", "scale=3.0")
+    assert ragged.values(made.add_advantages(batch)["advantages"]).tolist() == [3.0] * 6
+    with pytest.raises(ConfigError, match=r"algorithm\.scal is not used by .*; no function of tidemill-algorithms"):
+        algorithm(f"adv_estimator={file}:double", "scal=3.0")
+
+
+def test_saved_options_are_keys_of_the_section(config_file, tmp_path):
+    config = load_config(config_file, ["algorithm.clip_ratio_high=0.28"])
+    save_config(config, tmp_path / "saved.toml")
+    assert "[algorithm.options]" not in (tmp_path / "saved.toml").read_text()
+    assert load_config(tmp_path / "saved.toml") == config
+
+
+def test_all_functions_of_the_package_can_be_chosen(algorithm):
+    for estimator in ADV_ESTIMATORS:
+        algorithm(f"adv_estimator={estimator}")
+    for loss in POLICY_LOSSES:
+        algorithm(f"policy_loss={loss}")
