@@ -4,9 +4,10 @@
     python bench/algorithms.py --tiny     seconds; checks that the benchmark runs, the times mean nothing
 
 "full": 1,024 rows of 8,192 trained tokens. "turns": 2,048 rows of 1 to 8,192 tokens, about as many in total, of which
-runs of 64 are masked with probability 0.2, like the observations of an agent. Prints the median milliseconds of a call.
-A loss is timed without gradient ("loss") and with its backward pass ("+ backward"); the token weights are computed
-before it. The aim is a sum of the slowest estimator and the slowest loss below 150 ms.
+runs of 64 are masked with probability 0.2, like the observations of an agent. Prints the median milliseconds of a call,
+and the median CPU time of both threads, which depends less on other processes. A loss is timed as an `ActorLoss`, with
+its metrics, and again with its backward pass; the token weights are computed before it. The aim is an estimator and a
+loss together below 150 ms.
 """
 
 import argparse
@@ -80,30 +81,25 @@ def make_batch(rng: np.random.Generator, lengths: np.ndarray, *, masked_share: f
 
 
 def time_estimators(batch: DataProto, turns: int) -> None:
-    print(f"{'estimator':44} {'ms':>9}")
+    print(f"{'estimator':44} {'ms':>9} {'CPU ms':>9}")
     for name, estimator in ADV_ESTIMATORS.items():
-        print(f"{name:44} {milliseconds(lambda estimator=estimator: estimator(batch), turns):9.0f}")
-    print(f"{'gae, gamma 0.99, lam 0.95':44} {gae_milliseconds(batch, turns):9.0f}")
-    print(f"{'token_rewards, kl_coef 0.1':44} {milliseconds(lambda: token_rewards(batch, kl_coef=0.1), turns):9.0f}")
-
-
-def gae_milliseconds(batch: DataProto, turns: int) -> float:
-    return milliseconds(lambda: ADV_ESTIMATORS["gae"](batch, gamma=0.99, lam=0.95), turns)
+        measure(name, lambda estimator=estimator: estimator(batch), turns)
+    measure("gae, gamma 0.99, lam 0.95", lambda: ADV_ESTIMATORS["gae"](batch, gamma=0.99, lam=0.95), turns)
+    measure("token_rewards, kl_coef 0.1", lambda: token_rewards(batch, kl_coef=0.1), turns)
 
 
 def time_losses(batch: DataProto, turns: int) -> None:
     mask = batch["response_mask"]
-    print(f"{'aggregation':44} {'ms':>9}")
+    print("aggregation")
     for mode in get_args(AggMode):
         options = {"uid": batch["uid"]} if mode == "prompt-mean" else {}
         options |= {"loss_scale_factor": 8192.0} if mode == "seq-mean-token-sum-norm" else {}
-        call = milliseconds(lambda mode=mode, options=options: token_weights(mask, mode, **options), turns)
-        print(f"{mode:44} {call:9.0f}")
+        measure(mode, lambda mode=mode, options=options: token_weights(mask, mode, **options), turns)
     batch = batch.union(DataProto.from_dict({"loss_weights": token_weights(mask, "token-mean")}))
     counts = Counts(num_tokens=float(ragged.values(mask).sum()))
     log_probs = ragged.values(batch["old_log_probs"]) + 0.1 * torch.randn(len(ragged.values(mask)))
     with_gradient = log_probs.clone().requires_grad_()
-    print(f"{'loss':44} {'ms':>9} {'+ backward':>11}")
+    print("loss")
     for name in POLICY_LOSSES:
         loss_fn = ActorLoss(policy_loss=name)
 
@@ -111,21 +107,21 @@ def time_losses(batch: DataProto, turns: int) -> None:
             with_gradient.grad = None
             loss_fn(Outputs(log_probs=with_gradient), batch, counts)[0].backward()
 
-        with torch.no_grad():
-            forward = milliseconds(lambda f=loss_fn: f(Outputs(log_probs=log_probs), batch, counts), turns)
-        print(f"{name:44} {forward:9.0f} {milliseconds(backward, turns):11.0f}")
+        measure(name, lambda loss_fn=loss_fn: loss_fn(Outputs(log_probs=log_probs), batch, counts), turns)
+        measure(f"{name} and backward", backward, turns)
 
 
-def milliseconds(call: Callable[[], object], turns: int) -> float:
-    """Return the median time of a call, after one that is not timed."""
+def measure(name: str, call: Callable[[], object], turns: int) -> None:
+    """Print the median times of a call, after one that is not timed; its result is freed before the next one."""
     call()
     times = []
     for _ in range(turns):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         result = call()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start, time.process_time() - cpu_start))
         del result
-    return 1e3 * statistics.median(times)
+    wall_ms, cpu_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    print(f"{name:44} {wall_ms:9.0f} {cpu_ms:9.0f}")
 
 
 if __name__ == "__main__":
