@@ -99,7 +99,7 @@ def rollout_correction(
         assert rollout_rs_threshold is not None
         kept = _within(flat, response_mask, trained, rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
     if rollout_token_veto_threshold is not None:
-        vetoes = (trained & (flat < math.log(rollout_token_veto_threshold))).to(flat.dtype)
+        vetoes = (flat < math.log(rollout_token_veto_threshold)).to(flat.dtype)
         kept = kept & (_row_sum(vetoes, response_mask) == 0)
     metrics = _metrics(flat, response_mask, trained, weights, kept)
     return ragged.like(weights, response_mask), ragged.like(kept, response_mask), metrics
