@@ -34,6 +34,21 @@ def test_weights_have_the_configured_aggregation(algorithm, batch):
     assert ragged.values(weighted["loss_weights"]).tolist() == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.5])
 
 
+def test_correction_weighs_and_rejects_tokens(algorithm, batch):
+    mask = batch["response_mask"]
+    ratios = torch.tensor([1.0, 4.0, 1.1, 0.9, 1.0, 0.25])
+    columns = {"old_log_probs": ratios.log(), "rollout_log_probs": torch.zeros(6)}
+    batch = batch.union(DataProto.from_dict({name: ragged.like(values, mask) for name, values in columns.items()}))
+    rejection = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=3.0", "loss_denominator=kept"]
+    made = algorithm("rollout_is=token", "rollout_is_threshold=2.0", *rejection)
+    corrected, metrics = made.add_correction(batch)
+    assert ragged.values(corrected["rollout_is_weights"]).tolist() == pytest.approx([1, 2, 1.1, 0.9, 1, 0.25])
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+    weights = ragged.values(made.add_weights(corrected)["loss_weights"])
+    assert weights.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.2, 0.2, 0.0])
+    assert made.loss_columns == ("rollout_is_weights",)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -48,6 +63,10 @@ def test_weights_have_the_configured_aggregation(algorithm, batch):
         (["clip_ratio_low=-0.2"], r"config key algorithm\.clip_ratio_low must be >= 0, got -0\.2"),
         (["clip_ratio_high=wide"], r"config key algorithm\.clip_ratio_high must be a valid number, got 'wide'"),
         (["norm_adv_by_std_in_grpo=1"], r"algorithm\.norm_adv_by_std_in_grpo must be a valid boolean, got 1"),
+        (["rollout_is_threshold=2.0"], r"section algorithm: rollout_is_threshold=2.0 has no effect without rollout_is"),
+        (["rollout_is=token", "bypass_mode=true"], r"section algorithm: vanilla has the ratio of the policies already"),
+        (["loss_denominator=kept"], r"algorithm\.loss_denominator has no effect without rollout_rs"),
+        (["kl_coef=0.1"], r'algorithm\.kl_coef has no effect with adv_estimator="grpo"'),
         (["loss_scale_factor=8"], r'algorithm\.loss_scale_factor has no effect with loss_agg_mode="token-mean"'),
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -79,20 +80,22 @@ class ActorWorker(Worker):
         """Compute what the update requires from each role, ragged like `responses`.
 
         Returns:
-            `old_log_probs` and `entropy` of the policy, `ref_log_prob` of the reference, `values` of the critic. With
-            router replay, also `routed_experts` int32 [B, j, layers, top_k], the experts that were used for each token
-            of `input_ids`: those of the same column of `batch`, or the choice of the router if there is no such column
-            or its value is -1.
+            `old_log_probs` and `entropy` of the policy unless it is bypassed, `ref_log_prob` of the reference, `values` of
+            the critic. With router replay, also `routed_experts` int32 [B, j, layers, top_k], the experts that were used
+            for each token of `input_ids`: those of the same column of `batch`, or the choice of the router if there is
+            no such column or its value is -1.
         """
-        result = self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs")
+        parts = []
+        if not self._config.algorithm.bypass_mode:
+            parts.append(self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs"))
         if self._has_adapter_reference:
             with self._engine.disable_adapter():
-                result = result.union(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+                parts.append(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
         if (reference := self._roles.get("reference")) is not None:
-            result = result.union(reference.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+            parts.append(reference.infer_batch(batch).rename("log_probs", "ref_log_prob"))
         if (critic := self._roles.get("critic")) is not None:
-            result = result.union(critic.infer_batch(batch))
-        return result
+            parts.append(critic.infer_batch(batch))
+        return reduce(DataProto.union, parts)
 
     @register(_compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
-from tidemill_algorithms import ADV_ESTIMATORS, ActorLoss, token_rewards, token_weights
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, ActorLoss, token_rewards, token_weights
 from tidemill_algorithms.advantages import columns_of, uses_token_rewards
 from tidemill_algorithms.kl import KLPenalty
-from tidemill_dataproto import DataProto
+from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Registry
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig
-from tidemill_trainer.algorithm_options import FUNCTIONS, options_of, users_of
+from tidemill_trainer.algorithm_options import CORRECTION, FUNCTIONS, options_of, users_of
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, describe
 from tidemill_trainer.config_types import Fraction, NotNegative
@@ -37,6 +37,7 @@ class Algorithm:
         estimate: advantage estimator with its options.
         loss: loss of the policy, which requires the column `loss_weights`.
         weights: `token_weights` with its options.
+        correct: `rollout_correction` with its options; None without any.
         columns: columns of models other than the policy that the estimator reads, such as `values`.
         loss_columns: such columns that the loss reads.
         kl_penalty: estimate of the KL divergence in the reward.
@@ -45,6 +46,7 @@ class Algorithm:
     estimate: Callable[[DataProto], Mapping[str, torch.Tensor]]
     loss: ActorLoss
     weights: Callable[..., torch.Tensor]
+    correct: Callable[..., tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] | None
     columns: tuple[str, ...]
     loss_columns: tuple[str, ...]
     kl_penalty: KLPenalty
@@ -57,7 +59,7 @@ class Algorithm:
             ConfigError: an unknown function, or an option that none of the chosen functions has.
         """
         config = run.algorithm
-        chosen = {key: _load(key, getattr(config, key)) for key in FUNCTIONS}
+        chosen = {key: _load(key, getattr(config, key)) for key in FUNCTIONS} | {"correction": CORRECTION}
         if config.kl_coef > 0 and not uses_token_rewards(chosen["adv_estimator"]):
             able = ", ".join(name for name, function in ADV_ESTIMATORS.items() if uses_token_rewards(function))
             raise ConfigError(
@@ -72,19 +74,19 @@ class Algorithm:
                 raise ConfigError(_unused(name, config))
             for key in owners:
                 given[key][name] = _checked(name, value, types[key][name])
+        columns = ["ref_log_prob"] if config.kl_loss_coef > 0 else []
+        if config.bypass_mode:
+            columns.append("rollout_log_probs")
+        elif given["correction"]:
+            columns.append("rollout_is_weights")
         return cls(
             estimate=partial(chosen["adv_estimator"], **given["adv_estimator"]),
-            loss=ActorLoss(
-                policy_loss=chosen["policy_loss"],
-                options=given["policy_loss"],
-                entropy_coeff=config.entropy_coeff,
-                kl_loss_coef=config.kl_loss_coef,
-                kl_loss_type="k3+" if config.kl_loss_type is None else config.kl_loss_type,
-            ),
+            loss=_loss(config, chosen["policy_loss"], given),
             weights=_weights(config, run.rollout.response_length),
+            correct=None if config.bypass_mode else _correction(config, given["correction"]),
             columns=columns_of(chosen["adv_estimator"]),
             kl_penalty="k1" if config.kl_penalty is None else config.kl_penalty,
-            loss_columns=("ref_log_prob",) if config.kl_loss_coef > 0 else (),
+            loss_columns=tuple(columns),
         )
 
     def add_advantages(self, batch: DataProto, kl_coef: float = 0.0) -> DataProto:
@@ -101,8 +103,23 @@ class Algorithm:
 
     def add_weights(self, batch: DataProto) -> DataProto:
         """Add the ragged column `loss_weights` of the policy's loss to a whole mini-batch."""
-        weights = self.weights(batch["response_mask"], uid=batch.non_tensor_batch["uid"])
+        kept = None if self.correct is None else batch["rollout_rs_kept"]
+        weights = self.weights(batch["response_mask"], uid=batch.non_tensor_batch["uid"], kept=kept)
         return batch.union(DataProto.from_dict({"loss_weights": weights}))
+
+    def add_correction(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Add `rollout_is_weights` and `rollout_rs_kept` of the correction, if there is one, and return its metrics.
+
+        Args:
+            batch: ragged `response_mask`, `old_log_probs` and `rollout_log_probs`.
+        """
+        if self.correct is None:
+            return batch, {}
+        old, rollout = batch["old_log_probs"], batch["rollout_log_probs"]
+        log_ratio = ragged.like(ragged.values(old) - ragged.values(rollout), old)
+        weights, kept, metrics = self.correct(log_ratio, batch["response_mask"])
+        batch = batch.union(DataProto.from_dict({"rollout_is_weights": weights, "rollout_rs_kept": kept}))
+        return batch, {name: value.item() for name, value in metrics.items()}
 
     @staticmethod
     def add_critic_weights(batch: DataProto) -> DataProto:
@@ -121,6 +138,36 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"config key algorithm.{key}: {error}") from error
 
 
+def _loss(config: AlgorithmConfig, policy_loss: Callable[..., Any], given: Mapping[str, Any]) -> ActorLoss:
+    try:
+        return ActorLoss(
+            policy_loss=config.policy_loss if config.policy_loss in POLICY_LOSSES else policy_loss,
+            options=given["policy_loss"],
+            entropy_coeff=config.entropy_coeff,
+            kl_loss_coef=config.kl_loss_coef,
+            kl_loss_type="k3+" if config.kl_loss_type is None else config.kl_loss_type,
+            bypass_correction=given["correction"] if config.bypass_mode else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"section algorithm: {error}") from error
+
+
+def _correction(config: AlgorithmConfig, options: Mapping[str, Any]) -> Callable[..., Any] | None:
+    if config.loss_denominator is not None and not options:
+        raise ConfigError(
+            "config key algorithm.loss_denominator has no effect without rollout_rs or rollout_token_veto_threshold"
+        )
+    if not options:
+        return None
+    correct = partial(CORRECTION, **options)
+    nothing = ragged.ragged(torch.zeros(0), [])
+    try:
+        correct(nothing, nothing)
+    except ValueError as error:
+        raise ConfigError(f"section algorithm: {error}") from error
+    return correct
+
+
 def _weights(config: AlgorithmConfig, response_length: int) -> Callable[..., torch.Tensor]:
     has_norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
     if config.loss_scale_factor is not None and not has_norm:
@@ -129,7 +176,12 @@ def _weights(config: AlgorithmConfig, response_length: int) -> Callable[..., tor
             'used by "seq-mean-token-sum-norm"'
         )
     factor = response_length if config.loss_scale_factor is None else config.loss_scale_factor
-    return partial(token_weights, mode=config.loss_agg_mode, loss_scale_factor=factor if has_norm else None)
+    return partial(
+        token_weights,
+        mode=config.loss_agg_mode,
+        loss_scale_factor=factor if has_norm else None,
+        denominator="original" if config.loss_denominator is None else config.loss_denominator,
+    )
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

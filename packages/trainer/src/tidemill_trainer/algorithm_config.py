@@ -42,6 +42,10 @@ class AlgorithmConfig:
         kl_penalty: estimate of this KL divergence, named as above. None: "k1".
         target_kl: adapt `kl_coef` to reach this KL divergence per token; None keeps it.
         horizon: number of episodes after which an adapted `kl_coef` has followed. None: 10,000.
+        bypass_mode: use the log-probs of the rollout as `old_log_probs` instead of computing them, so that the ratio of
+            the loss also has the difference between engine and training.
+        loss_denominator: which tokens the denominators of `loss_agg_mode` count, where a rollout correction rejects
+            tokens: all ("original") or those that remain ("kept"). None: "original".
         filter_groups: dynamic sampling: drop groups in which all episodes have the same "acc" (accuracy) or "score"
             (reward), and generate further groups until the batch is complete. None: train on all groups.
         max_num_gen_batches: the run stops when a batch is not complete after so many rounds of generation. None: 10.
@@ -66,6 +70,8 @@ class AlgorithmConfig:
     kl_penalty: KLPenalty | None = None
     target_kl: Positive | None = None
     horizon: Count | None = None
+    bypass_mode: bool = False
+    loss_denominator: Literal["original", "kept"] | None = None
     filter_groups: Literal["acc", "score"] | None = None
     max_num_gen_batches: Count | None = None
     overlong_buffer_len: Count | None = None
@@ -77,6 +83,8 @@ class AlgorithmConfig:
         for key, requires in _REQUIRED.items():
             if getattr(self, key) is not None and not getattr(self, requires):
                 raise ValueError(f"{key} has no effect without {requires}; set it, or remove {key}")
+        if self.bypass_mode and self.loss_denominator is not None:
+            raise ValueError("loss_denominator has no effect with bypass_mode, whose denominators count all tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,13 +4,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, rollout_correction
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "adv_estimator": ADV_ESTIMATORS,
     "policy_loss": POLICY_LOSSES,
 }
 """The functions of tidemill-algorithms by name, by the config key that selects one."""
+
+CORRECTION = rollout_correction
+"""The function that is called if the configuration has one of its options."""
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -22,7 +25,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 def option_names() -> list[str]:
     """Return the names of all options of tidemill-algorithms, in alphabetical order."""
-    functions = [function for group in FUNCTIONS.values() for function in group.values()]
+    functions = [CORRECTION, *(function for group in FUNCTIONS.values() for function in group.values())]
     return sorted({name for function in functions for name in options_of(function)})
 
 

@@ -313,6 +313,10 @@ class Config:
             "router replay",
         )
         _require(
+            mode != "R2" or not self.algorithm.bypass_mode,
+            'actor.router_replay.mode="R2" requires the log-probs of the policy; use "R3", or no algorithm.bypass_mode',
+        )
+        _require(
             mode != "disabled" or not self.engine.replays_routing,
             'engine.router_replay has no effect by itself; set actor.router_replay.mode="R2" or "R3" instead',
         )

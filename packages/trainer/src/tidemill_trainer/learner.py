@@ -14,7 +14,7 @@ from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.metrics import critic_metrics, mean_metrics
-from tidemill_trainer.roles import required_roles
+from tidemill_trainer.roles import has_adapter_reference, required_roles
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 
 _INPUTS = ("input_ids", "responses")
@@ -53,10 +53,18 @@ class Learner:
         self._workers.init_roles(self._roles, path)
 
     def infer(self, batch: DataProto) -> DataProto:
-        """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`."""
-        batch.meta_info["temperature"] = self._config.rollout.temperature
+        """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`.
+
+        With `algorithm.bypass_mode`, `old_log_probs` are those of the rollout, and there is no `entropy`.
+        """
+        config = self._config
+        batch.meta_info["temperature"] = config.rollout.temperature
         inputs = batch.select([*_INPUTS], [])
-        if self._config.actor.router_replay.mode == "R3":
+        if config.algorithm.bypass_mode:
+            batch = batch.union(DataProto.from_dict({"old_log_probs": batch["rollout_log_probs"]}))
+            if not self._roles and not has_adapter_reference(config):
+                return batch
+        elif config.actor.router_replay.mode == "R3":
             # The result has the same column, in which the last token of each row has experts, too.
             inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
         return batch.union(self._workers.infer(inputs))
@@ -77,6 +85,8 @@ class Learner:
         batch = batch.union(DataProto.from_dict({"rewards": rewards[owner]}, {"uid": uid}))
         kl_coef = self._kl.kl_coef
         batch = self._algorithm.add_advantages(batch, kl_coef)
+        batch, of_correction = self._algorithm.add_correction(batch)
+        metrics |= of_correction
         if kl_coef > 0:
             metrics |= self._measure_kl(batch, kl_coef, num_episodes=len(scored))
         if "values" in self._algorithm.columns:

@@ -26,7 +26,8 @@ def batch_metrics(
     """Compute scores, advantages and lengths of a batch.
 
     Args:
-        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `entropy` and `advantages`, and
+        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `advantages` and, unless bypassed,
+            `entropy`, and
             the columns of `Groups.of`.
         scored: episodes with `scores`, `rewards` and `acc` [E].
         max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
@@ -42,7 +43,7 @@ def batch_metrics(
         "response_length/clip_ratio": (responses >= response_length).float().mean().item(),
         **_spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean().item(),
-        "actor/entropy": batch["entropy"].values()[mask].mean().item() if mask.any() else 0.0,
+        **({"actor/entropy": _mean(batch["entropy"].values()[mask])} if "entropy" in batch.batch else {}),
         "reward/acc/mean": scored["acc"].mean().item(),
         "reward/frac_zero_std_groups": _frac_zero_std_groups(Groups.of(batch)),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
@@ -157,6 +158,10 @@ def _frac_zero_std_groups(groups: Groups) -> float:
     """Return the share of groups whose rewards are all equal, so that they have no gradient."""
     spread = groups.sum(groups.centred(groups.rewards).abs())
     return (spread <= 1e-6).float().mean().item()
+
+
+def _mean(values: torch.Tensor) -> float:
+    return values.mean().item() if len(values) > 0 else 0.0
 
 
 def _accuracy(summaries: Sequence[EpisodeSummary]) -> float:
