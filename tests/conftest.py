@@ -22,6 +22,11 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
     right = sum(a == b for a, b in zip(solution_str, ground_truth)) / max(len(solution_str), len(ground_truth))
     return {"score": right, "acc": solution_str == ground_truth}
 
+def equal_for_half(data_source, solution_str, ground_truth, extra_info):
+    if int(ground_truth) % 2:
+        return 1.0
+    return right_digits(data_source, solution_str, ground_truth, extra_info)
+
 broken_problems = set()
 
 def broken(data_source, solution_str, ground_truth, extra_info):

@@ -112,6 +112,22 @@ def test_each_mini_batch_is_one_optimizer_step(train_in, warmed_up, make_config)
     assert abs(row["actor/ppo_kl"]) > 1e-6  # the second step is off policy
 
 
+def test_groups_with_equal_rewards_are_replaced_also_after_a_resume(train_in, warmed_up, make_config, tmp_path_factory):
+    again = tmp_path_factory.mktemp("again")
+    shutil.copytree(warmed_up / "checkpoints", again / "checkpoints")
+    rewards = make_config().reward.function.replace(":right_digits", ":equal_for_half")
+    filters = [f"reward.function={rewards}", "algorithm.filter_groups=score", "trainer.save_freq=1"]
+    run, _ = train_in(warmed_up, *filters, "trainer.total_steps=2")
+    for row in _steps(run).values():
+        dropped = row["filter/num_equal_rewards"] + row["filter/num_surplus"]
+        assert row["filter/num_groups"] == 8 + dropped > 8
+        assert row["reward/frac_zero_std_groups"] == 0.0
+    train_in(again, *filters, "trainer.total_steps=1")
+    resumed, _ = train_in(again, *filters, "trainer.total_steps=2")
+    assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
+    assert _steps(resumed)[2]["critic/rewards/mean"] == _steps(run)[2]["critic/rewards/mean"]
+
+
 def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, make_config):
     run, result = eight_steps
     folder = run.checkpoints / "step_000008" / "huggingface"
