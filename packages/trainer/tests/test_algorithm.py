@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
@@ -88,6 +90,28 @@ def test_function_of_the_user_has_its_own_options(config_file, algorithm, batch)
     assert ragged.values(made.add_advantages(batch)["advantages"]).tolist() == [3.0] * 6
     with pytest.raises(ConfigError, match=r"algorithm\.scal is not used by .*; no function of tidemill-algorithms"):
         algorithm(f"adv_estimator={file}:double", "scal=3.0")
+
+
+EXAMPLES = Path(__file__).parents[2] / "algorithms/examples"
+
+
+def test_example_of_an_own_advantage_divides_by_the_mean_of_the_group(algorithm, batch):
+    made = algorithm(f"adv_estimator={EXAMPLES}/my_advantage.py:max_rl", "eps=0.25")
+    advantages = ragged.values(made.add_advantages(batch)["advantages"]).tolist()
+    assert advantages == pytest.approx([2 / 3] * 2 + [-2 / 3] * 3 + [0.0])  # (1 - 0.5) / (0.5 + 0.25)
+
+
+def test_example_of_an_own_loss_bounds_the_ratio_of_bad_responses(algorithm, batch):
+    loss = algorithm(f"policy_loss={EXAMPLES}/my_loss.py:topr", "max_ratio=0.9").loss
+    mask = batch["response_mask"]
+    advantages, old = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    columns = {"advantages": advantages, "old_log_probs": old.log()}
+    sampled = batch.union(DataProto.from_dict({name: ragged.like(column, mask) for name, column in columns.items()}))
+    log_probs = torch.tensor([0.75, 0.75, 0.25, 0.5, 0.75, 0.75]).log().requires_grad_()
+    terms, metrics = loss.policy_loss(log_probs, sampled, **loss.options)
+    (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+    assert gradient.tolist() == pytest.approx([-1.0, -1.0, 0.75, 0.75, 0.75, 0.9])  # 0.5 * 1 * 1.5; min(1.5, 0.9)
+    assert metrics["actor/pg_clipfrac"].tolist() == [False] * 5 + [True]
 
 
 def test_saved_options_are_keys_of_the_section(config_file, tmp_path):
