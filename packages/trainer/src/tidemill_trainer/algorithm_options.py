@@ -12,7 +12,7 @@ FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 }
 """The functions of tidemill-algorithms by name, by the config key that selects one."""
 
-CORRECTION = rollout_correction
+CORRECTION: Callable[..., Any] = rollout_correction
 """The function that is called if the configuration has one of its options."""
 
 
