@@ -28,6 +28,7 @@ def random_batch(seed: int, num_rows: int, *, num_rewards: int = 2) -> DataProto
         "values": per_token_values(),
         "old_log_probs": per_token_values(),
         "ref_log_prob": per_token_values(),
+        "teacher_log_prob": per_token_values(),
     }
     return DataProto.from_dict(columns, {"uid": np.array([f"problem {number}" for number in problem], dtype=object)})
 

@@ -79,6 +79,7 @@ def test_estimators_declare_what_they_read():
     assert {name: columns_of(estimator) for name, estimator in ADV_ESTIMATORS.items() if columns_of(estimator)} == {
         "gae": ("values",),
         "gdpo": ("reward_components",),
+        "opd": ("teacher_log_prob", "old_log_probs"),
         "remax": ("baseline_rewards",),
         "vapo": ("values",),
     }
@@ -128,3 +129,16 @@ def test_whitening_of_one_token_and_of_none_is_zero():
     for mask in (one, none):
         rows = ragged.ragged(mask, [1, 1])
         assert ragged.values(whiten(ragged.like(torch.tensor([3.0, 5.0]), rows), rows)).tolist() == [0.0, 0.0]
+
+
+def test_opd_adds_the_teacher_and_the_task_and_ignores_masked_tokens():
+    columns = {"teacher_log_prob": [[-1.0, 5.0, -3.0], [-2.0]], "old_log_probs": [[-2.0, 0.0, -1.0], [-2.5]]}
+    batch = batch_of([[1, 0, 1], [1]], **columns)
+    batch = DataProto.from_dict(
+        {name: batch[name] for name in ("response_mask", *columns)} | {"rewards": torch.tensor([1.0, 0.0])},
+        {"uid": ["a", "a"]},
+    )
+    opd = ADV_ESTIMATORS["opd"]
+    assert ragged.values(opd(batch)["advantages"]).tolist() == [1.0, 0.0, -2.0, 0.5]
+    both = ragged.values(opd(batch, opd_kl_coef=2.0, opd_task_coef=1.0)["advantages"]).tolist()
+    assert both == pytest.approx([2.0 + 0.5**0.5, 0.0, -4.0 + 0.5**0.5, 1.0 - 0.5**0.5], abs=1e-5)

@@ -18,6 +18,7 @@ from tidemill_trainer.roles import Role, build_policy, build_role, has_adapter_r
 from tidemill_trainer.stalls.member import join_run
 
 _compute = split_over("actor")
+_LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_log_prob"}
 
 
 class ActorWorker(Worker):
@@ -81,9 +82,9 @@ class ActorWorker(Worker):
 
         Returns:
             `old_log_probs` and `entropy` of the policy unless it is bypassed, `ref_log_prob` of the reference,
-            `values` of the critic. With router replay, also `routed_experts` int32 [B, j, layers, top_k], the experts
-            that were used for each token of `input_ids`: those of the same column of `batch`, or the choice of the
-            router if there is no such column or its value is -1.
+            `teacher_log_prob` of the teacher, `values` of the critic. With router replay, also `routed_experts` int32
+            [B, j, layers, top_k], the experts that were used for each token of `input_ids`: those of the same column of
+            `batch`, or the choice of the router if there is no such column or its value is -1.
         """
         parts = []
         if not self._config.algorithm.bypass_mode:
@@ -91,8 +92,9 @@ class ActorWorker(Worker):
         if self._has_adapter_reference:
             with self._engine.disable_adapter():
                 parts.append(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
-        if (reference := self._roles.get("reference")) is not None:
-            parts.append(reference.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+        for role, column in _LOG_PROBS.items():
+            if (engine := self._roles.get(role)) is not None:
+                parts.append(engine.infer_batch(batch).rename("log_probs", column))
         if (critic := self._roles.get("critic")) is not None:
             parts.append(critic.infer_batch(batch))
         return reduce(DataProto.union, parts)

@@ -52,6 +52,7 @@ class AlgorithmConfig:
         overlong_buffer_len: reduce the reward of an episode by up to `overlong_penalty_factor` over the last so many of
             `rollout.response_length` tokens.
         overlong_penalty_factor: largest reduction. None: 1.
+        reward_components: metrics of an episode's outcome that are the rewards of "gdpo", such as ["acc", "format"].
         shuffle_rewards: negative control: shuffle the rewards within the batch, so that the model cannot learn.
         options: in a file, further keys of the section: keyword arguments of the estimator and the loss, such as
             `clip_ratio_high`.
@@ -76,6 +77,7 @@ class AlgorithmConfig:
     max_num_gen_batches: Count | None = None
     overlong_buffer_len: Count | None = None
     overlong_penalty_factor: Positive | None = None
+    reward_components: tuple[str, ...] = ()
     shuffle_rewards: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -119,4 +121,17 @@ class CriticConfig:
     cliprange_value: Positive = 0.5
     ppo_epochs: Count = 1
     warmup_steps: CountOrZero = 0
+    param_offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """The teacher of the estimator "opd" (on-policy distillation).
+
+    Attributes:
+        path: folder of the model, with the tokenizer of the policy.
+        param_offload: keep its weights on the CPU while they are not used.
+    """
+
+    path: str | None = None
     param_offload: bool = False

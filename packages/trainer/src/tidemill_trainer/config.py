@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from tidemill_engines import FSDP2Config, MegatronConfig
 from tidemill_engines.config import ModelConfig, OptimizerConfig
 
-from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig
+from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive, Seed
 
 
@@ -265,6 +265,7 @@ class Config:
         actor: the policy update.
         reference: the reference policy.
         critic: the value model.
+        teacher: the model to distill.
         warmup: supervised fine-tuning before reinforcement learning.
         weight_update: transfer of weights to the engines.
         trainer: length, validation, checkpoints and location of the run.
@@ -281,6 +282,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

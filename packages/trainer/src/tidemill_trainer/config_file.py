@@ -98,10 +98,17 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
             adv_estimator=changed(config.algorithm.adv_estimator),
             policy_loss=changed(config.algorithm.policy_loss),
         ),
+        reference=replace(config.reference, path=_changed_path(config.reference.path, change)),
+        critic=replace(config.critic, path=_changed_path(config.critic.path, change)),
+        teacher=replace(config.teacher, path=_changed_path(config.teacher.path, change)),
         episode=replace(config.episode, function=changed(config.episode.function)),
         reward=replace(config.reward, function=changed(config.reward.function)),
         trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
     )
+
+
+def _changed_path(path: str | None, change: Callable[[str], str]) -> str | None:
+    return None if path is None else change(path)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from tidemill_dataproto import DataProto
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
 from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.preflight import check_machine, check_model
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.role_checks import check_roles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,9 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
     """
     check_machine(config, progress)
     check_model(config)
-    Algorithm.of(config)
     create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
     tokenizer = _load_tokenizer(config)
+    check_roles(config, tokenizer)
     needs_ground_truth = config.episode.function == "single_turn" and config.reward.function == "exact_match"
 
     def load(files: Sequence[str]) -> DataProto:

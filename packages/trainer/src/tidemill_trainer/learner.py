@@ -74,7 +74,8 @@ class Learner:
 
         Args:
             batch: rows with `episode` [B] and the columns of `infer`.
-            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes.
+            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes, and `reward_components` [E, K] if the
+                estimator reads them.
 
         Returns:
             The batch, and metrics of rewards and values.
@@ -82,7 +83,10 @@ class Learner:
         owner = torch.searchsorted(scored["episode"], batch["episode"])
         rewards, metrics = self._with_overlong_penalty(batch, scored["rewards"], owner)
         uid = scored.non_tensor_batch["uid"][owner.numpy()]
-        batch = batch.union(DataProto.from_dict({"rewards": rewards[owner]}, {"uid": uid}))
+        columns = {"rewards": rewards[owner]}
+        if "reward_components" in self._algorithm.columns:
+            columns["reward_components"] = scored["reward_components"][owner]
+        batch = batch.union(DataProto.from_dict(columns, {"uid": uid}))
         kl_coef = self._kl.kl_coef
         batch = self._algorithm.add_advantages(batch, kl_coef)
         batch, of_correction = self._algorithm.add_correction(batch)

@@ -10,6 +10,7 @@ from tidemill_algorithms import Groups
 from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout.outcome import Status
 
+from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary
 
@@ -48,6 +49,22 @@ def batch_metrics(
         "reward/frac_zero_std_groups": _frac_zero_std_groups(Groups.of(batch)),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
     }
+
+
+def reward_components(summaries: Sequence[EpisodeSummary], names: Sequence[str]) -> torch.Tensor:
+    """Return metrics of the outcomes as rewards, float32 [E, K].
+
+    Raises:
+        EpisodeError: an outcome lacks one of them.
+    """
+    for summary in summaries:
+        missing = [name for name in names if name not in summary.outcome.metrics]
+        if missing:
+            raise EpisodeError(
+                f"episode {summary.task.name}: algorithm.reward_components requires the metrics {', '.join(names)} in "
+                f"each outcome, but {', '.join(missing)} is missing; return it in the dict of the reward function"
+            )
+    return torch.tensor([[summary.outcome.metrics[name] for name in names] for summary in summaries])
 
 
 def critic_metrics(batch: DataProto) -> dict[str, float]:

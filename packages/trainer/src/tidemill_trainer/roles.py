@@ -9,7 +9,7 @@ from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.config import Config
 
-Role = Literal["reference", "critic"]
+Role = Literal["reference", "critic", "teacher"]
 """The roles besides the policy."""
 
 
@@ -32,7 +32,7 @@ def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
         role: role of the model.
         initial_policy: folder of the model from which reinforcement learning starts.
     """
-    section = {"reference": config.reference, "critic": config.critic}[role]
+    section = {"reference": config.reference, "critic": config.critic, "teacher": config.teacher}[role]
     path = initial_policy if section.path is None else section.path
     seed = config.model.init_seed if path == config.model.path else None
     return EngineRegistry.new(
@@ -55,8 +55,11 @@ def required_roles(config: Config) -> list[Role]:
     roles: list[Role] = []
     if needs_reference(config.algorithm) and not has_adapter_reference(config):
         roles.append("reference")
-    if "values" in Algorithm.of(config).columns:
+    columns = Algorithm.of(config).columns
+    if "values" in columns:
         roles.append("critic")
+    if "teacher_log_prob" in columns:
+        roles.append("teacher")
     return roles
 
 

@@ -17,7 +17,7 @@ from tidemill_trainer.data import PromptLoader, with_responses
 from tidemill_trainer.episode_record import episode_record
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.learner import Learner
-from tidemill_trainer.metrics import batch_metrics, performance_metrics
+from tidemill_trainer.metrics import batch_metrics, performance_metrics, reward_components
 from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import Episodes
@@ -184,8 +184,11 @@ class Trainer:
         if self._config.algorithm.shuffle_rewards:
             order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
             rewards = rewards[torch.from_numpy(order)]
+        names = self._config.algorithm.reward_components
+        components = {"reward_components": reward_components(summaries, names)} if names else {}
         return DataProto.from_dict(
-            {
+            components
+            | {
                 "episode": torch.tensor([summary.task.number for summary in summaries]),
                 "scores": scores,
                 "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),

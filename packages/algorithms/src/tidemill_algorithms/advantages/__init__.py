@@ -10,6 +10,7 @@ from tidemill_algorithms.advantages.contract import Estimator, columns_of, reads
 from tidemill_algorithms.advantages.gae import gae
 from tidemill_algorithms.advantages.gdpo import gdpo
 from tidemill_algorithms.advantages.grpo import grpo
+from tidemill_algorithms.advantages.opd import opd
 from tidemill_algorithms.advantages.opo import opo
 from tidemill_algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from tidemill_algorithms.advantages.remax import remax
@@ -23,6 +24,7 @@ __all__ = [
     "gae",
     "gdpo",
     "grpo",
+    "opd",
     "opo",
     "reads",
     "reinforce_plus_plus",
@@ -37,6 +39,7 @@ _ALL: list[Estimator] = [
     gae,
     gdpo,
     grpo,
+    opd,
     opo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,

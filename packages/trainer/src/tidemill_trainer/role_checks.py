@@ -1,0 +1,79 @@
+"""Checks of the models besides the policy, before any process starts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.roles import needs_reference
+
+_PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components"}
+_USES = {
+    "reference": "a KL term (algorithm.kl_loss_coef or algorithm.kl_coef above 0)",
+    "critic": 'the estimators "gae" and "vapo"',
+    "teacher": 'the estimator "opd"',
+}
+_Section = ReferenceConfig | CriticConfig | TeacherConfig
+
+
+def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the models that the algorithm requires are given, exist, and have the tokenizer of the policy.
+
+    Raises:
+        ConfigError: a check failed, or a section has no effect; the message names the keys.
+    """
+    algorithm = config.algorithm
+    columns = set(Algorithm.of(config).columns)
+    missing = sorted(columns - _PROVIDED)
+    if missing:
+        raise ConfigError(
+            f'config key algorithm.adv_estimator: "{algorithm.adv_estimator}" reads {", ".join(missing)}, which this '
+            f"trainer does not provide; choose another one"
+        )
+    if ("reward_components" in columns) != bool(algorithm.reward_components):
+        raise ConfigError(
+            'config key algorithm.reward_components: "gdpo" requires it, and other estimators do not use it; got '
+            f'adv_estimator="{algorithm.adv_estimator}" and {list(algorithm.reward_components)}'
+        )
+    required = {
+        "reference": needs_reference(algorithm),
+        "critic": "values" in columns,
+        "teacher": "teacher_log_prob" in columns,
+    }
+    sections: Mapping[str, _Section] = {
+        "reference": config.reference,
+        "critic": config.critic,
+        "teacher": config.teacher,
+    }
+    for role, section in sections.items():
+        if not required[role]:
+            if section != type(section)():
+                raise ConfigError(f"section {role} has no effect: it is used by {_USES[role]}; remove it")
+        elif section.path is not None:
+            _check_model(f"{role}.path", Path(section.path), tokenizer)
+        elif role == "teacher":
+            raise ConfigError(f"config key teacher.path is required by {_USES[role]}; set it")
+
+
+def _check_model(key: str, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"config key {key}: expected a Hugging Face model in {path.absolute()}, found no config.json; check it"
+        )
+    try:
+        own = AutoTokenizer.from_pretrained(path).get_vocab()
+    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
+        raise ConfigError(f"config key {key}: cannot load a tokenizer from {path}: {error}") from error
+    expected = tokenizer.get_vocab()
+    if own == expected:
+        return
+    token = min(token for token in own.keys() | expected.keys() if own.get(token) != expected.get(token))
+    raise ConfigError(
+        f"config key {key}: expected the tokenizer of model.path, because the same token ids are given to both models; "
+        f"it has {len(own)} tokens instead of {len(expected)}, and {token!r} has the id {own.get(token)} instead of "
+        f"{expected.get(token)}"
+    )

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.demo.model import piece_tokenizer
+from tidemill_trainer.role_checks import check_roles
+
+
+@pytest.fixture
+def model(tmp_path, tokenizer):
+    """`model(pieces)`: the folder of a model with a tokenizer of these characters."""
+
+    def make(pieces):
+        folder = tmp_path / f"model{len(pieces)}"
+        piece_tokenizer(pieces).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def check(tokenizer):
+    return lambda *overrides: check_roles(load_config(DEMO_CONFIG, [*overrides]), tokenizer)
+
+
+def test_model_with_the_tokenizer_of_the_policy_is_accepted(check, model):
+    folder = model("0123456789+=")
+    check("algorithm.adv_estimator=opd", f"teacher.path={folder}")
+    check("algorithm.kl_loss_coef=0.1", f"reference.path={folder}")
+    check("algorithm.adv_estimator=gae", f"critic.path={folder}")
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [("teacher", "adv_estimator=opd"), ("critic", "adv_estimator=gae"), ("reference", "kl_loss_coef=0.1")],
+)
+def test_other_tokenizer_is_refused_with_the_difference(check, model, role, key):
+    folder = model("0123456789+=-")
+    with pytest.raises(
+        ConfigError, match=rf"{role}\.path: expected the tokenizer of .* 16 tokens instead of 15, and '-'"
+    ):
+        check(f"algorithm.{key}", f"{role}.path={folder}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.adv_estimator=opd"], r"teacher\.path is required by the estimator \"opd\"; set it"),
+        (["teacher.path=t"], r"section teacher has no effect: it is used by the estimator \"opd\"; remove it"),
+        (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
+        (["critic.warmup_steps=2"], r"section critic has no effect: .*\"gae\" and \"vapo\""),
+        (["algorithm.kl_loss_coef=1", "reference.path=nowhere"], r"reference\.path: expected a .*/nowhere, found no"),
+        (["algorithm.adv_estimator=remax"], r"\"remax\" reads baseline_rewards, which this trainer does not provide"),
+        (["algorithm.adv_estimator=gdpo"], r"algorithm\.reward_components: \"gdpo\" requires it"),
+        (["algorithm.reward_components=['acc']"], r"other estimators do not use it; got adv_estimator=\"grpo\""),
+    ],
+)
+def test_role_that_is_missing_or_unused_is_refused(check, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*overrides)
