@@ -16,7 +16,7 @@ from step_metrics import TIMES
 from tidemill_rollout import Problem
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
-from tidemill_trainer.ledger import trained_problems
+from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
 from tidemill_trainer.rollout import RayEngine
@@ -126,6 +126,15 @@ def test_groups_with_equal_rewards_are_replaced_also_after_a_resume(train_in, wa
     resumed, _ = train_in(again, *filters, "trainer.total_steps=2")
     assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
     assert _steps(resumed)[2]["critic/rewards/mean"] == _steps(run)[2]["critic/rewards/mean"]
+
+
+def test_greedy_baseline_is_one_more_episode_of_each_problem(train_in, warmed_up):
+    run, _ = train_in(warmed_up, "algorithm.adv_estimator=remax", "trainer.total_steps=1")
+    [settled] = [line for line in read_ledger(run.ledger) if line["event"] == "settled"]
+    assert settled["dropped"]["greedy baseline"][0] == 8
+    assert settled["trained"][0] == 8 * 8
+    row = _steps(run)[1]
+    assert row["critic/advantages/min"] < 0 < row["critic/advantages/max"]
 
 
 def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, make_config):

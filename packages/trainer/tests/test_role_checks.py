@@ -44,6 +44,15 @@ def test_other_tokenizer_is_refused_with_the_difference(check, model, role, key)
         check(f"algorithm.{key}", f"{role}.path={folder}")
 
 
+def test_column_that_the_trainer_does_not_have_is_refused(check, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'from tidemill_algorithms.advantages import reads\n@reads("novelty")\ndef mine(batch):\n    return {}\n'
+    )
+    with pytest.raises(ConfigError, match=r'mine" reads novelty, which this trainer does not provide'):
+        check(f"algorithm.adv_estimator={file}:mine")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -52,7 +61,6 @@ def test_other_tokenizer_is_refused_with_the_difference(check, model, role, key)
         (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
         (["critic.warmup_steps=2"], r"section critic has no effect: .*\"gae\" and \"vapo\""),
         (["algorithm.kl_loss_coef=1", "reference.path=nowhere"], r"reference\.path: expected a .*/nowhere, found no"),
-        (["algorithm.adv_estimator=remax"], r"\"remax\" reads baseline_rewards, which this trainer does not provide"),
         (["algorithm.adv_estimator=gdpo"], r"algorithm\.reward_components: \"gdpo\" requires it"),
         (["algorithm.reward_components=['acc']"], r"other estimators do not use it; got adv_estimator=\"grpo\""),
     ],

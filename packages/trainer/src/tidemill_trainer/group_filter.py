@@ -1,7 +1,7 @@
 """Dynamic sampling: which groups of episodes are trained on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -52,18 +52,14 @@ class GroupFilter:
             for summary in episodes.summaries
             if summary.outcome.is_trainable and self._group(summary) not in chosen
         }
-        rows = episodes.rows
-        if rows is not None:
-            numbers = rows["episode"]
-            rows = rows[torch.isin(numbers, torch.tensor([*dropped], dtype=numbers.dtype), invert=True)]
-        return replace(episodes, rows=rows, dropped=dropped)
+        return without(episodes, dropped)
 
     def metrics(self, episodes: Episodes) -> dict[str, float]:
         """Return how many groups were generated, and dropped for each reason; empty without a filter."""
         if self.metric is None:
             return {}
         groups = {self._group(summary) for summary in episodes.summaries}
-        reasons = {number // self.group_size: reason for number, reason in episodes.dropped.items()}
+        reasons = {number // self.group_size: reason for number, reason in episodes.dropped.items() if number >= 0}
         counts = [*reasons.values()]
         return {
             "filter/num_groups": float(len(groups)),
@@ -85,6 +81,19 @@ class GroupFilter:
         return summary.task.number // self.group_size
 
 
+def without(episodes: Episodes, dropped: Mapping[int, str]) -> Episodes:
+    """Remove the rows of some episodes.
+
+    Args:
+        dropped: the reasons by number.
+    """
+    rows = episodes.rows
+    if rows is not None:
+        numbers = rows["episode"]
+        rows = rows[torch.isin(numbers, torch.tensor([*dropped], dtype=numbers.dtype), invert=True)]
+    return replace(episodes, rows=rows, dropped={**episodes.dropped, **dropped})
+
+
 def joined(rounds: Sequence[Episodes]) -> Episodes:
     """Join the episodes of several rounds of generation, whose numbers ascend."""
     rows = [each.rows for each in rounds if each.rows is not None]
@@ -94,4 +103,6 @@ def joined(rounds: Sequence[Episodes]) -> Episodes:
         num_generated=sum(each.num_generated for each in rounds),
         num_lost=sum(each.num_lost for each in rounds),
         num_restarts=sum(each.num_restarts for each in rounds),
+        dropped={number: reason for each in rounds for number, reason in each.dropped.items()},
+        baselines=[summary for each in rounds for summary in each.baselines],
     )

@@ -22,6 +22,7 @@ _SFT = (*_INPUTS, "response_mask")
 _ACTOR = (*_SFT, "old_log_probs", "advantages", "loss_weights")
 _KL_STATE = "kl.json"
 _HORIZON = 10_000
+_OF_EPISODES = {"reward_components", "baseline_rewards"}
 _CRITIC = (*_SFT, "values", "returns", "loss_weights")
 
 
@@ -74,8 +75,8 @@ class Learner:
 
         Args:
             batch: rows with `episode` [B] and the columns of `infer`.
-            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes, and `reward_components` [E, K] if the
-                estimator reads them.
+            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes, and `reward_components` [E, K] or
+                `baseline_rewards` [E] if the estimator reads them.
 
         Returns:
             The batch, and metrics of rewards and values.
@@ -84,8 +85,8 @@ class Learner:
         rewards, metrics = self._with_overlong_penalty(batch, scored["rewards"], owner)
         uid = scored.non_tensor_batch["uid"][owner.numpy()]
         columns = {"rewards": rewards[owner]}
-        if "reward_components" in self._algorithm.columns:
-            columns["reward_components"] = scored["reward_components"][owner]
+        for name in _OF_EPISODES & {*self._algorithm.columns}:
+            columns[name] = scored[name][owner]
         batch = batch.union(DataProto.from_dict(columns, {"uid": uid}))
         kl_coef = self._kl.kl_coef
         batch = self._algorithm.add_advantages(batch, kl_coef)

@@ -11,7 +11,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.roles import needs_reference
 
-_PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components"}
+_PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components", "baseline_rewards"}
 _USES = {
     "reference": "a KL term (algorithm.kl_loss_coef or algorithm.kl_coef above 0)",
     "critic": 'the estimators "gae" and "vapo"',

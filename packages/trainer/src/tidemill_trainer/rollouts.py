@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
+from tidemill_rollout import Problem
 
+from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, to_problems
 from tidemill_trainer.episodes import EpisodeError
-from tidemill_trainer.group_filter import GroupFilter, joined
+from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.ledger import Ledger, Settlement
 from tidemill_trainer.metrics import episode_metrics, validation_metrics
@@ -45,6 +47,7 @@ class Rollouts:
         self._filter = GroupFilter(
             num_groups=config.data.train_batch_size, group_size=config.rollout.n, metric=config.algorithm.filter_groups
         )
+        self._has_baselines = "baseline_rewards" in Algorithm.of(config).columns
         limit = config.algorithm.max_num_gen_batches
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks = {fork["reason"] for fork in run.read_forks()}
@@ -92,11 +95,29 @@ class Rollouts:
             )
             for k in range(count)
         ]
-        self._ledger.issue(step, rows, n)
+        self._ledger.issue(step, rows, n + self._has_baselines)
         self._rows += rows
         episodes = self._pool.run(tasks, greedy=False)
         check_errors(episodes.summaries, f"step {step}", config.episode.max_error_share, self._progress)
-        return episodes
+        return self._with_baselines(episodes, problems, first, step) if self._has_baselines else episodes
+
+    def _with_baselines(self, episodes: Episodes, problems: Sequence[Problem], first: int, step: int) -> Episodes:
+        """Run one greedy episode of each problem; problems whose greedy episode fails are not trained on."""
+        config = self._config
+        seeds = sampling_seeds([config.trainer.seed, step, first, 1], len(problems))
+        tasks = [
+            EpisodeTask(number=-1 - first - k, problem=problem, sample=config.rollout.n, seed=seeds[k])
+            for k, problem in enumerate(problems)
+        ]
+        greedy = self._pool.run(tasks, greedy=True)
+        check_errors(greedy.summaries, f"the baseline of step {step}", config.episode.max_error_share, self._progress)
+        sound = {each.task.problem.id: each.task.number for each in greedy.summaries if each.outcome.is_trainable}
+        dropped = dict.fromkeys(sound.values(), "greedy baseline")
+        for each in episodes.summaries:
+            if each.outcome.is_trainable and each.task.problem.id not in sound:
+                dropped[each.task.number] = "no baseline"
+        both = joined([episodes, replace(greedy, rows=None, summaries=[], baselines=greedy.summaries)])
+        return without(both, dropped)
 
     def _no_signal(self, step: int, episodes: Episodes) -> str:
         counts = self._filter.metrics(self._filter.apply(episodes))
@@ -120,7 +141,7 @@ class Rollouts:
         dropped_tokens: Counter[str] = Counter({"worker lost": episodes.num_lost})
         failed: Counter[str] = Counter()
         failed_tokens: Counter[str] = Counter()
-        for summary in episodes.summaries:
+        for summary in [*episodes.summaries, *episodes.baselines]:
             for failure in summary.failures:
                 failed_tokens[_kind(failure.reason)] += failure.num_tokens
             if not summary.outcome.is_trainable:

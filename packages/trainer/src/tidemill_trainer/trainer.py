@@ -177,25 +177,29 @@ class Trainer:
         self._actor.reset_optimizer("rl")
 
     def _score(self, episodes: Episodes, step: int) -> DataProto:
-        """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes."""
+        """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes.
+
+        Some estimators also read `reward_components` [E, K], or `baseline_rewards` [E] of the greedy episodes.
+        """
         summaries = [summary for summary in episodes.summaries if summary.outcome.is_trainable]
         scores = torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32)
         rewards = scores
         if self._config.algorithm.shuffle_rewards:
             order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
             rewards = rewards[torch.from_numpy(order)]
-        names = self._config.algorithm.reward_components
-        components = {"reward_components": reward_components(summaries, names)} if names else {}
-        return DataProto.from_dict(
-            components
-            | {
-                "episode": torch.tensor([summary.task.number for summary in summaries]),
-                "scores": scores,
-                "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
-                "rewards": rewards,
-            },
-            {"uid": np.array([summary.task.problem.id for summary in summaries], dtype=object)},
-        )
+        columns = {
+            "episode": torch.tensor([summary.task.number for summary in summaries]),
+            "scores": scores,
+            "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
+            "rewards": rewards,
+        }
+        if names := self._config.algorithm.reward_components:
+            columns["reward_components"] = reward_components(summaries, names)
+        uid = [summary.task.problem.id for summary in summaries]
+        if episodes.baselines:  # a problem without one has no rows
+            greedy = {each.task.problem.id: each.outcome.reward for each in episodes.baselines}
+            columns["baseline_rewards"] = torch.tensor([greedy[problem] for problem in uid], dtype=torch.float32)
+        return DataProto.from_dict(columns, {"uid": np.array(uid, dtype=object)})
 
     def _batch_metrics(self, batch: DataProto, scored: DataProto) -> dict[str, float]:
         data, rollout = self._config.data, self._config.rollout

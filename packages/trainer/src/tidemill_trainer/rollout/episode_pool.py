@@ -38,6 +38,7 @@ class Episodes:
         num_lost: those of them that belonged to unfinished episodes of lost workers.
         num_restarts: workers that died or were blocked, and were replaced.
         dropped: why trainable episodes have no rows, by number.
+        baselines: one greedy episode per problem, with negative numbers, for estimators that compare with it.
     """
 
     rows: DataProto | None
@@ -46,6 +47,7 @@ class Episodes:
     num_lost: int
     num_restarts: int
     dropped: Mapping[int, str] = field(default_factory=dict)
+    baselines: Sequence[EpisodeSummary] = ()
 
 
 @dataclass(kw_only=True, slots=True)
