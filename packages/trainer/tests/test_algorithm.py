@@ -1,3 +1,5 @@
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,8 @@ import torch
 from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
 from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig
+from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
 
 
@@ -92,7 +96,8 @@ def test_function_of_the_user_has_its_own_options(config_file, algorithm, batch)
         algorithm(f"adv_estimator={file}:double", "scal=3.0")
 
 
-EXAMPLES = Path(__file__).parents[2] / "algorithms/examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "packages/algorithms/examples"
 
 
 def test_example_of_an_own_advantage_divides_by_the_mean_of_the_group(algorithm, batch):
@@ -126,3 +131,11 @@ def test_all_functions_of_the_package_can_be_chosen(algorithm):
         algorithm(f"adv_estimator={estimator}")
     for loss in POLICY_LOSSES:
         algorithm(f"policy_loss={loss}")
+
+
+def test_compatibility_page_names_keys_that_exist():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/algorithms.md").read_text(), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]\w+)(?: = [^`]*)?`", row.split("|")[-2])}
+    keys = {field.name for config in (AlgorithmConfig, CriticConfig) for field in fields(config)} | {*option_names()}
+    assert named - keys <= {*ADV_ESTIMATORS}
+    assert len(named & keys) > 30
