@@ -37,7 +37,8 @@ def rollout_correction(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Compute importance weights and the tokens to keep from w = pi_old / pi_rollout (or pi / pi_rollout in bypass).
 
-    The names are verl's. A sequence is a row; its ratio is the product over trained tokens.
+    The names are verl's, whose bounds of the k1 rules are of 1 / w. A sequence is a row; its ratio is the product over
+    trained tokens.
 
     | method | options |
     |---|---|

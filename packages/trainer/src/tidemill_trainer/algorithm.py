@@ -20,7 +20,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, describe
 from tidemill_trainer.config_types import Fraction, NotNegative
 
-_RANGES: Mapping[str, Any] = {  # narrower types of options that are numbers
+_RANGES: Mapping[str, Any] = {  # types with a range, in place of the annotations of the functions
     "clip_ratio_low": Fraction,
     "clip_ratio_high": NotNegative,
     "clip_ratio_c": Annotated[float, Field(gt=1)],
@@ -38,8 +38,8 @@ class Algorithm:
         loss: loss of the policy, which requires the column `loss_weights`.
         weights: `token_weights` with its options.
         correct: `rollout_correction` with its options; None without any.
-        columns: columns of models other than the policy that the estimator reads, such as `values`.
-        loss_columns: such columns that the loss reads.
+        columns: columns that the estimator reads besides `response_mask`, `rewards` and `uid`, such as `values`.
+        loss_columns: columns that the loss reads besides those of every policy loss, such as `ref_log_prob`.
         kl_penalty: estimate of the KL divergence in the reward.
     """
 

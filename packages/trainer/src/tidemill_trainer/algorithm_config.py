@@ -41,21 +41,22 @@ class AlgorithmConfig:
             of tokens (gae, reinforce_plus_plus, ...).
         kl_penalty: estimate of this KL divergence, named as above. None: "k1".
         target_kl: adapt `kl_coef` to reach this KL divergence per token; None keeps it.
-        horizon: number of episodes after which an adapted `kl_coef` has followed. None: 10,000.
+        horizon: number of episodes in which a KL divergence of 1.2 times `target_kl` or more raises `kl_coef` by 20 %.
+            None: 10,000.
         bypass_mode: use the log-probs of the rollout as `old_log_probs` instead of computing them, so that the ratio of
             the loss also has the difference between engine and training.
         loss_denominator: which tokens the denominators of `loss_agg_mode` count, where a rollout correction rejects
             tokens: all ("original") or those that remain ("kept"). None: "original".
         filter_groups: dynamic sampling: drop groups in which all episodes have the same "acc" (accuracy) or "score"
             (reward), and generate further groups until the batch is complete. None: train on all groups.
-        max_num_gen_batches: the run stops when a batch is not complete after so many rounds of generation. None: 10.
-        overlong_buffer_len: reduce the reward of an episode by up to `overlong_penalty_factor` over the last so many of
-            `rollout.response_length` tokens.
+        max_num_gen_batches: rounds of generation after which the run stops if the batch is not complete. None: 10.
+        overlong_buffer_len: number of tokens before `rollout.response_length` over which the reward of an episode falls
+            by `overlong_penalty_factor`. None: no penalty for length.
         overlong_penalty_factor: largest reduction. None: 1.
         reward_components: metrics of an episode's outcome that are the rewards of "gdpo", such as ["acc", "format"].
         shuffle_rewards: negative control: shuffle the rewards within the batch, so that the model cannot learn.
-        options: in a file, further keys of the section: keyword arguments of the estimator and the loss, such as
-            `clip_ratio_high`.
+        options: in a file, further keys of the section: keyword arguments of the estimator, the loss and the rollout
+            correction, such as `clip_ratio_high`.
     """
 
     adv_estimator: str = "grpo"
@@ -109,10 +110,10 @@ class CriticConfig:
     Attributes:
         path: folder of the model, whose head is replaced by one output that starts at zero, unless it has one. None:
             the policy before the first step of reinforcement learning.
-        optimizer: as the section `optimizer`.
+        optimizer: optimizer of the critic, as the section `optimizer`.
         cliprange_value: values may change by this much in a step before their loss is clipped.
         ppo_epochs: passes over the batch.
-        warmup_steps: first steps of reinforcement learning, in which only the critic is trained.
+        warmup_steps: number of steps at the beginning of reinforcement learning that train only the critic.
         param_offload: keep its weights on the CPU while they are not used.
     """
 

@@ -17,7 +17,7 @@ EQUAL, SURPLUS = "equal rewards", "surplus"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFilter:
-    """Keep groups that teach something, until a batch is complete (DAPO, arXiv:2503.14476, section 3.2).
+    """Keep groups with different rewards until a batch is complete (DAPO, arXiv:2503.14476, section 3.2).
 
     Attributes:
         num_groups: groups of a batch.
@@ -32,7 +32,7 @@ class GroupFilter:
     def num_missing(self, summaries: Sequence[EpisodeSummary]) -> int:
         """Return how many further groups to generate for a batch, at most a whole one; 0 if it is complete.
 
-        As many are expected to be kept as of those so far.
+        The share of groups to keep is expected to be that of the groups so far.
         """
         num_seen = len({self._group(summary) for summary in summaries})
         num_kept = len(self._kept(summaries))
@@ -68,13 +68,13 @@ class GroupFilter:
         }
 
     def _kept(self, summaries: Sequence[EpisodeSummary]) -> list[int]:
-        """Return the groups to keep, ascending. Episodes that failed are no members."""
+        """Return the groups to keep, ascending. Failed episodes do not belong to a group."""
         groups = groupby(sorted(summaries, key=self._group), key=self._group)
         return [group for group, members in groups if self.metric is None or self._differs([*members])]
 
     def _differs(self, members: Sequence[EpisodeSummary]) -> bool:
-        sound = [each for each in members if each.outcome.is_trainable]
-        values = {each.acc if self.metric == "acc" else each.outcome.reward for each in sound}
+        trainable = [each for each in members if each.outcome.is_trainable]
+        values = {each.acc if self.metric == "acc" else each.outcome.reward for each in trainable}
         return len(values) > 1
 
     def _group(self, summary: EpisodeSummary) -> int:

@@ -20,10 +20,10 @@ from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 _INPUTS = ("input_ids", "responses")
 _SFT = (*_INPUTS, "response_mask")
 _ACTOR = (*_SFT, "old_log_probs", "advantages", "loss_weights")
+_CRITIC = (*_SFT, "values", "returns", "loss_weights")
+_OF_EPISODES = {"reward_components", "baseline_rewards"}
 _KL_STATE = "kl.json"
 _HORIZON = 10_000
-_OF_EPISODES = {"reward_components", "baseline_rewards"}
-_CRITIC = (*_SFT, "values", "returns", "loss_weights")
 
 
 class Learner:
@@ -101,7 +101,7 @@ class Learner:
     def _with_overlong_penalty(
         self, batch: DataProto, rewards: torch.Tensor, owner: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the rewards [E] of the episodes minus the penalty for the longest row of each."""
+        """Return the rewards [E] of the episodes, reduced by the penalty for the longest row of each, and its mean."""
         config = self._config.algorithm
         if config.overlong_buffer_len is None:
             return rewards, {}
@@ -117,7 +117,7 @@ class Learner:
         return rewards + penalty, {"reward/overlong_penalty/mean": penalty.mean().item()}
 
     def _measure_kl(self, batch: DataProto, kl_coef: float, num_episodes: int) -> dict[str, float]:
-        """Return the KL divergence from the reference per token, and adapt the coefficient of the next step."""
+        """Adapt the coefficient of the next step; return metrics of the KL divergence from the reference per token."""
         mask = ragged.values(batch["response_mask"]).bool()
         old, reference = (ragged.values(batch[name])[mask] for name in ("old_log_probs", "ref_log_prob"))
         divergence = kl_penalty(old, reference, self._algorithm.kl_penalty).mean().item() if len(old) else 0.0

@@ -27,9 +27,8 @@ def batch_metrics(
     """Compute scores, advantages and lengths of a batch.
 
     Args:
-        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `advantages` and, unless bypassed,
-            `entropy`, and
-            the columns of `Groups.of`.
+        batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `advantages` and, without
+            `algorithm.bypass_mode`, `entropy`; and the columns of `Groups.of`.
         scored: episodes with `scores`, `rewards` and `acc` [E].
         max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
     """

@@ -60,7 +60,8 @@ class Rollouts:
         """Run the episodes of a step: `n` for each problem, numbered in the order of the problems.
 
         Raises:
-            EpisodeError: more of them failed than `episode.max_error_share`, or none can be trained on.
+            EpisodeError: more of them failed than `episode.max_error_share`, or none can be trained on, or the batch is
+                not complete after `algorithm.max_num_gen_batches` rounds.
         """
         rounds: list[Episodes] = []
         self._rows = []
@@ -123,7 +124,7 @@ class Rollouts:
         counts = self._filter.metrics(self._filter.apply(episodes))
         return (
             f"step {step}: after {self._max_rounds} rounds of generation, {counts['filter/num_equal_rewards']:.0f} of "
-            f"{counts['filter/num_groups']:.0f} groups have equal rewards and teach nothing, so the batch of "
+            f"{counts['filter/num_groups']:.0f} groups have equal rewards and are not trained on, so the batch of "
             f"{self._filter.num_groups} groups is not complete. The problems are too easy or too hard for the policy: "
             "use others, raise rollout.n or algorithm.max_num_gen_batches, or remove algorithm.filter_groups"
         )
