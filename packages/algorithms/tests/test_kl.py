@@ -138,3 +138,9 @@ def test_fixed_controller_is_constant():
     controller = FixedKLController(kl_coef=0.3)
     controller.update(100.0, num_samples=50)
     assert controller.state_dict() == {"kl_coef": 0.3}
+
+
+def test_more_samples_than_the_horizon_do_not_change_the_sign_of_the_coefficient():
+    controller = AdaptiveKLController(kl_coef=0.1, target_kl=1.0, horizon=10)
+    controller.update(0.0, num_samples=512)
+    assert controller.kl_coef == pytest.approx(0.08)

@@ -32,7 +32,7 @@ def learner(ray_cluster, assets, tmp_path):
         groups.append(group)
         group.init_model().get()
         made = Learner(config, group)
-        made.init_roles(tmp_path / "initial_policy")
+        made.init_roles(tmp_path / "initial_policy", is_resumed=False)
         return made
 
     yield make

@@ -71,6 +71,7 @@ def test_correction_weighs_and_rejects_tokens(algorithm, batch):
         (["norm_adv_by_std_in_grpo=1"], r"algorithm\.norm_adv_by_std_in_grpo must be a valid boolean, got 1"),
         (["rollout_is_threshold=2.0"], r"section algorithm: rollout_is_threshold=2.0 has no effect without rollout_is"),
         (["rollout_is=token", "bypass_mode=true"], r"section algorithm: vanilla has the ratio of the policies already"),
+        (["rollout_is=token", "loss_denominator=kept"], r"loss_denominator has no effect without rollout_rs"),
         (["loss_denominator=kept"], r"algorithm\.loss_denominator has no effect without rollout_rs"),
         (["kl_coef=0.1"], r'algorithm\.kl_coef has no effect with adv_estimator="grpo"'),
         (["loss_scale_factor=8"], r'algorithm\.loss_scale_factor has no effect with loss_agg_mode="token-mean"'),

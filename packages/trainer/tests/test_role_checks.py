@@ -61,6 +61,10 @@ def test_column_that_the_trainer_does_not_have_is_refused(check, tmp_path):
         (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
         (["critic.warmup_steps=2"], r"section critic has no effect: .*\"gae\" and \"vapo\""),
         (["algorithm.kl_loss_coef=1", "reference.path=nowhere"], r"reference\.path: expected a .*/nowhere, found no"),
+        (
+            ["algorithm.adv_estimator=remax", "algorithm.overlong_buffer_len=2"],
+            r"overlong_buffer_len is not supported with adv_estimator=\"remax\"",
+        ),
         (["algorithm.adv_estimator=gdpo"], r"algorithm\.reward_components: \"gdpo\" requires it"),
         (["algorithm.reward_components=['acc']"], r"other estimators do not use it; got adv_estimator=\"grpo\""),
     ],

@@ -112,9 +112,9 @@ class AdaptiveKLController:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Change the coefficient after a batch with the mean divergence `current_kl`."""
+        """Change the coefficient after a batch with the mean divergence `current_kl`, by at most 20%."""
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.kl_coef *= 1 + error * num_samples / self.horizon
+        self.kl_coef *= 1 + error * min(num_samples / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient; target and horizon belong to the configuration."""

@@ -153,7 +153,7 @@ def _loss(config: AlgorithmConfig, policy_loss: Callable[..., Any], given: Mappi
 
 
 def _correction(config: AlgorithmConfig, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    if config.loss_denominator is not None and not options:
+    if config.loss_denominator is not None and not options.keys() & {"rollout_rs", "rollout_token_veto_threshold"}:
         raise ConfigError(
             "config key algorithm.loss_denominator has no effect without rollout_rs or rollout_token_veto_threshold"
         )

@@ -12,9 +12,10 @@ from tidemill_dispatch.ray import RayWorkerGroup
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.metrics import critic_metrics, mean_metrics
-from tidemill_trainer.roles import has_adapter_reference, required_roles
+from tidemill_trainer.roles import has_adapter_reference, path_of, required_roles
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 
 _INPUTS = ("input_ids", "responses")
@@ -41,16 +42,27 @@ class Learner:
         self._algorithm = Algorithm.of(config)
         self._kl = _kl_controller(config.algorithm)
 
-    def init_roles(self, initial_policy: Path) -> None:
-        """Load the models of the other roles; save the policy to `initial_policy` first, if they start from it.
+    def init_roles(self, initial_policy: Path, *, is_resumed: bool) -> None:
+        """Load the models of the other roles.
 
-        A run without warm-up starts from `model.path`, and a resumed one finds the folder.
+        Those without a path start from the policy before the first step: `model.path`, or after a warm-up the folder
+        `initial_policy`, which is written here unless the run is resumed.
+
+        Raises:
+            CheckpointError: a resumed run requires the folder, but it is missing.
         """
         if not self._roles:
             return
-        if self._config.warmup.max_steps > 0 and not initial_policy.exists():
-            self._workers.save_hf(str(initial_policy.resolve()))
-        path = str(initial_policy.resolve()) if initial_policy.exists() else self._config.model.path
+        path = self._config.model.path
+        if self._config.warmup.max_steps > 0 and any(path_of(self._config, role) is None for role in self._roles):
+            path = str(initial_policy.resolve())
+            if not is_resumed:
+                self._workers.save_hf(path)
+            elif not initial_policy.exists():
+                raise CheckpointError(
+                    f"the folder {path}, from which {' and '.join(self._roles)} start, is missing; restore it, or set "
+                    "the path of these models"
+                )
         self._workers.init_roles(self._roles, path)
 
     def infer(self, batch: DataProto) -> DataProto:

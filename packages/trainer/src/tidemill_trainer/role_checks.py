@@ -39,6 +39,13 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             'config key algorithm.reward_components: "gdpo" requires it, and other estimators do not use it; got '
             f'adv_estimator="{algorithm.adv_estimator}" and {list(algorithm.reward_components)}'
         )
+    by_reward = columns.isdisjoint({"reward_components", "baseline_rewards", "teacher_log_prob"})
+    for key in ("overlong_buffer_len", "filter_groups"):
+        if getattr(algorithm, key) is not None and not by_reward:
+            raise ConfigError(
+                f'config key algorithm.{key} is not supported with adv_estimator="{algorithm.adv_estimator}", which '
+                "does not rate an episode by its reward alone; remove it"
+            )
     required = {
         "reference": needs_reference(algorithm),
         "critic": "values" in columns,

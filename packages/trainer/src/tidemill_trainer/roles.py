@@ -6,7 +6,7 @@ from typing import Literal
 from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry
 
 from tidemill_trainer.algorithm import Algorithm
-from tidemill_trainer.algorithm_config import AlgorithmConfig
+from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from tidemill_trainer.config import Config
 
 Role = Literal["reference", "critic", "teacher"]
@@ -32,16 +32,25 @@ def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
         role: role of the model.
         initial_policy: folder of the model from which reinforcement learning starts.
     """
-    section = {"reference": config.reference, "critic": config.critic, "teacher": config.teacher}[role]
-    path = initial_policy if section.path is None else section.path
+    own = path_of(config, role)
+    path = initial_policy if own is None else own
     seed = config.model.init_seed if path == config.model.path else None
     return EngineRegistry.new(
         model_type="value_model" if role == "critic" else "language_model",
         backend=config.engine.backend,
         model=replace(config.model, path=path, init_seed=seed, lora=None, frozen=(), router_aux_loss_coef=0.0),
-        engine=replace(config.engine, param_offload=section.param_offload),
+        engine=replace(config.engine, param_offload=_section(config, role).param_offload),
         optimizer=config.critic.optimizer if role == "critic" else None,
     )
+
+
+def path_of(config: Config, role: Role) -> str | None:
+    """Return the configured folder of a role's model; None: the initial policy."""
+    return _section(config, role).path
+
+
+def _section(config: Config, role: Role) -> ReferenceConfig | CriticConfig | TeacherConfig:
+    return {"reference": config.reference, "critic": config.critic, "teacher": config.teacher}[role]
 
 
 def engine_config(config: Config) -> EngineConfig:

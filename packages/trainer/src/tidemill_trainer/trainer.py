@@ -124,7 +124,7 @@ class Trainer:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
             with self._waits("load_checkpoint"):
-                self._learner.init_roles(self._run.initial_policy)
+                self._learner.init_roles(self._run.initial_policy, is_resumed=True)
                 self._learner.load_checkpoint(path)
             with self._waits("update_weights"):
                 self._actor.update_weights(step)
@@ -139,7 +139,7 @@ class Trainer:
         if self._config.warmup.max_steps > 0:
             self._warm_up()
         with self._waits("load"):
-            self._learner.init_roles(self._run.initial_policy)
+            self._learner.init_roles(self._run.initial_policy, is_resumed=False)
         if self._config.warmup.max_steps > 0:
             with self._waits("save_checkpoint"):
                 self._checkpoints.save(0, self._write_checkpoint)
