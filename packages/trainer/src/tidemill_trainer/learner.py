@@ -178,6 +178,8 @@ class Learner:
         num_prompts = config.actor.ppo_mini_batch_size
         size = config.data.train_batch_size if num_prompts is None else num_prompts
         problems, groups = np.unique(batch["episode"].numpy() // config.rollout.n, return_inverse=True)
+        read = {*columns, "rollout_rs_kept"} & {*batch.batch.keys()}  # others, such as messages, are not copied
+        batch = batch.select(sorted(read), ["uid"])
         for epoch in range(num_epochs):
             order = np.random.default_rng([config.trainer.seed, step, 2, epoch]).permutation(len(problems))
             for start in range(0, len(problems), size):
