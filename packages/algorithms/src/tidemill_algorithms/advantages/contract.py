@@ -44,11 +44,16 @@ def outcome_groups(batch: DataProto) -> Groups:
     """Group the episodes of a batch for an estimator that reads one reward per episode.
 
     Raises:
-        ValueError: the batch has `token_level_rewards`, which would have no effect; or as `Groups.of`.
+        ValueError: as `refuse_token_rewards` and `Groups.of`.
     """
+    refuse_token_rewards(batch)
+    return Groups.of(batch)
+
+
+def refuse_token_rewards(batch: DataProto) -> None:
+    """Raise ValueError if the batch has `token_level_rewards`, which would have no effect."""
     if "token_level_rewards" in batch.batch.keys():  # noqa: SIM118
         raise ValueError(
             "expected `rewards` alone, got the column `token_level_rewards`, which this estimator does not use; choose "
             "one that does (gae, reinforce_plus_plus, remax, vapo), or pop the column"
         )
-    return Groups.of(batch)

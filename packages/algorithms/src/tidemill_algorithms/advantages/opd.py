@@ -3,7 +3,7 @@
 import torch
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_algorithms.advantages.contract import reads
+from tidemill_algorithms.advantages.contract import reads, refuse_token_rewards
 from tidemill_algorithms.advantages.grpo import grpo
 
 __all__ = ["opd"]
@@ -26,11 +26,15 @@ def opd(batch: DataProto, *, opd_kl_coef: float = 1.0, opd_task_coef: float = 0.
     Returns:
         `advantages`, ragged float32 [B, j], 0 where the mask is 0.
 
+    Raises:
+        ValueError: the batch has `token_level_rewards`, which would have no effect.
+
     >>> columns = {"teacher_log_prob": torch.full((6,), -1.0), "old_log_probs": torch.full((6,), -1.5)}
     >>> columns = {name: ragged.like(values, mask) for name, values in columns.items()}
     >>> ragged.values(opd(batch.union(DataProto.from_dict(columns)), opd_task_coef=1.0)["advantages"])
     tensor([ 1.2071,  1.2071, -0.2071, -0.2071, -0.2071,  0.5000])
     """
+    refuse_token_rewards(batch)
     response_mask = batch["response_mask"]
     teacher, old = (ragged.values(batch[name]) for name in ("teacher_log_prob", "old_log_probs"))
     advantages = opd_kl_coef * (teacher - old)
