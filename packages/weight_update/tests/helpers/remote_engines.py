@@ -176,6 +176,17 @@ class NamespacedRankProcess(RankProcess):
         self._process.wait()
 
 
+def _connect(path: str) -> Connection:
+    """Connect to a rank whose socket exists, but may not listen yet."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return Client(path, authkey=AUTHKEY)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "the engine rank does not listen"
+            time.sleep(0.02)
+
+
 class RemoteEngine(LoaderState):
     """Client of an engine whose ranks are `RankProcess`es.
 
@@ -187,7 +198,7 @@ class RemoteEngine(LoaderState):
 
     def __init__(self, paths: list[str], name: str = "remote", *, fresh: bool = True) -> None:
         super().__init__(name, len(paths))
-        self._connections = [Client(path, authkey=AUTHKEY) for path in paths]
+        self._connections = [_connect(path) for path in paths]
         if fresh:
             for rank, connection in enumerate(self._connections):
                 self._ask(connection, "new", rank, len(paths))
