@@ -6,7 +6,7 @@ The examples of this package use the batch of `tidemill_algorithms`: three respo
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tidemill_algorithms.advantages.contract import Estimator, columns_of, reads, uses_token_rewards
+from tidemill_algorithms.advantages.contract import Estimator
 from tidemill_algorithms.advantages.gae import gae
 from tidemill_algorithms.advantages.gdpo import gdpo
 from tidemill_algorithms.advantages.grpo import grpo
@@ -16,6 +16,7 @@ from tidemill_algorithms.advantages.reinforce_plus_plus import reinforce_plus_pl
 from tidemill_algorithms.advantages.remax import remax
 from tidemill_algorithms.advantages.rloo import rloo
 from tidemill_algorithms.advantages.vapo import vapo
+from tidemill_algorithms.columns import columns_of, reads, uses_token_rewards
 
 __all__ = [
     "ADV_ESTIMATORS",

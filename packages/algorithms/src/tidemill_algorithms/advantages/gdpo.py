@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from tidemill_dataproto import DataProto
 
-from tidemill_algorithms.advantages.contract import outcome_groups, reads
+from tidemill_algorithms.advantages.contract import outcome_groups
+from tidemill_algorithms.columns import reads
 
 __all__ = ["gdpo"]
 

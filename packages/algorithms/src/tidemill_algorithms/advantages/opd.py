@@ -3,8 +3,9 @@
 import torch
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_algorithms.advantages.contract import reads, refuse_token_rewards
+from tidemill_algorithms.advantages.contract import refuse_token_rewards
 from tidemill_algorithms.advantages.grpo import grpo
+from tidemill_algorithms.columns import reads
 
 __all__ = ["opd"]
 

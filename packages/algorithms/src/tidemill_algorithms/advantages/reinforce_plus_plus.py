@@ -3,7 +3,8 @@
 import torch
 from tidemill_dataproto import DataProto
 
-from tidemill_algorithms.advantages.contract import outcome_groups, reads
+from tidemill_algorithms.advantages.contract import outcome_groups
+from tidemill_algorithms.columns import reads
 from tidemill_algorithms.rewards import returns_to_go
 from tidemill_algorithms.whitening import whiten
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 
-from tidemill_algorithms.advantages.contract import reads
 from tidemill_algorithms.advantages.gae import temporal_differences
+from tidemill_algorithms.columns import reads
 from tidemill_algorithms.rewards import reward_reader
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 from tidemill_algorithms.whitening import whiten

@@ -6,6 +6,7 @@ The examples of this package use the batch of `tidemill_algorithms`: three respo
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tidemill_algorithms.columns import columns_of, reads
 from tidemill_algorithms.losses.cispo import cispo
 from tidemill_algorithms.losses.contract import PolicyLoss
 from tidemill_algorithms.losses.dppo_tv import dppo_tv
@@ -20,10 +21,12 @@ __all__ = [
     "POLICY_LOSSES",
     "PolicyLoss",
     "cispo",
+    "columns_of",
     "dppo_tv",
     "geo_mean",
     "gspo",
     "policy_gradient",
+    "reads",
     "sapo",
     "value_loss",
     "vanilla",
