@@ -41,3 +41,9 @@ def test_request_that_sglang_refuses_is_an_engine_error_with_its_reason(engine):
     call = SGLangEngine(engine).generate([5] * 5000, SHORT, session_id="a")
     with pytest.raises(EngineError, match=r"SGLang refused or aborted the request: .*5000"):
         engine.loop.run_until_complete(call)
+
+
+def test_stop_string_for_an_engine_without_tokenizer_is_an_error_that_says_what_to_change(engine):
+    call = SGLangEngine(engine).generate(PROMPT, SamplingParams(max_tokens=10, stop=("\n",)), session_id="a")
+    with pytest.raises(EngineError, match=r"stop=\['\\n'\] requires the tokenizer .* skip_tokenizer_init=False"):
+        engine.loop.run_until_complete(call)

@@ -83,6 +83,11 @@ class SGLangEngine:
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
+        if sampling.stop and self._engine.server_args.skip_tokenizer_init:
+            raise EngineError(
+                f"stop={list(sampling.stop)} requires the tokenizer in the engine, which was started without it; start "
+                "it with skip_tokenizer_init=False (in tidemill-trainer: rollout.engine_args)"
+            )
         try:
             output = await self._engine.async_generate(
                 input_ids=list(token_ids),
