@@ -97,6 +97,23 @@ def test_function_of_the_user_has_its_own_options(config_file, algorithm, batch)
         algorithm(f"adv_estimator={file}:double", "scal=3.0")
 
 
+_BOUNDED = """
+from typing import Annotated
+from pydantic import Field
+def mine(batch, *, gamma: Annotated[float, Field(le=5)], lam: str): ...
+"""
+
+
+def test_options_of_the_user_have_the_types_of_their_own_annotations(config_file, algorithm):
+    file = config_file.parent / "mine.py"
+    file.write_text(_BOUNDED)
+    assert algorithm(f"adv_estimator={file}:mine", "gamma=4.0", "lam=long").estimate.keywords["lam"] == "long"
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma must be <= 5, got 6"):
+        algorithm(f"adv_estimator={file}:mine", "gamma=6.0")
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma must be <= 1, got 4"):
+        algorithm("adv_estimator=gae", "gamma=4.0")
+
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "packages/algorithms/examples"
 

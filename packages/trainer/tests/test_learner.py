@@ -1,4 +1,4 @@
-"""Router replay: the experts in the batches of a step."""
+"""The columns in the batches of a step."""
 
 import numpy as np
 import pytest
@@ -87,3 +87,18 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
         sent = ragged.values(mini_batch["routed_experts"]).view(N, 5, 2, 2)
         assert (sent[:, :4] == expected).all()
         assert (sent[:, 4] == ROUTER_EXPERT).all()  # the rollout has no experts for the last tokens
+
+
+def test_column_that_a_loss_reads_is_part_of_its_mini_batches(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'from tidemill_algorithms.losses import reads\n@reads("entropy")\ndef mine(log_probs, batch): ...\n'
+    )
+    sizes = [f"rollout.n={N}", "data.train_batch_size=2"]
+    config = load_config(DEMO_CONFIG, ["model.path=m", f"algorithm.policy_loss={file}:mine", *sizes])
+    actor = Actor(replays=False)
+    learner = Learner(config, actor)
+    batch, _ = learner.add_advantages(learner.infer(rollouts(with_experts=False)), scored())
+    learner.update(batch, step=1)
+    [mini_batch] = actor.updates
+    assert torch.equal(ragged.values(mini_batch["entropy"]), torch.zeros(3 * ROWS))

@@ -53,6 +53,34 @@ def test_column_that_the_trainer_does_not_have_is_refused(check, tmp_path):
         check(f"algorithm.adv_estimator={file}:mine")
 
 
+@pytest.fixture
+def loss(tmp_path):
+    """`loss(column)`: override that selects a policy loss which reads a column."""
+
+    def make(column):
+        file = tmp_path / f"{column}.py"
+        text = (
+            "from tidemill_algorithms.losses import reads\n@reads({!r})\ndef mine(log_probs, batch):\n    return {{}}\n"
+        )
+        file.write_text(text.format(column))
+        return f"algorithm.policy_loss={file}:mine"
+
+    return make
+
+
+def test_loss_that_reads_the_column_of_a_role_requires_it(check, model, loss):
+    check(loss("ref_log_prob"), f"reference.path={model('0123456789+=')}")
+    check(loss("teacher_log_prob"), f"teacher.path={model('0123456789+=')}")
+    with pytest.raises(ConfigError, match=r"teacher\.path is required"):
+        check(loss("teacher_log_prob"))
+
+
+@pytest.mark.parametrize("column", ["novelty", "values", "rollout_is_weights"])
+def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, column):
+    with pytest.raises(ConfigError, match=rf'mine" reads {column}, which neither this trainer nor .*"grpo" provides'):
+        check(loss(column))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

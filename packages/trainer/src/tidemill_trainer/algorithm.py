@@ -1,13 +1,13 @@
 """The algorithm of a run, composed of functions of tidemill-algorithms or of the user."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, ActorLoss, token_rewards, token_weights
 from tidemill_algorithms.advantages import columns_of, uses_token_rewards
 from tidemill_algorithms.kl import KLPenalty
@@ -18,15 +18,6 @@ from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import CORRECTION, FUNCTIONS, options_of, users_of
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, describe
-from tidemill_trainer.config_types import Fraction, NotNegative
-
-_RANGES: Mapping[str, Any] = {  # types with a range, in place of the annotations of the functions
-    "clip_ratio_low": Fraction,
-    "clip_ratio_high": NotNegative,
-    "clip_ratio_c": Annotated[float, Field(gt=1)],
-    "gamma": Fraction,
-    "lam": Fraction,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,34 +50,27 @@ class Algorithm:
             ConfigError: an unknown function, or an option that none of the chosen functions has.
         """
         config = run.algorithm
-        chosen = {key: _load(key, getattr(config, key)) for key in FUNCTIONS} | {"correction": CORRECTION}
-        if config.kl_coef > 0 and not uses_token_rewards(chosen["adv_estimator"]):
+        estimator, policy_loss = (_load(key, getattr(config, key)) for key in FUNCTIONS)
+        if config.kl_coef > 0 and not uses_token_rewards(estimator):
             able = ", ".join(name for name, function in ADV_ESTIMATORS.items() if uses_token_rewards(function))
             raise ConfigError(
                 f'config key algorithm.kl_coef has no effect with adv_estimator="{config.adv_estimator}", which takes '
                 f"one reward per episode; choose one of {able}, or use kl_loss_coef"
             )
-        types = {key: options_of(function) for key, function in chosen.items()}
-        given: dict[str, dict[str, Any]] = {key: {} for key in chosen}
-        for name, value in config.options.items():
-            owners = [key for key in chosen if name in types[key]]
-            if not owners:
-                raise ConfigError(_unused(name, config))
-            for key in owners:
-                given[key][name] = _checked(name, value, types[key][name])
+        of_estimator, of_loss, of_correction = _options(config, [estimator, policy_loss, CORRECTION])
         columns = ["ref_log_prob"] if config.kl_loss_coef > 0 else []
         if config.bypass_mode:
             columns.append("rollout_log_probs")
-        elif given["correction"]:
+        elif of_correction:
             columns.append("rollout_is_weights")
         return cls(
-            estimate=partial(chosen["adv_estimator"], **given["adv_estimator"]),
-            loss=_loss(config, chosen["policy_loss"], given),
+            estimate=partial(estimator, **of_estimator),
+            loss=_loss(config, policy_loss, of_loss, of_correction),
             weights=_weights(config, run.rollout.response_length),
-            correct=None if config.bypass_mode else _correction(config, given["correction"]),
-            columns=columns_of(chosen["adv_estimator"]),
+            correct=None if config.bypass_mode else _correction(config, of_correction),
+            columns=columns_of(estimator),
             kl_penalty="k1" if config.kl_penalty is None else config.kl_penalty,
-            loss_columns=tuple(columns),
+            loss_columns=tuple(dict.fromkeys([*columns, *columns_of(policy_loss)])),
         )
 
     def add_advantages(self, batch: DataProto, kl_coef: float = 0.0) -> DataProto:
@@ -138,15 +122,33 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"config key algorithm.{key}: {error}") from error
 
 
-def _loss(config: AlgorithmConfig, policy_loss: Callable[..., Any], given: Mapping[str, Any]) -> ActorLoss:
+def _options(config: AlgorithmConfig, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the configured options of each function; a name that several of them have is an option of all of them."""
+    types = [options_of(function) for function in functions]
+    given: list[dict[str, Any]] = [{} for _ in functions]
+    for name, value in config.options.items():
+        owners = [number for number, of_function in enumerate(types) if name in of_function]
+        if not owners:
+            raise ConfigError(_unused(name, config))
+        for number in owners:
+            given[number][name] = _checked(name, value, types[number][name])
+    return given
+
+
+def _loss(
+    config: AlgorithmConfig,
+    policy_loss: Callable[..., Any],
+    options: Mapping[str, Any],
+    correction: Mapping[str, Any],
+) -> ActorLoss:
     try:
         return ActorLoss(
             policy_loss=config.policy_loss if config.policy_loss in POLICY_LOSSES else policy_loss,
-            options=given["policy_loss"],
+            options=options,
             entropy_coeff=config.entropy_coeff,
             kl_loss_coef=config.kl_loss_coef,
             kl_loss_type="k3+" if config.kl_loss_type is None else config.kl_loss_type,
-            bypass_correction=given["correction"] if config.bypass_mode else None,
+            bypass_correction=correction if config.bypass_mode else None,
         )
     except ValueError as error:
         raise ConfigError(f"section algorithm: {error}") from error
@@ -186,7 +188,7 @@ def _weights(config: AlgorithmConfig, response_length: int) -> Callable[..., tor
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
     try:
-        return TypeAdapter(_RANGES.get(name, kind)).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise ConfigError(describe(f"algorithm.{name}", error.errors()[0])) from error
 

@@ -2,9 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
+from pydantic import Field
 from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, rollout_correction
+
+from tidemill_trainer.config_types import Fraction, NotNegative
+
+_RANGES: Mapping[str, Any] = {  # types with a range, in place of the annotations of tidemill-algorithms
+    "clip_ratio_low": Fraction,
+    "clip_ratio_high": NotNegative,
+    "clip_ratio_c": Annotated[float, Field(gt=1)],
+    "gamma": Fraction,
+    "lam": Fraction,
+}
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "adv_estimator": ADV_ESTIMATORS,
@@ -17,10 +28,12 @@ CORRECTION: Callable[..., Any] = rollout_correction
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's options by name."""
-    hints = get_type_hints(function)
+    """Return the types of a function's options by name, with the ranges of those of tidemill-algorithms."""
+    types = get_type_hints(function, include_extras=True)
+    if function.__module__.startswith("tidemill_algorithms."):
+        types |= _RANGES
     parameters = inspect.signature(function).parameters.values()
-    return {each.name: hints.get(each.name, Any) for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return {each.name: types.get(each.name, Any) for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def option_names() -> list[str]:

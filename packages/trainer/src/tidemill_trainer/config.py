@@ -72,7 +72,8 @@ class RolloutConfig:
         max_total_tokens: size of the KV pool in tokens; None lets SGLang choose.
         mem_fraction_static: share of the GPU memory for weights and KV pool.
         deterministic: sample every response with its own seed, so that a run can be reproduced token by token.
-        engine_args: additional arguments of `sglang.Engine`, passed unchanged.
+        engine_args: additional arguments of `sglang.Engine`, passed unchanged. Episodes with stop strings require
+            `{"skip_tokenizer_init": False}`; by default the engine only sees tokens.
         max_log_prob_abs_diff: the run stops when the mean difference of the log-probs of rollout and training is
             larger (see `tidemill_trainer.mismatch`). None: a limit by dtype.
         timeout_s: timeout of the engine's start and of the generation of one reply.

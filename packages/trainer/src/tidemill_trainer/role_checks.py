@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from tidemill_algorithms import ADV_ESTIMATORS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
-from tidemill_trainer.roles import needs_reference
+from tidemill_trainer.roles import needed_roles
 
 _PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components", "baseline_rewards"}
+_OF_UPDATE = {"ref_log_prob", "teacher_log_prob", "old_log_probs", "rollout_log_probs", "advantages", "rewards"}
 _USES = {
     "reference": "a KL term (algorithm.kl_loss_coef or algorithm.kl_coef above 0)",
     "critic": 'the estimators "gae" and "vapo"',
@@ -46,24 +48,35 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 f'config key algorithm.{key} is not supported with adv_estimator="{algorithm.adv_estimator}", which '
                 "does not rate an episode by its reward alone; remove it"
             )
-    required = {
-        "reference": needs_reference(algorithm),
-        "critic": "values" in columns,
-        "teacher": "teacher_log_prob" in columns,
-    }
+    _check_loss(config, columns)
+    required = needed_roles(config)
     sections: Mapping[str, _Section] = {
         "reference": config.reference,
         "critic": config.critic,
         "teacher": config.teacher,
     }
     for role, section in sections.items():
-        if not required[role]:
+        if role not in required:
             if section != type(section)():
                 raise ConfigError(f"section {role} has no effect: it is used by {_USES[role]}; remove it")
         elif section.path is not None:
             _check_model(f"{role}.path", Path(section.path), tokenizer)
         elif role == "teacher":
             raise ConfigError(f"config key teacher.path is required by {_USES[role]}; set it")
+
+
+def _check_loss(config: Config, of_estimator: set[str]) -> None:
+    """Check that the update has the columns that the loss declares; an own estimator may return any column."""
+    algorithm, functions = config.algorithm, Algorithm.of(config)
+    known = _OF_UPDATE | ({"values", "returns"} if "values" in of_estimator else set())
+    known |= set() if algorithm.bypass_mode else {"entropy"}
+    known |= set() if functions.correct is None else {"rollout_is_weights"}
+    missing = sorted({*functions.loss_columns} - known)
+    if missing and (algorithm.adv_estimator in ADV_ESTIMATORS or "values" in missing):
+        raise ConfigError(
+            f'config key algorithm.policy_loss: "{algorithm.policy_loss}" reads {", ".join(missing)}, which neither '
+            f'this trainer nor adv_estimator="{algorithm.adv_estimator}" provides; choose another one'
+        )
 
 
 def _check_model(key: str, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

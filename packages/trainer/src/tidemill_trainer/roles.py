@@ -1,16 +1,20 @@
 """The models of a run by role, each an engine in the training processes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry
 
 from tidemill_trainer.algorithm import Algorithm
-from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
 from tidemill_trainer.config import Config
 
 Role = Literal["reference", "critic", "teacher"]
 """The roles besides the policy."""
+
+COLUMNS: Mapping[Role, str] = {"reference": "ref_log_prob", "critic": "values", "teacher": "teacher_log_prob"}
+"""The column that each role computes."""
 
 
 def build_policy(config: Config) -> BaseEngine:
@@ -61,23 +65,17 @@ def engine_config(config: Config) -> EngineConfig:
 
 def required_roles(config: Config) -> list[Role]:
     """Return the roles that the algorithm requires and that have an engine of their own."""
-    roles: list[Role] = []
-    if needs_reference(config.algorithm) and not has_adapter_reference(config):
-        roles.append("reference")
-    columns = Algorithm.of(config).columns
-    if "values" in columns:
-        roles.append("critic")
-    if "teacher_log_prob" in columns:
-        roles.append("teacher")
-    return roles
+    return [role for role in needed_roles(config) if role != "reference" or not has_adapter_reference(config)]
+
+
+def needed_roles(config: Config) -> list[Role]:
+    """Return the roles whose columns the estimator, the loss or the KL divergence in the reward reads."""
+    algorithm = Algorithm.of(config)
+    read = {*algorithm.columns, *algorithm.loss_columns} | ({"ref_log_prob"} if config.algorithm.kl_coef > 0 else set())
+    return [role for role, column in COLUMNS.items() if column in read]
 
 
 def has_adapter_reference(config: Config) -> bool:
     """Return whether the reference is the policy without its adapter, which requires no engine of its own."""
     is_initial = config.reference.path is None and config.warmup.max_steps == 0
-    return needs_reference(config.algorithm) and config.model.lora is not None and is_initial
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss or the reward has a KL divergence from a reference."""
-    return algorithm.kl_loss_coef > 0 or algorithm.kl_coef > 0
+    return config.model.lora is not None and is_initial and "reference" in needed_roles(config)
