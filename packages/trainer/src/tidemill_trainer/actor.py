@@ -92,11 +92,12 @@ class ActorWorker(Worker):
         if self._has_adapter_reference:
             with self._engine.disable_adapter():
                 parts.append(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
+        inputs = batch.select(["input_ids", "responses"], [])  # the experts are those of the policy
         for role, column in _LOG_PROBS.items():
             if (engine := self._roles.get(role)) is not None:
-                parts.append(engine.infer_batch(batch).rename("log_probs", column))
+                parts.append(engine.infer_batch(inputs).rename("log_probs", column))
         if (critic := self._roles.get("critic")) is not None:
-            parts.append(critic.infer_batch(batch))
+            parts.append(critic.infer_batch(inputs))
         return reduce(DataProto.union, parts)
 
     @register(_compute)
