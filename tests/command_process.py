@@ -77,7 +77,7 @@ class Command:
         files = [path for path in Path(self.temporary.name).rglob("*") if not path.is_dir()]
         folders = {path.name for path in Path(self.temporary.name).iterdir()}
         assert files == []
-        assert folders <= _CACHES
+        assert folders - _CACHES == set()
         return self.process.returncode
 
     def check_one_error(self, message: str) -> None:

@@ -7,6 +7,7 @@ ranks, each with half of the experts.
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from tidemill_trainer.config_file import load_config
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
 from transformers import AutoTokenizer
@@ -36,28 +36,26 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
 _WATCHED = ("rollout/log_prob_abs_diff/mean", "rollout/log_prob_abs_diff/max", "actor/ppo_kl", "actor/grad_norm")
 
 
-class Shifted(Trainer):
-    """Replaces the experts of the rollout by other ones."""
-
-    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
-        assert episodes.rows is not None
-        return super()._add_old_log_probs(replace(episodes, rows=shifted(episodes.rows)))
+Infer = Callable[[DataProto], DataProto]
 
 
-class WithoutRolloutExperts(Trainer):
-    """Drops the experts of the rollout, as R2 does not use them."""
-
-    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
-        assert episodes.rows is not None
-        episodes.rows.pop([COLUMN])
-        return super()._add_old_log_probs(episodes)
+def unchanged(infer: Infer) -> Infer:
+    return infer
 
 
-class ShiftedUpdate(WithoutRolloutExperts):
-    """Uses other experts in the update than for the old log-probs."""
+def with_shifted_rollout(infer: Infer) -> Infer:
+    """Replace the experts of the rollout by other ones."""
+    return lambda batch: infer(shifted(batch))
 
-    def _add_old_log_probs(self, episodes: Episodes) -> DataProto:
-        return shifted(super()._add_old_log_probs(episodes))
+
+def without_rollout_experts(infer: Infer) -> Infer:
+    """Drop the experts of the rollout, as R2 does not use them."""
+    return lambda batch: infer(batch.select(sorted({*batch.batch.keys()} - {COLUMN})))
+
+
+def with_shifted_update(infer: Infer) -> Infer:
+    """Use other experts in the update than for the old log-probs."""
+    return lambda batch: shifted(without_rollout_experts(infer)(batch))
 
 
 def shifted(batch: DataProto) -> DataProto:
@@ -101,27 +99,29 @@ def watch(folder: Path, config: Config) -> dict[str, Any]:
         with Cluster(config, RunDir(folder / "cluster"), progress) as cluster:
             cluster.wait_ready()
 
-            def train(name: str, cls: type[Trainer], mode: Literal["R2", "R3"]) -> list[dict[str, float]]:
+            def train(name: str, change: Callable[[Infer], Infer], mode: Literal["R2", "R3"]) -> list[dict[str, float]]:
                 actor = replace(config.actor, router_replay=RouterReplayConfig(mode=mode))
                 run = RunDir(folder / name)
                 run.path.mkdir()
-                cls(replace(config, actor=actor), cluster, inputs, run, progress).fit()
+                trainer = Trainer(replace(config, actor=actor), cluster, inputs, run, progress)
+                trainer._learner.infer = change(trainer._learner.infer)
+                trainer.fit()
                 rows = [row for row in run.read_metrics() if row["step"] > 0]
                 return [{name: row[name] for name in _WATCHED} for row in rows]
 
             seen: dict[str, Any] = {
-                "R3": train("R3", Trainer, "R3"),
-                "R3_shifted": train("R3_shifted", Shifted, "R3"),
-                "R2": train("R2", WithoutRolloutExperts, "R2"),
-                "R2_shifted": train("R2_shifted", ShiftedUpdate, "R2"),
+                "R3": train("R3", unchanged, "R3"),
+                "R3_shifted": train("R3_shifted", with_shifted_rollout, "R3"),
+                "R2": train("R2", without_rollout_experts, "R2"),
+                "R2_shifted": train("R2_shifted", with_shifted_update, "R2"),
             }
             (folder / "one").mkdir()
             trainer = Trainer(config, cluster, inputs, RunDir(folder / "one"), progress)
             batch = trainer._rollouts.take(1).rows
             assert batch is not None
             columns = ["input_ids", "responses"]
-            for name, inputs in (("replayed", [*columns, COLUMN]), ("free", columns)):
-                seen[name] = compare(batch, cluster.actor.compute_log_prob(batch.select(inputs)))
+            for name, names in (("replayed", [*columns, COLUMN]), ("free", columns)):
+                seen[name] = compare(batch, cluster.actor.infer(batch.select(names)))
     return seen
 
 
