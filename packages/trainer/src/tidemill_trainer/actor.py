@@ -1,27 +1,25 @@
 """The training worker: a Ray actor with one rank of the policy and of the models that share its processes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import reduce
-from typing import Literal
 
 import torch
 from tidemill_algorithms import CriticLoss
 from tidemill_dataproto import DataProto
-from tidemill_dispatch import Dispatch, Worker, register, split_over
-from tidemill_engines import BaseEngine, WeightShard, sft_loss
+from tidemill_dispatch import Dispatch, register, split_over
+from tidemill_engines import BaseEngine, WeightShard
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
-from tidemill_trainer.roles import Role, build_policy, build_role, has_adapter_reference
-from tidemill_trainer.stalls.member import join_run
+from tidemill_trainer.policy_worker import PolicyWorker
+from tidemill_trainer.roles import Role, build_role, has_adapter_reference
 
 _compute = split_over("actor")
 _LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_log_prob"}
 
 
-class ActorWorker(Worker):
+class ActorWorker(PolicyWorker):
     """One rank of the policy and of the other roles.
 
     Args:
@@ -30,43 +28,12 @@ class ActorWorker(Worker):
     """
 
     def __init__(self, config: Config, log_dir: str) -> None:
-        join_run(log_dir, f"actor_{self.rank}")
-        self._config = config
-        self._engine = build_policy(config)
+        super().__init__(config, log_dir)
         self._roles: dict[Role, BaseEngine] = {}
         self._has_adapter_reference = has_adapter_reference(config)
         self._loss = Algorithm.of(config).loss
         self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
         self._updater: WeightUpdater | None = None
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def init_model(self) -> None:
-        """Load the model and register this rank in the mesh "actor"."""
-        torch.set_num_threads(self._config.actor.omp_num_threads)
-        torch.manual_seed(self._config.trainer.seed)
-        self._engine.initialize()
-        self.register_dispatch_collect_info(
-            "actor",
-            dp_rank=self._engine.get_data_parallel_rank(),
-            is_collect=self._engine.is_mp_src_rank_with_outputs(),
-        )
-
-    @register(Dispatch.ONE_TO_ALL)
-    def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
-        """Reset the optimizer and its schedule for the warm-up or for reinforcement learning."""
-        optimizer = self._config.optimizer
-        if phase == "warmup":
-            optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
-        self._engine.reset_optimizer(optimizer)
-
-    @register(_compute)
-    def update_sft(self, batch: DataProto) -> dict[str, float]:
-        """Make one optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
-
-        Returns:
-            Metrics of the loss and the engine's `performance()`, equal on all ranks.
-        """
-        return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
     def init_roles(self, roles: Sequence[Role], initial_policy: str) -> None:
@@ -159,26 +126,9 @@ class ActorWorker(Worker):
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
 
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Save the states of the policy and the critic to subfolders of `folder`."""
-        for name, engine in self._trained().items():
-            engine.save_checkpoint(f"{folder}/{name}")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restore the states that `save_checkpoint` saved; the roles have been initialized."""
-        for name, engine in self._trained().items():
-            engine.load_checkpoint(f"{folder}/{name}")
-
     def _trained(self) -> dict[str, BaseEngine]:
         critic = self._roles.get("critic")
-        return {"engine": self._engine} | ({} if critic is None else {"critic": critic})
-
-    @register(Dispatch.ONE_TO_ALL)
-    def save_hf(self, path: str) -> None:
-        """Save the model to `path` in Hugging Face format."""
-        self._engine.save_hf(path)
+        return super()._trained() | ({} if critic is None else {"critic": critic})
 
 
 def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:

@@ -1,0 +1,77 @@
+"""The training worker of the policy: a Ray actor with one rank of its engine."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from tidemill_dataproto import DataProto
+from tidemill_dispatch import Dispatch, Worker, register, split_over
+from tidemill_engines import BaseEngine, sft_loss
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.roles import build_policy
+from tidemill_trainer.stalls.member import join_run
+
+
+class PolicyWorker(Worker):
+    """One rank of the policy.
+
+    Args:
+        config: configuration of the run.
+        log_dir: folder for the log of this process.
+    """
+
+    def __init__(self, config: Config, log_dir: str) -> None:
+        join_run(log_dir, f"actor_{self.rank}")
+        self._config = config
+        self._engine = build_policy(config)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        """Load the model and register this rank in the mesh "actor"."""
+        torch.set_num_threads(self._config.actor.omp_num_threads)
+        torch.manual_seed(self._config.trainer.seed)
+        self._engine.initialize()
+        self.register_dispatch_collect_info(
+            "actor",
+            dp_rank=self._engine.get_data_parallel_rank(),
+            is_collect=self._engine.is_mp_src_rank_with_outputs(),
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
+        """Reset the optimizer and its schedule for the warm-up or for reinforcement learning."""
+        optimizer = self._config.optimizer
+        if phase == "warmup":
+            optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
+        self._engine.reset_optimizer(optimizer)
+
+    @register(split_over("actor"))
+    def update_sft(self, batch: DataProto) -> dict[str, float]:
+        """Make one optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
+
+        Returns:
+            Metrics of the loss and the engine's `performance()`, equal on all ranks.
+        """
+        return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Save the state of each model that is trained to a subfolder of `folder`."""
+        for name, engine in self._trained().items():
+            engine.save_checkpoint(f"{folder}/{name}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore the states that `save_checkpoint` saved."""
+        for name, engine in self._trained().items():
+            engine.load_checkpoint(f"{folder}/{name}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        """Save the model to `path` in Hugging Face format."""
+        self._engine.save_hf(path)
+
+    def _trained(self) -> dict[str, BaseEngine]:
+        """Return the engines that are trained, by the name of their folder in a checkpoint."""
+        return {"engine": self._engine}
