@@ -4,22 +4,20 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
-from tidemill_algorithms import CriticLoss
 from tidemill_dataproto import DataProto
-from tidemill_dispatch import Dispatch, register, split_over
-from tidemill_engines import BaseEngine, WeightShard
+from tidemill_dispatch import Dispatch, register
+from tidemill_engines import WeightShard
 from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.policy_worker import PolicyWorker
-from tidemill_trainer.roles import Role, build_role, has_adapter_reference
+from tidemill_trainer.role_worker import RoleWorker, prefixed
+from tidemill_trainer.roles import has_adapter_reference
+from tidemill_trainer.training_worker import compute
 
-_compute = split_over("actor")
-_LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_log_prob"}
 
-
-class ActorWorker(PolicyWorker):
+class ActorWorker(PolicyWorker, RoleWorker):
     """One rank of the policy and of the other roles.
 
     Args:
@@ -29,21 +27,11 @@ class ActorWorker(PolicyWorker):
 
     def __init__(self, config: Config, log_dir: str) -> None:
         super().__init__(config, log_dir)
-        self._roles: dict[Role, BaseEngine] = {}
         self._has_adapter_reference = has_adapter_reference(config)
         self._loss = Algorithm.of(config).loss
-        self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
         self._updater: WeightUpdater | None = None
 
-    @register(Dispatch.ONE_TO_ALL)
-    def init_roles(self, roles: Sequence[Role], initial_policy: str) -> None:
-        """Load the models of other roles; `initial_policy` is the folder of those without a path."""
-        for role in roles:
-            engine = build_role(self._config, role, initial_policy)
-            engine.initialize()
-            self._roles[role] = engine
-
-    @register(_compute)
+    @register(compute)
     def infer(self, batch: DataProto) -> DataProto:
         """Compute what the update requires from each role, ragged like `responses`.
 
@@ -59,15 +47,9 @@ class ActorWorker(PolicyWorker):
         if self._has_adapter_reference:
             with self._engine.disable_adapter():
                 parts.append(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
-        inputs = batch.select(["input_ids", "responses"], [])  # the experts are those of the policy
-        for role, column in _LOG_PROBS.items():
-            if (engine := self._roles.get(role)) is not None:
-                parts.append(engine.infer_batch(inputs).rename("log_probs", column))
-        if (critic := self._roles.get("critic")) is not None:
-            parts.append(critic.infer_batch(inputs))
-        return reduce(DataProto.union, parts)
+        return reduce(DataProto.union, [*parts, *self._infer_roles(batch)])
 
-    @register(_compute)
+    @register(compute)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Make one optimizer step of the policy.
 
@@ -75,12 +57,7 @@ class ActorWorker(PolicyWorker):
             Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
-        return _named("actor", metrics) | self._engine.performance()
-
-    @register(_compute)
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Make one optimizer step of the critic; return metrics of the global batch, equal on all ranks."""
-        return _named("critic", self._roles["critic"].train_batch(batch, self._value_loss))
+        return prefixed("actor", metrics) | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
@@ -126,10 +103,6 @@ class ActorWorker(PolicyWorker):
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
 
-    def _trained(self) -> dict[str, BaseEngine]:
-        critic = self._roles.get("critic")
-        return super()._trained() | ({} if critic is None else {"critic": critic})
-
 
 def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
     """Convert a shard of the engine to the type of the weight updater."""
@@ -142,9 +115,3 @@ def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShar
         replica=part.replica,
         num_replicas=part.num_replicas,
     )
-
-
-def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Prefix the metrics that every engine reports with the role."""
-    own = ("loss", "grad_norm", "grad_nonfinite", "lr")
-    return {f"{role}/{name}" if name in own else name: value for name, value in metrics.items()}

@@ -5,25 +5,25 @@ from typing import Literal
 
 import torch
 from tidemill_dataproto import DataProto
-from tidemill_dispatch import Dispatch, Worker, register, split_over
+from tidemill_dispatch import Dispatch, register
 from tidemill_engines import BaseEngine, sft_loss
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.roles import build_policy
-from tidemill_trainer.stalls.member import join_run
+from tidemill_trainer.training_worker import TrainingWorker, compute
 
 
-class PolicyWorker(Worker):
+class PolicyWorker(TrainingWorker):
     """One rank of the policy.
 
     Args:
         config: configuration of the run.
         log_dir: folder for the log of this process.
+        group: name of the group of workers, in the name of the log.
     """
 
-    def __init__(self, config: Config, log_dir: str) -> None:
-        join_run(log_dir, f"actor_{self.rank}")
-        self._config = config
+    def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
+        super().__init__(config, log_dir, group)
         self._engine = build_policy(config)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -46,7 +46,7 @@ class PolicyWorker(Worker):
             optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
         self._engine.reset_optimizer(optimizer)
 
-    @register(split_over("actor"))
+    @register(compute)
     def update_sft(self, batch: DataProto) -> dict[str, float]:
         """Make one optimizer step of supervised fine-tuning on `input_ids`, `responses`, `response_mask`.
 
@@ -56,22 +56,9 @@ class PolicyWorker(Worker):
         return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Save the state of each model that is trained to a subfolder of `folder`."""
-        for name, engine in self._trained().items():
-            engine.save_checkpoint(f"{folder}/{name}")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restore the states that `save_checkpoint` saved."""
-        for name, engine in self._trained().items():
-            engine.load_checkpoint(f"{folder}/{name}")
-
-    @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """Save the model to `path` in Hugging Face format."""
         self._engine.save_hf(path)
 
     def _trained(self) -> dict[str, BaseEngine]:
-        """Return the engines that are trained, by the name of their folder in a checkpoint."""
-        return {"engine": self._engine}
+        return {"engine": self._engine} | super()._trained()

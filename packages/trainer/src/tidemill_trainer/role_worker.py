@@ -1,0 +1,73 @@
+"""The worker of the models besides the policy: a Ray actor with one rank of each."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+from tidemill_algorithms import CriticLoss
+from tidemill_dataproto import DataProto
+from tidemill_dispatch import Dispatch, register
+from tidemill_engines import BaseEngine
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.roles import Role, build_role
+from tidemill_trainer.training_worker import TrainingWorker, compute
+
+_LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_log_prob"}
+
+
+class RoleWorker(TrainingWorker):
+    """One rank of reference, critic and teacher.
+
+    Args:
+        config: configuration of the run.
+        log_dir: folder for the log of this process.
+        group: name of the group of workers, in the name of the log.
+    """
+
+    def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
+        super().__init__(config, log_dir, group)
+        self._roles: dict[Role, BaseEngine] = {}
+        self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_roles(self, roles: Sequence[Role], initial_policy: str) -> None:
+        """Load the models of other roles; `initial_policy` is the folder of those without a path."""
+        for role in roles:
+            engine = build_role(self._config, role, initial_policy)
+            engine.initialize()
+            self._roles[role] = engine
+
+    @register(compute)
+    def infer(self, batch: DataProto) -> DataProto:
+        """Compute what the update requires from each role, ragged like `responses`.
+
+        Returns:
+            `ref_log_prob` of the reference, `teacher_log_prob` of the teacher, `values` of the critic.
+        """
+        return reduce(DataProto.union, self._infer_roles(batch))
+
+    def _infer_roles(self, batch: DataProto) -> list[DataProto]:
+        """Return the columns of each role that is here."""
+        parts = []
+        inputs = batch.select(["input_ids", "responses"], [])  # the experts are those of the policy
+        for role, column in _LOG_PROBS.items():
+            if (engine := self._roles.get(role)) is not None:
+                parts.append(engine.infer_batch(inputs).rename("log_probs", column))
+        if (critic := self._roles.get("critic")) is not None:
+            parts.append(critic.infer_batch(inputs))
+        return parts
+
+    @register(compute)
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Make one optimizer step of the critic; return metrics of the global batch, equal on all ranks."""
+        return prefixed("critic", self._roles["critic"].train_batch(batch, self._value_loss))
+
+    def _trained(self) -> dict[str, BaseEngine]:
+        critic = self._roles.get("critic")
+        return super()._trained() | ({} if critic is None else {"critic": critic})
+
+
+def prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Prefix the metrics that every engine reports with the role."""
+    own = ("loss", "grad_norm", "grad_nonfinite", "lr")
+    return {f"{role}/{name}" if name in own else name: value for name, value in metrics.items()}

@@ -1,0 +1,40 @@
+"""The base of the training workers: a Ray actor with one rank of each of some models."""
+
+from tidemill_dispatch import Dispatch, Worker, register, split_over
+from tidemill_engines import BaseEngine
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.stalls.member import join_run
+
+compute = split_over("actor")
+"""Mode of the methods with a batch: each rank receives the rows of its data-parallel rank."""
+
+
+class TrainingWorker(Worker):
+    """One rank of models that are trained or evaluated; those that are trained are saved in checkpoints.
+
+    Args:
+        config: configuration of the run.
+        log_dir: folder for the log of this process.
+        group: name of the group of workers, in the name of the log.
+    """
+
+    def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
+        join_run(log_dir, f"{group}_{self.rank}")
+        self._config = config
+
+    def _trained(self) -> dict[str, BaseEngine]:
+        """Return the engines that are trained, by the name of their folder in a checkpoint."""
+        return {}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Save the state of each model that is trained to a subfolder of `folder`."""
+        for name, engine in self._trained().items():
+            engine.save_checkpoint(f"{folder}/{name}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore the states that `save_checkpoint` saved."""
+        for name, engine in self._trained().items():
+            engine.load_checkpoint(f"{folder}/{name}")
