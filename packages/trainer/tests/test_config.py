@@ -1,7 +1,6 @@
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
-from tidemill_trainer.roles import engine_config
 
 
 @pytest.mark.parametrize(
@@ -82,10 +81,10 @@ def test_router_replay_requires_megatron(config_file, mode, tmp_path):
     with pytest.raises(ConfigError, match=rf'mode="{mode}" requires engine\.backend="megatron"; the FSDP2'):
         load_config(config_file, [replay])
     config = load_config(config_file, [replay, "engine.backend=megatron"])
-    assert engine_config(config) == MegatronConfig(router_replay=True)
+    assert config.policy_engine() == MegatronConfig(router_replay=True)
     save_config(config, tmp_path / "saved.toml")
     assert load_config(tmp_path / "saved.toml") == config
-    assert engine_config(load_config(config_file, ["engine.backend=megatron"])) == MegatronConfig()
+    assert load_config(config_file, ["engine.backend=megatron"]).policy_engine() == MegatronConfig()
 
 
 def test_megatron_parallel_sizes_must_divide_workers(config_file):

@@ -1,6 +1,7 @@
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config, parse_config, save_config
 
 
@@ -61,11 +62,13 @@ def test_tilde_in_paths_is_expanded(config_file, monkeypatch):
 def test_backend_selects_the_engine_config(tmp_path):
     model = {"path": "m"}
     megatron = {"backend": "megatron", "tensor_model_parallel_size": 2}
-    config = parse_config({"model": model, "actor": {"num_workers": 2}, "engine": megatron})
+    config = parse_config(Config, {"model": model, "actor": {"num_workers": 2}, "engine": megatron})
     assert config.engine == MegatronConfig(tensor_model_parallel_size=2)
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
-    assert parse_config({"model": model, "engine": {"backend": "fsdp2"}}) == parse_config({"model": model})
+    assert parse_config(Config, {"model": model, "engine": {"backend": "fsdp2"}}) == parse_config(
+        Config, {"model": model}
+    )
 
 
 def test_short_names_of_parallel_sizes_work_on_the_command_line():
@@ -106,4 +109,4 @@ def test_short_names_of_parallel_sizes_work_on_the_command_line():
 )
 def test_invalid_engine_section_is_rejected(engine, message):
     with pytest.raises(ConfigError, match=message):
-        parse_config({"model": {"path": "m"}, "engine": engine})
+        parse_config(Config, {"model": {"path": "m"}, "engine": engine})

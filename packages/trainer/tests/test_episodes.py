@@ -1,10 +1,11 @@
 import pytest
+from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, parse_config
 from tidemill_trainer.episodes import create_episode
 
 
 def _config(**sections):
-    return parse_config({"model": {"path": "m"}, **sections})
+    return parse_config(Config, {"model": {"path": "m"}, **sections})
 
 
 def test_episode_loads_from_a_file(tmp_path):

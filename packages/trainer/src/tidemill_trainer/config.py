@@ -3,36 +3,30 @@
 The types carry the constraints of single values; `Config` checks values that depend on each other.
 """
 
-import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
-from tidemill_engines import FSDP2Config, MegatronConfig
-from tidemill_engines.config import ModelConfig, OptimizerConfig
+from tidemill_engines import EngineConfig
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig, TeacherConfig
-from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive, Seed
+from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive
+from tidemill_trainer.run_config import BaseDataConfig, BaseTrainerConfig, RunConfig, WorkersConfig, require
 
 
 def _group_size(n: int) -> int:
-    _require(n >= 2, "must be >= 2 (GRPO compares the responses to one prompt)")
+    require(n >= 2, "must be >= 2 (GRPO compares the responses to one prompt)")
     return n
 
 
 def _top_k(k: int) -> int:
-    _require(k == -1 or k >= 1, "must be >= 1, or -1 for all tokens")
+    require(k == -1 or k >= 1, "must be >= 1, or -1 for all tokens")
     return k
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(BaseDataConfig):
     """Training and validation problems.
 
     Attributes:
@@ -47,9 +41,6 @@ class DataConfig:
         overlong_prompts: "error" rejects a file with a longer prompt; "skip" drops such rows and reports how many.
     """
 
-    train_files: tuple[str, ...] = ()
-    val_files: tuple[str, ...] = ()
-    train_batch_size: Count = 64
     max_prompt_length: Count = 512
     overlong_prompts: Literal["error", "skip"] = "error"
 
@@ -152,27 +143,18 @@ class RouterReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActorConfig:
-    """The policy update.
+class ActorConfig(WorkersConfig):
+    """The policy update, and the training processes.
 
     Attributes:
         ppo_mini_batch_size: prompts per optimizer step; None uses the whole batch.
         ppo_epochs: passes over the batch.
         router_replay: router replay for MoE models.
-        num_workers: number of training processes, each with one device. The parallel sizes of `engine` must divide it;
-            the quotient is the data-parallel size.
-        num_gpus_per_worker: GPUs that Ray reserves per worker; a fraction shares a device with an engine.
-        omp_num_threads: CPU threads of each worker.
-        timeout_s: timeout of one call to the workers.
     """
 
     ppo_mini_batch_size: Count | None = None
     ppo_epochs: Count = 1
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    num_workers: Count = 1
-    num_gpus_per_worker: Positive = 1.0
-    omp_num_threads: Count = 1
-    timeout_s: Positive = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,53 +194,29 @@ class WeightUpdateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerConfig:
+class TrainerConfig(BaseTrainerConfig):
     """The run.
 
     Attributes:
-        name: name of the run's folder in `run_dir`; None uses the name of the config file and the current time.
-        run_dir: parent folder of all runs.
-        project_name: name that groups runs: the project in Weights & Biases, the experiment in MLflow.
-        logger: where metrics go in addition to the terminal and `metrics.jsonl`: "tensorboard", "wandb", "mlflow". Each
-            one requires the extra of its name, such as `tidemill-trainer[wandb]`.
         total_steps: steps of reinforcement learning, each on one batch of prompts. With mini-batches or epochs, a step
             consists of several optimizer steps, which `optimizer.total_steps` and `optimizer.lr_warmup_steps` count.
         val_before_train: validate before the first step. After a warm-up, the model is always validated.
         stop_at_accuracy: stop the run at the first validation with at least this held-out accuracy.
-        test_freq: validate every `test_freq` steps; 0 validates only after the last step.
-        save_freq: save a checkpoint every `save_freq` steps; 0 saves only after the warm-up and after the last step, so
-            an interrupted run loses all its steps.
-        max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
         save_samples: rollouts per step that are written to `rollouts.jsonl`.
-        seed: seed of the order of problems, of mini-batches and of sampling.
-        ray_address: address of a running Ray cluster, of which the run uses one node; None starts a cluster on this
-            machine and stops it after the run.
     """
 
-    name: str | None = None
-    run_dir: str = "runs"
-    project_name: str = "tidemill"
-    logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     total_steps: Count = 100
     val_before_train: bool = True
     stop_at_accuracy: Fraction | None = None
-    test_freq: CountOrZero = 10
-    save_freq: CountOrZero = 0
-    max_ckpt_to_keep: Count = 2
     save_samples: CountOrZero = 4
-    seed: Seed = 0
-    ray_address: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """The configuration of a run. Each field is a section of the TOML file.
+class Config(RunConfig):
+    """The configuration of a run of reinforcement learning. Each field is a section of the TOML file.
 
     Attributes:
-        model: the model to train.
         data: training and validation problems.
-        engine: the training engine; `backend` selects it, "fsdp2" or "megatron".
-        optimizer: AdamW, gradient clipping and learning-rate schedule.
         rollout: generation with SGLang.
         episode: the episodes.
         reward: the reward function.
@@ -272,10 +230,7 @@ class Config:
         trainer: length, validation, checkpoints and location of the run.
     """
 
-    model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
-    engine: Annotated[FSDP2Config | MegatronConfig, Field(discriminator="backend")] = field(default_factory=FSDP2Config)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -289,53 +244,49 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)
         longest = self.data.max_prompt_length + self.rollout.response_length
         cap = self.engine.max_token_len_per_gpu
-        _require(
+        require(
             longest <= cap,
             f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
             f"got {longest}; raise engine.max_token_len_per_gpu",
         )
         pool = self.rollout.max_total_tokens
-        _require(
+        require(
             pool is None or pool >= longest,
             f"rollout.max_total_tokens must be >= data.max_prompt_length + rollout.response_length = {longest}, "
             f"got {pool}; raise it, or remove it to let SGLang choose",
         )
-        _require(math.isfinite(self.optimizer.lr), f"optimizer.lr must be a finite number, got {self.optimizer.lr}")
-        self._check_division()
         size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
-        _require(
+        require(
             size is None or size <= prompts,
             f"actor.ppo_mini_batch_size must be <= data.train_batch_size={prompts}, got {size}",
         )
         mode = self.actor.router_replay.mode
-        _require(
+        require(
             mode == "disabled" or self.engine.backend == "megatron",
             f'actor.router_replay.mode="{mode}" requires engine.backend="megatron"; the FSDP2 engine does not support '
             "router replay",
         )
-        _require(
+        require(
             mode != "R2" or not self.algorithm.bypass_mode,
             'actor.router_replay.mode="R2" requires the log-probs of the policy; use "R3", or no algorithm.bypass_mode',
         )
-        _require(
+        require(
             mode != "disabled" or not self.engine.replays_routing,
             'engine.router_replay has no effect by itself; set actor.router_replay.mode="R2" or "R3" instead',
         )
-        _require(
+        require(
             self.weight_update.timeout_s < self.engine.timeout_s,
             f"weight_update.timeout_s must be < engine.timeout_s={self.engine.timeout_s:g}, got "
             f"{self.weight_update.timeout_s:g}: rank 0 must time out on an engine before the other ranks time out on "
             "rank 0",
         )
-        _require(
+        require(
             self.trainer.stop_at_accuracy is None or len(self.data.val_files) > 0,
             "trainer.stop_at_accuracy requires data.val_files; set them, or remove trainer.stop_at_accuracy",
         )
 
-    def _check_division(self) -> None:
-        """Check that the parallel sizes of the engine divide the number of training workers."""
-        workers = self.actor.num_workers
-        for key, size in self.engine.world_size_divisors().items():
-            _require(workers % size == 0, f"engine.{key} = {size} must divide actor.num_workers={workers}")
+    def policy_engine(self) -> EngineConfig:
+        return self.engine.with_router_replay() if self.actor.router_replay.mode != "disabled" else self.engine

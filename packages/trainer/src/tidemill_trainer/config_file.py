@@ -1,4 +1,4 @@
-"""Reading a `Config` from a TOML file and `key=value` arguments, and writing it to a file."""
+"""Reading a configuration from a TOML file and `key=value` arguments, and writing it to a file."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +16,9 @@ from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
+from tidemill_trainer.run_config import RunConfig
 
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 _DEFAULT_BACKEND = "fsdp2"
 _SYMBOLS = {  # from pydantic's messages to shorter ones
     "Input should be": "must be",
@@ -32,10 +34,16 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the configuration of a run of reinforcement learning; see `read_config`."""
+    return read_config(Config, path, overrides)
+
+
+def read_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
     """Read the configuration of a run.
 
     Args:
-        path: TOML file with one table per field of `Config`.
+        kind: type of the configuration.
+        path: TOML file with one table per field of `kind`.
         overrides: "section.key=value", where value is TOML, or else a string; or the path of another TOML file, whose
             keys replace those before. Megatron's parallel sizes have the short names "engine.tp", "pp", "vpp", "cp",
             "ep" and "etp". A path may begin with "~".
@@ -50,36 +58,50 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             _merge(data, _read(Path(override)))
         else:
             _apply(data, override)
-    return _with_paths(parse_config(data), os.path.expanduser)
+    return _with_paths(parse_config(kind, data), os.path.expanduser)
 
 
-def parse_config(data: dict[str, Any]) -> Config:
-    """Validate nested dicts, as read from TOML, and convert them to a `Config`.
+def parse_config(kind: type[ConfigT], data: dict[str, Any]) -> ConfigT:
+    """Validate nested dicts, as read from TOML, and convert them to a configuration.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid.
     """
-    if isinstance(data.get("algorithm"), dict):
+    if kind is Config and isinstance(data.get("algorithm"), dict):
         data = data | {"algorithm": _with_options(data["algorithm"])}
-    _check_keys(Config, data, ())
+    _check_keys(kind, kind, data, ())
     backend = data.get("engine", {}).get("backend", _DEFAULT_BACKEND)
     data = data | {"engine": {"backend": backend} | data.get("engine", {})}
     try:
         # Strict mode accepts a list for a tuple only in JSON. No key is a date, so a TOML date becomes text.
-        return TypeAdapter(Config).validate_json(json.dumps(data, default=str), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         problems = [describe(_where(problem["loc"], backend), problem) for problem in error.errors()]
         raise ConfigError("\n".join(problems)) from error
 
 
-def with_absolute_paths(config: Config) -> Config:
+def with_absolute_paths(config: ConfigT) -> ConfigT:
     """Resolve relative paths against the current directory, so that the config is valid in any other one."""
     return _with_paths(config, lambda path: str(Path(path).absolute()))
 
 
-def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
+def _with_paths(config: ConfigT, change: Callable[[str], str]) -> ConfigT:
     """Apply `change` to every path of the configuration."""
-    data = config.data
+    config = replace(
+        config,
+        model=replace(config.model, path=change(config.model.path)),
+        data=replace(
+            config.data,
+            train_files=tuple(change(path) for path in config.data.train_files),
+            val_files=tuple(change(path) for path in config.data.val_files),
+        ),
+        trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
+    )
+    return _with_own_paths(config, change) if isinstance(config, Config) else config
+
+
+def _with_own_paths(config: Config, change: Callable[[str], str]) -> Config:
+    """Apply `change` to the paths that only a configuration of reinforcement learning has."""
 
     def changed(function: str) -> str:
         file, colon, attr = function.rpartition(":")
@@ -87,12 +109,6 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
 
     return replace(
         config,
-        model=replace(config.model, path=change(config.model.path)),
-        data=replace(
-            data,
-            train_files=tuple(change(path) for path in data.train_files),
-            val_files=tuple(change(path) for path in data.val_files),
-        ),
         algorithm=replace(
             config.algorithm,
             adv_estimator=changed(config.algorithm.adv_estimator),
@@ -103,7 +119,6 @@ def _with_paths(config: Config, change: Callable[[str], str]) -> Config:
         teacher=replace(config.teacher, path=_changed_path(config.teacher.path, change)),
         episode=replace(config.episode, function=changed(config.episode.function)),
         reward=replace(config.reward, function=changed(config.reward.function)),
-        trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
     )
 
 
@@ -111,15 +126,16 @@ def _changed_path(path: str | None, change: Callable[[str], str]) -> str | None:
     return None if path is None else change(path)
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Convert the config to nested dicts, without fields that are None, since TOML has no null."""
     data = _without_none(dataclasses.asdict(config))
-    data["algorithm"] |= data["algorithm"].pop("options")
+    if isinstance(config, Config):
+        data["algorithm"] |= data["algorithm"].pop("options")
     return data
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write the whole config, so that `load_config(path)` returns an equal one."""
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the whole config, so that `read_config(type(config), path)` returns an equal one."""
     path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
 
 
@@ -174,7 +190,7 @@ def _with_options(algorithm: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in algorithm.items() if key not in options} | {"options": options}
 
 
-def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
+def _check_keys(root: type, cls: type, data: Any, where: tuple[str, ...]) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"config key {'.'.join(where)} must be a table of keys, got {data!r}")
     hints = get_type_hints(cls)
@@ -184,16 +200,16 @@ def _check_keys(cls: type, data: Any, where: tuple[str, ...]) -> None:
             owners = [name for name, config in BACKENDS.items() if where == ("engine",) and key in names_of(config)]
             if owners:
                 raise ConfigError(f'config key engine.{key} requires engine.backend="{owners[0]}"')
-            raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice(where, key, known)}")
+            raise ConfigError(f"unknown config key {'.'.join((*where, key))}; {advice(root, where, key, known)}")
         path = (*where, key)
         section = _engine_config(value) if path == ("engine",) else section_in(hints[key])
         if section is None:
             continue
         if isinstance(value, list):
             for number, item in enumerate(value):
-                _check_keys(section, item, (*path, str(number)))
+                _check_keys(root, section, item, (*path, str(number)))
         else:
-            _check_keys(section, value, path)
+            _check_keys(root, section, value, path)
 
 
 def _engine_config(section: Any) -> type:

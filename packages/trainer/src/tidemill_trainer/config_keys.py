@@ -83,22 +83,24 @@ def names_of(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def advice(where: tuple[str, ...], key: str, known: list[str]) -> str:
-    """Return what to write instead of the unknown `key` of the section `where`, whose keys are `known`."""
+def advice(root: type, where: tuple[str, ...], key: str, known: list[str]) -> str:
+    """Return what to write instead of the unknown `key` of the section `where` of `root`, whose keys are `known`."""
+    everywhere = sorted(
+        {*paths_of(root)} | ({f"algorithm.{name}" for name in option_names()} if root is Config else set())
+    )
     path = ".".join((*where, key))
     if where == ("algorithm",):
         known = _ALGORITHM
     if path in SHORT:
         return f"use {SHORT[path]} in a file; the short name works on the command line only"
-    if key in RENAMED:
-        here = [name for name in RENAMED[key] if name.startswith(f"{'.'.join(where)}.")]
-        return f"use {' or '.join(here or RENAMED[key])}"
-    if key in _ABSENT:
+    if renamed := [name for name in RENAMED.get(key, ()) if name in everywhere]:
+        here = [name for name in renamed if name.startswith(f"{'.'.join(where)}.")]
+        return f"use {' or '.join(here or renamed)}"
+    if key in _ABSENT and root is Config:
         return _ABSENT[key]
     near = difflib.get_close_matches(key, known, n=1, cutoff=_CUTOFF)
     if near:
         return f"did you mean {'.'.join((*where, near[0]))}?"
-    everywhere = sorted(set(paths_of(Config)))
     leaves = {name.rpartition(".")[2] for name in everywhere}
     near = difflib.get_close_matches(key, leaves, n=1, cutoff=_CUTOFF)
     if near:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tidemill_engines import BaseEngine, EngineConfig, EngineRegistry
+from tidemill_engines import BaseEngine, EngineRegistry
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
 from tidemill_trainer.config import Config
+from tidemill_trainer.run_config import RunConfig
 
 Role = Literal["reference", "critic", "teacher"]
 """The roles besides the policy."""
@@ -17,13 +18,13 @@ COLUMNS: Mapping[Role, str] = {"reference": "ref_log_prob", "critic": "values", 
 """The column that each role computes."""
 
 
-def build_policy(config: Config) -> BaseEngine:
+def build_policy(config: RunConfig) -> BaseEngine:
     """Create the engine of the policy; its `initialize()` loads the model."""
     return EngineRegistry.new(
         model_type="language_model",
         backend=config.engine.backend,
         model=config.model,
-        engine=engine_config(config),
+        engine=config.policy_engine(),
         optimizer=config.optimizer,
     )
 
@@ -55,12 +56,6 @@ def path_of(config: Config, role: Role) -> str | None:
 
 def _section(config: Config, role: Role) -> ReferenceConfig | CriticConfig | TeacherConfig:
     return {"reference": config.reference, "critic": config.critic, "teacher": config.teacher}[role]
-
-
-def engine_config(config: Config) -> EngineConfig:
-    """Return the configuration of the policy's engine, including settings that other sections imply."""
-    engine = config.engine
-    return engine.with_router_replay() if config.actor.router_replay.mode != "disabled" else engine
 
 
 def required_roles(config: Config) -> list[Role]:

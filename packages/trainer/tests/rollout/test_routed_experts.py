@@ -3,6 +3,7 @@ import base64
 import pytest
 import torch
 from tidemill_dataproto import ragged
+from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import parse_config
 from tidemill_trainer.rollout.routed_experts import routed_experts_column
 from tidemill_trainer.rollout.worker import engine_arguments
@@ -43,6 +44,6 @@ def test_wrong_number_of_experts_is_rejected():
 
 
 def test_engine_returns_experts_only_if_requested():
-    config = parse_config({"model": {"path": "m"}, "rollout": {"device": "cpu"}})
+    config = parse_config(Config, {"model": {"path": "m"}, "rollout": {"device": "cpu"}})
     assert engine_arguments(config.rollout, config.model, return_routed_experts=True)["enable_return_routed_experts"]
     assert "enable_return_routed_experts" not in engine_arguments(config.rollout, config.model)
