@@ -41,6 +41,19 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TopKRequest:
+    """The k ids for each of M predicted tokens whose log-probabilities are requested; without both fields none.
+
+    Attributes:
+        k: number of most probable ids.
+        ids: [M, k] integers, given ids.
+    """
+
+    k: int | None = None
+    ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelInputs:
     """Inputs of the model for one micro-batch, on its device: N packed tokens, of which M are response tokens.
 
@@ -53,6 +66,7 @@ class ModelInputs:
         layout: positions of the rows in the packed tokens of all sharing ranks.
         predictors: [M] int64, index in N of the token before each response token; only these tokens need logits.
         labels: [M] int64, the response tokens.
+        topk: requested log-probabilities of k ids for each of `labels`.
         temperature: divisor of the logits.
         first_output: index of the first of `labels` among the response tokens of all sharing ranks.
         num_outputs: number of response tokens of all sharing ranks.
@@ -65,6 +79,7 @@ class ModelInputs:
     layout: PackedLayout
     predictors: torch.Tensor
     labels: torch.Tensor
+    topk: TopKRequest
     temperature: float
     first_output: int
     num_outputs: int
@@ -119,10 +134,15 @@ class ModelOutput(Outputs):
     Attributes:
         log_probs: [N] float32 with gradient, log p(token | prefix) at the batch's temperature.
         entropy: [N] float32 with gradient, entropy of the distribution of each token; None unless requested.
+        topk_ids: [N, k] int32, k ids for each token: those of the column `topk_ids`, or the most probable ones in
+            descending order; None without both.
+        topk_log_probs: [N, k] float32 with gradient, log p(id | prefix) of `topk_ids`.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_log_probs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,8 +49,9 @@ def by_kernels(logits, bias, labels, rule, starts, grads, dtype=torch.float32):
     for piece in slices(logits, bias, starts):
         add_slice(parts.values, piece, labels, rule)
     statistics = parts.statistics()
+    entropy = grads[1] if len(grads) > 1 else None
     grad = [
-        slice_gradients(piece, labels, statistics, grads[0], grads[1] if len(grads) > 1 else None, rule, dtype)
+        slice_gradients(piece, labels, statistics, grads[0], grads[0], entropy, rule, dtype)
         for piece in slices(logits, bias, starts)
     ]
     return parts.log_probs(), statistics[2], torch.cat(grad, 1)
@@ -145,7 +146,8 @@ class TestKernels:
 
         logits, _, labels, grads = draw(2, 30)
         piece = LogitSlice(logits, None, 0)
-        grad = slice_gradients(piece, labels, torch.zeros(3, 2, device=DEVICE), *grads, LogitRule(), torch.float32)
+        statistics = torch.zeros(3, 2, device=DEVICE)
+        grad = slice_gradients(piece, labels, statistics, grads[0], *grads, LogitRule(), torch.float32)
         assert grad.data_ptr() == logits.data_ptr()
 
 
@@ -160,7 +162,7 @@ def test_kernels_compile_without_gpu(bias, softcap):
     from triton.compiler import ASTSource
 
     pointers = {
-        "*fp32": ("logits", "parts", "statistics", "grad_log_probs", "grad_entropy"),
+        "*fp32": ("logits", "parts", "statistics", "grad_log_probs", "grad_total", "grad_entropy"),
         "*bf16": ("out", "bias"),
         "*i64": ("labels",),
         "i32": ("first", "num_tokens", "num_columns"),

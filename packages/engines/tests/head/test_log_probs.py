@@ -1,64 +1,14 @@
 """Chunked log-probabilities and entropy against full logits, softmax and autograd."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from engine_cases import build_engine, make_batch, policy_like_loss
+from head_cases import CASES, DEVICES, Allocations, M, V, gradients, make, plain
 from tidemill_dataproto import ragged
 from tidemill_engines.head.log_probs import Head, head_log_probs
 from tidemill_testing import tiny_model
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-M, H, V = 23, 8, 37
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
-
-
-def plain(hidden, head, labels, *, temperature=1.0):
-    logits = hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    log_p = (logits / temperature).log_softmax(-1)
-    return log_p[torch.arange(len(labels)), labels], -(log_p.exp() * log_p).sum(-1)
-
-
-def make(dtype, *, num_tokens=M, bias=False, seed=0, device="cpu", **head):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
-
-    labels = torch.randint(0, V, (num_tokens,), generator=generator).to(device)
-    return draw(num_tokens, H), Head(weight=draw(V, H), bias=draw(V) if bias else None, **head), labels
-
-
-def gradients(outputs, inputs, *, seed=1):
-    """Compute the gradients of a random combination of the outputs."""
-    generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64, device=outputs[0].device)
-    for output in outputs:
-        weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
-        total = total + (output.double() * weights).sum()
-    return torch.autograd.grad(total, inputs, retain_graph=True)
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "bias": {"bias": True, "temperature": 1.7},
-    "scale": {"scale": 0.25},
-    "softcap": {"softcap": 2.0, "temperature": 0.8, "bias": True, "scale": 3.0},
-}
 
 
 @pytest.mark.parametrize("chunk_columns", [1, 5, V, 1000])
@@ -70,7 +20,7 @@ def test_values_and_gradients_equal_the_plain_computation(device, dtype, toleran
     temperature = settings.pop("temperature", 1.0)
     hidden, head, labels = make(dtype, device=device, **settings)
     chunk_bytes = chunk_columns * M * dtype.itemsize
-    actual = head_log_probs(hidden, head, labels, temperature=temperature, entropy=True, chunk_bytes=chunk_bytes)
+    actual = head_log_probs(hidden, head, labels, temperature=temperature, entropy=True, chunk_bytes=chunk_bytes)[:2]
     expected = plain(hidden, head, labels, temperature=temperature)
     inputs = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
     pairs = [*zip(actual, expected, strict=True)]
@@ -89,7 +39,7 @@ def test_gradients_equal_finite_differences():
     def run(hidden, weight, bias):
         return head_log_probs(
             hidden, Head(weight=weight, bias=bias, softcap=3.0), labels, temperature=0.7, entropy=True, chunk_bytes=1
-        )
+        )[:2]
 
     assert torch.autograd.gradcheck(run, (hidden, head.weight, head.bias))
 
@@ -102,7 +52,7 @@ def test_bfloat16_head_computes_logits_and_sums_in_float32(device):
     wanted = gradients(exact, inputs)
     rounded = plain(hidden, head, labels)
     for chunk_columns in (V, 1):
-        actual = head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_columns * 2048 * 4)
+        actual = head_log_probs(hidden, head, labels, entropy=True, chunk_bytes=chunk_columns * 2048 * 4)[:2]
         for ours, theirs, with_rounded_logits in zip(actual, exact, rounded, strict=True):
             assert ours.dtype == torch.float32
             error = (ours - theirs).abs().max()
@@ -116,13 +66,13 @@ def test_bfloat16_head_computes_logits_and_sums_in_float32(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_and_frozen_weights(device):
     hidden, head, labels = make(torch.float32, device=device)
-    for nothing in gradients(head_log_probs(hidden[:0], head, labels[:0], entropy=True), [hidden, head.weight]):
+    for nothing in gradients(head_log_probs(hidden[:0], head, labels[:0], entropy=True)[:2], [hidden, head.weight]):
         assert not nothing.any()
     frozen = Head(weight=head.weight.detach())
-    actual, _ = head_log_probs(hidden, frozen, labels)
+    actual, *_ = head_log_probs(hidden, frozen, labels)
     (grad,) = gradients([actual], [hidden])
     torch.testing.assert_close(grad, gradients([plain(hidden, head, labels)[0]], [hidden])[0])
-    only_head, _ = head_log_probs(hidden.detach(), head, labels)
+    only_head, *_ = head_log_probs(hidden.detach(), head, labels)
     (grad,) = gradients([only_head], [head.weight])
     torch.testing.assert_close(grad, gradients([plain(hidden, head, labels)[0]], [head.weight])[0])
     with torch.no_grad():
@@ -132,36 +82,10 @@ def test_no_tokens_and_frozen_weights(device):
 def test_precision_for_nearly_certain_tokens():
     """log p = -exp(-40) is far below the resolution of logits of the size 1000."""
     weight = torch.tensor([[1000.0], [960.0]])
-    log_probs, entropy = head_log_probs(torch.ones(1, 1), Head(weight=weight), torch.tensor([1]), entropy=True)
+    log_probs, entropy, *_ = head_log_probs(torch.ones(1, 1), Head(weight=weight), torch.tensor([1]), entropy=True)
     assert log_probs.item() == -40
     assert entropy is not None
     assert entropy.item() == pytest.approx(40 * torch.tensor(-40.0).exp().item(), rel=1e-3)
-
-
-def storages_of(tree):
-    """Return the storage of plain tensors; wrapper tensors have none."""
-    plain_tensors = (torch.Tensor, torch.nn.Parameter)
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if type(leaf) in plain_tensors]
-
-
-class Allocations(TorchDispatchMode):
-    """Record the largest tensor of any operation, and the peak bytes of such tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest_bytes = self.peak_bytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {storage._cdata for storage in storages_of((args, kwargs))}
-        out = func(*args, **({} if kwargs is None else kwargs))
-        for storage in storages_of(out):
-            if storage._cdata not in given:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
-        return out
 
 
 def allocations(compute, num_tokens, vocab_size=4096):
@@ -170,7 +94,7 @@ def allocations(compute, num_tokens, vocab_size=4096):
     weight = torch.randn(vocab_size, 4, generator=generator).requires_grad_()
     labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     with Allocations() as seen:
-        log_probs, entropy = compute(hidden, Head(weight=weight), labels)
+        log_probs, entropy, *_ = compute(hidden, Head(weight=weight), labels)
         (log_probs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -226,7 +150,7 @@ def test_peak_memory_and_values_on_cuda():
     def run(compute):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        log_probs, entropy = compute(hidden, Head(weight=weight), labels)
+        log_probs, entropy, *_ = compute(hidden, Head(weight=weight), labels)
         grads = torch.autograd.grad((log_probs - 0.1 * entropy).sum(), [hidden, weight])
         peak = torch.cuda.max_memory_allocated() - before
         return peak, [x.detach().float().cpu() for x in (log_probs, entropy, *grads)]

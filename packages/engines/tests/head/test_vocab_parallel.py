@@ -22,16 +22,16 @@ def _compare(size: int) -> list[float]:
         weight = torch.randn(V, H, generator=generator, dtype=torch.float64).requires_grad_()
         labels = torch.randint(0, V, (M,), generator=generator)
         labels[:2] = torch.tensor([0, V - 1])
-        expected = head_log_probs(hidden, Head(weight=weight), labels, temperature=0.7, entropy=True)
+        expected = head_log_probs(hidden, Head(weight=weight), labels, temperature=0.7, entropy=True)[:2]
         _total(expected).backward()
         padded = torch.full((rows, H), 5.0, dtype=torch.float64)  # must not contribute
         padded[:num_tokens] = weight.detach()[first : first + num_tokens]
         padded.requires_grad_()
         own = hidden.detach().clone().requires_grad_()
-        head = Head(weight=padded[:num_tokens])
+        head = Head(weight=padded[:num_tokens], first_id=first)
         settings = {"temperature": 0.7, "chunk_bytes": chunk_tokens * rows * 8, "group": dist.group.WORLD}
-        actual = head_log_probs(own, head, labels - first, entropy=True, **settings)
-        alone, none = head_log_probs(own, head, labels - first, **settings)
+        actual = head_log_probs(own, head, labels, entropy=True, **settings)[:2]
+        alone, none = head_log_probs(own, head, labels, **settings)[:2]
         assert none is None
         _total(actual).backward()
         grad = own.grad.clone()
@@ -63,10 +63,10 @@ def _only_padding() -> list[float]:
 
     rank = dist.get_rank()
     weight = torch.eye(4)[rank : rank + 1].clone().requires_grad_()
-    head = Head(weight=weight[: int(rank < 3)])
+    head = Head(weight=weight[: int(rank < 3)], first_id=rank)
     hidden = torch.zeros(2, 4, requires_grad=True)
-    labels = torch.tensor([0, 2]) - rank
-    log_probs, entropy = head_log_probs(hidden, head, labels, entropy=True, group=dist.group.WORLD)
+    labels = torch.tensor([0, 2])
+    log_probs, entropy, *_ = head_log_probs(hidden, head, labels, entropy=True, group=dist.group.WORLD)
     (log_probs.sum() + entropy.sum()).backward()
     return torch.cat([log_probs, entropy]).detach().tolist()
 

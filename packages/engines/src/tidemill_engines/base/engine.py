@@ -12,6 +12,7 @@ from tidemill_dataproto import DataProto
 from tidemill_engines.base.lifecycle import ConfigT
 from tidemill_engines.base.persistence import EnginePersistence
 from tidemill_engines.batch.outputs import BatchOutput, StepOutput
+from tidemill_engines.batch.topk_request import NUM_MOST_PROBABLE
 from tidemill_engines.config import OptimizerConfig
 from tidemill_engines.distributed.agreement import all_gather
 from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
@@ -73,16 +74,27 @@ class BaseEngine(EnginePersistence[ConfigT]):
             self.optimizer_zero_grad()
         return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
 
-    def infer_batch(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
+    def infer_batch(self, batch: DataProto, *, entropy: bool = False, top_k: int | None = None) -> DataProto:
         """Compute the log-probabilities of the response tokens (or their values) without gradients. Collective.
+
+        Args:
+            top_k: number of most probable token ids to return for each response token.
 
         Returns:
             A batch with the rows of `batch` in their order and the float32 columns `log_probs` and, if requested,
-            `entropy`; for a value model `values`. Ragged like `responses`, on the CPU.
+            `entropy`; for a value model `values`. Ragged like `responses`, on the CPU. With `top_k`, also the ids
+            `topk_ids` int32 [B, j, k], in descending order, and their log-probabilities `topk_log_probs` float32
+            [B, j, k]. If the batch has a column `topk_ids`, the log-probabilities of these ids.
 
         Raises:
-            ValueError, TypeError: an invalid batch; raised on every rank.
+            ValueError, TypeError: an invalid batch, or `top_k` is not between 1 and the size of the vocabulary; raised
+                on every rank. Or the most probable tokens of a value model.
         """
+        if top_k is not None:
+            if not self.has_entropy:
+                raise ValueError("a value model predicts no tokens; call infer_batch(batch) without top_k")
+            batch = batch[:]
+            batch.meta_info[NUM_MOST_PROBABLE] = top_k
         with self.eval_mode():
             out = self.forward_backward_batch(batch, None, forward_only=True, calculate_entropy=entropy)
         return DataProto.from_dict(tensors=dict(out.columns))

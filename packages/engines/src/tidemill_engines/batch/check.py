@@ -8,6 +8,7 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.batch.multi_modal import COLUMN, VisionRule, rows_with_images
 from tidemill_engines.batch.packing import response_positions
+from tidemill_engines.batch.topk_request import check_topk
 from tidemill_engines.loss.router import ROUTED_EXPERTS
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -70,8 +71,8 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
     Raises:
         ValueError: a column is missing or has wrong lengths (including columns that losses commonly use), `input_ids`
             does not end with `responses`, a response has no token before it, a token id is outside the vocabulary, a
-            row is too long, the temperature is not a positive number, images do not match their row or the model, or
-            `routed_experts` would be ignored.
+            row is too long, the temperature is not a positive number, images do not match their row or the model,
+            the ids of `topk_ids` are invalid, or `routed_experts` would be ignored.
         TypeError: a column is not ragged, or has the wrong dtype.
     """
     _check_present(batch, ["input_ids", "responses", *(["response_mask"] if training else [])])
@@ -103,6 +104,7 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
         )
     _check_tokens(ragged.values(tokens), lengths, rules.vocab_size)
     _check_tail(tokens, responses)
+    check_topk(batch, rules.vocab_size)
     temperature = batch.meta_info.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(f"meta_info['temperature'] must be a positive number; got {temperature!r}")

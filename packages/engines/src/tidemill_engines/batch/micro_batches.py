@@ -11,6 +11,7 @@ from tidemill_dataproto.dynamic_batch import count_micro_batches, rearrange_micr
 from tidemill_engines.batch.check import BatchRules, TokenLimit, check_batch
 from tidemill_engines.batch.multi_modal import kinds_in
 from tidemill_engines.batch.padded import is_padded, response_attention_mask, to_padded, to_ragged
+from tidemill_engines.batch.topk_request import NUM_MOST_PROBABLE
 from tidemill_engines.distributed.agreement import all_gather, describe_error, raise_first_error
 from tidemill_engines.loss.contract import Normalizer
 
@@ -209,7 +210,7 @@ def _normalizer(parts: list[_Report]) -> Normalizer:
 
 
 def _fingerprint(batch: DataProto) -> tuple[float, ...]:
-    """Return numbers that differ if tokens, mask or temperature of two batches differ, except for hash collisions."""
+    """Return numbers that differ if tokens, mask or settings of two batches differ, except for hash collisions."""
     tokens = ragged.values(batch["input_ids"]).long()
     compared = [tokens, torch.cat([ragged.lengths(batch["input_ids"]), ragged.lengths(batch["responses"])])]
     if "response_mask" in batch:
@@ -218,6 +219,7 @@ def _fingerprint(batch: DataProto) -> tuple[float, ...]:
         len(batch),
         len(tokens),
         batch.meta_info.get("temperature", 1.0),
+        batch.meta_info.get(NUM_MOST_PROBABLE, 0),
         *(int((x * (torch.arange(1, len(x) + 1) * 0x9E3779B1)).sum()) for x in compared),
     )
 

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.batch.topk_request import topk_request
 from tidemill_engines.model_io import ModelInputs, PackedLayout, VisionInputs
 
 
@@ -62,6 +63,7 @@ def pack_rows(
         layout=PackedLayout.from_lengths(lengths, device),
         predictors=move(predictors[first:end] - run.start),
         labels=move(labels[first:end]),
+        topk=topk_request(micro_batch, slice(first, end), device),
         temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
         first_output=first,
         num_outputs=len(labels),

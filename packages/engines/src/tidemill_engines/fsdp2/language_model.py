@@ -162,14 +162,16 @@ class FSDP2LanguageModel(FSDP2Engine):
     def prepare_model_outputs(
         self, hidden_states: torch.Tensor, inputs: ModelInputs, *, calculate_entropy: bool
     ) -> Outputs:
-        log_probs, entropy = head_log_probs(
+        out = head_log_probs(
             hidden_states,
             head_of(self.model),
             inputs.labels,
             temperature=inputs.temperature,
             entropy=calculate_entropy,
+            top_k=inputs.topk.k,
+            topk_ids=inputs.topk.ids,
         )
-        return ModelOutput(log_probs=log_probs, entropy=entropy)
+        return ModelOutput(**out._asdict())
 
     @property
     def _needs_router_logits(self) -> bool:

@@ -88,6 +88,7 @@ def _gradient_kernel(
     labels,  # int64 [M]
     statistics,  # float32 [3, M]
     grad_log_probs,  # float32 [M]
+    grad_total,  # float32 [M]
     grad_entropy,  # float32 [M]
     first,
     num_tokens,
@@ -106,12 +107,11 @@ def _gradient_kernel(
     x = tl.load(logits + row * num_columns + column, mask=inside, other=0.0)
     z, slope = _softened(x, bias, column, inside, inner, outer, HAS_BIAS, SOFTCAP)
     log_p = z - tl.load(statistics + row) - tl.load(statistics + num_tokens + row)
-    grad = tl.load(grad_log_probs + row)
-    weight = grad
+    weight = tl.load(grad_total + row)
     if HAS_ENTROPY:
         weight += tl.load(grad_entropy + row) * (log_p + tl.load(statistics + 2 * num_tokens + row))
     label = tl.load(labels + row) - first
-    grad = tl.where(column == label, grad, 0.0) - tl.exp(log_p) * weight
+    grad = tl.where(column == label, tl.load(grad_log_probs + row), 0.0) - tl.exp(log_p) * weight
     grad = (grad * slope).to(out.dtype.element_ty)
     tl.store(out + row * num_columns + column, grad, mask=inside)
 
@@ -144,6 +144,7 @@ def slice_gradients(
     labels: torch.Tensor,
     statistics: torch.Tensor,
     grad_log_probs: torch.Tensor,
+    grad_total: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     rule: LogitRule,
     dtype: torch.dtype,
@@ -161,6 +162,7 @@ def slice_gradients(
         labels,
         statistics,
         grad_log_probs,
+        grad_total,
         grad_entropy,
         piece.first,
         num_tokens,

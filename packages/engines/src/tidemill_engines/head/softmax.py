@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tidemill_engines.head.logits import LogitRule, LogitSlice
+from tidemill_engines.head.top_k import own_columns
 
 
 class SoftmaxParts:
@@ -28,10 +29,10 @@ class SoftmaxParts:
 
             add_slice(self.values, piece, labels, rule)
             return
-        z, _ = _softened(piece, rule)
+        z, _ = softened(piece, rule)
         before, total, moment, label = self.values
-        own, index = _own_labels(piece, labels)
-        label.copy_(torch.where(own, z.gather(-1, index).squeeze(-1), label))
+        own, column = own_columns(labels.unsqueeze(-1), piece.first, z.shape[1])
+        label.copy_(torch.where(own, z.gather(-1, column), label.unsqueeze(-1)).squeeze(-1))
         largest = torch.maximum(before, z.amax(-1))
         z.sub_(largest.unsqueeze(-1))
         exp = z.exp()
@@ -67,6 +68,7 @@ def logit_gradients(
     labels: torch.Tensor,
     statistics: torch.Tensor,
     grad_log_probs: torch.Tensor,
+    grad_total: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     rule: LogitRule,
     dtype: torch.dtype,
@@ -77,24 +79,26 @@ def logit_gradients(
 
     Args:
         statistics: `SoftmaxParts.statistics` of all slices.
-        grad_log_probs: [M], gradient of the log-probabilities.
+        grad_log_probs: [M], gradient of the log-probability of the label.
+        grad_total: [M], `grad_log_probs` plus the gradients of other log-probabilities of the same distribution, whose
+            terms [j = y] the caller adds.
         grad_entropy: [M], gradient of the entropy, or None.
     """
     if _has_kernels(piece.logits):
         from tidemill_engines.head.kernels import slice_gradients
 
-        return slice_gradients(piece, labels, statistics, grad_log_probs, grad_entropy, rule, dtype)
-    z, slope = _softened(piece, rule)
+        return slice_gradients(piece, labels, statistics, grad_log_probs, grad_total, grad_entropy, rule, dtype)
+    z, slope = softened(piece, rule)
     largest, log_total, entropy = statistics.unsqueeze(-1)
     log_p = z.sub_(largest).sub_(log_total)
     p = log_p.exp()
     if grad_entropy is None:
-        grad = p.mul_(-grad_log_probs.unsqueeze(-1))
+        grad = p.mul_(-grad_total.unsqueeze(-1))
     else:
-        weights = log_p.add_(entropy).mul_(grad_entropy.unsqueeze(-1)).add_(grad_log_probs.unsqueeze(-1))
+        weights = log_p.add_(entropy).mul_(grad_entropy.unsqueeze(-1)).add_(grad_total.unsqueeze(-1))
         grad = weights.mul_(p).neg_()
-    own, index = _own_labels(piece, labels)
-    grad.scatter_add_(-1, index, torch.where(own, grad_log_probs, 0.0).unsqueeze(-1))
+    own, column = own_columns(labels.unsqueeze(-1), piece.first, z.shape[1])
+    grad.scatter_add_(-1, column, torch.where(own, grad_log_probs.unsqueeze(-1), 0.0))
     return grad.mul_(slope).to(dtype)
 
 
@@ -102,7 +106,7 @@ def _has_kernels(logits: torch.Tensor) -> bool:
     return logits.is_cuda and logits.dtype == torch.float32
 
 
-def _softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
+def softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return z [M, C], in the memory of the logits, and dz / dx as [M, C] or a number."""
     x = piece.logits
     if piece.bias is not None:
@@ -112,11 +116,3 @@ def _softened(piece: LogitSlice, rule: LogitRule) -> tuple[torch.Tensor, torch.T
     bounded = x.mul_(rule.inner).tanh_()
     slope = bounded.square().neg_().add_(1.0).mul_(rule.inner * rule.outer)
     return bounded.mul_(rule.outer), slope
-
-
-def _own_labels(piece: LogitSlice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which labels [M] are in the slice, and their columns [M, 1]; an arbitrary column for the others."""
-    num_columns = piece.logits.shape[1]
-    column = labels - piece.first
-    own = (column >= 0) & (column < num_columns)
-    return own, column.clamp(0, num_columns - 1).unsqueeze(-1)

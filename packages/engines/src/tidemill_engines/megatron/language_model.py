@@ -125,18 +125,18 @@ class MegatronLanguageModel(MegatronEngine):
     ) -> Outputs:
         """Compute log-probabilities and entropy from the hidden states [n, H] of this context-parallel rank."""
         weight, first = self.head()
-        log_probs, entropy = head_log_probs(
+        out = head_log_probs(
             hidden_states.index_select(0, inputs.predictors),
-            Head(weight=weight),
-            inputs.labels - first,
+            Head(weight=weight, first_id=first),
+            inputs.labels,
             temperature=inputs.temperature,
             entropy=calculate_entropy,
+            top_k=inputs.topk.k,
+            topk_ids=inputs.topk.ids,
             group=self.groups.tp if self.engine_config.tensor_model_parallel_size > 1 else None,
         )
-        return ModelOutput(
-            log_probs=self.of_all_tokens(log_probs, inputs),
-            entropy=None if entropy is None else self.of_all_tokens(entropy, inputs),
-        )
+        output = ModelOutput(**out._asdict())
+        return replace(output, **{name: self.of_all_tokens(own, inputs) for name, own in output.columns().items()})
 
     def gather_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """All-gather the last stage's hidden states, which sequence parallelism divides among ranks.

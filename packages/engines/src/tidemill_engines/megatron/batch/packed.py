@@ -8,9 +8,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.batch.packing import response_positions
+from tidemill_engines.batch.topk_request import topk_request
 from tidemill_engines.megatron.batch.routing import Routing
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, own_tokens
-from tidemill_engines.model_io import PackedLayout
+from tidemill_engines.model_io import PackedLayout, TopKRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class MegatronInputs:
         predictors: [m] int64, indices in n of the tokens that predict a response token.
         outputs: [m] int64, indices of the predicted tokens among the response tokens of the micro-batch.
         labels: [m] int64, the predicted tokens.
+        topk: requested log-probabilities of k ids for each of `labels`.
         num_outputs: number of response tokens of the micro-batch.
         temperature: divisor of the logits.
     """
@@ -79,6 +81,7 @@ class MegatronInputs:
     predictors: torch.Tensor
     outputs: torch.Tensor
     labels: torch.Tensor
+    topk: TopKRequest
     num_outputs: int
     temperature: float
 
@@ -129,6 +132,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
         predictors=move(predictors[outputs]),
         outputs=move(outputs),
         labels=move(ragged.values(tokens).long()[targets][outputs]),
+        topk=topk_request(micro_batch, outputs, device),
         num_outputs=len(targets),
         temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
     )
