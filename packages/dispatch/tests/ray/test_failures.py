@@ -270,3 +270,42 @@ def test_wrong_group_arguments_are_refused(ray_cluster):
     ]:
         with pytest.raises(kind, match=message):
             RayWorkerGroup(pool, init, name_prefix="x", env_vars=env)
+
+
+class CountingWorker(Worker):
+    def __init__(self, start):
+        self.count = start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self):
+        self.count += 1
+        return os.getpid(), self.rank, self.count
+
+
+def test_dead_rank_is_restarted_with_its_arguments_while_the_others_keep_their_state(ray_cluster):
+    pool = RayResourcePool(process_on_nodes=[2])
+    with RayWorkerGroup(pool, RayClassWithInitArgs(CountingWorker, 7), name_prefix="counting") as group:
+        pids = [pid for pid, _, _ in group.add()]
+        assert group.dead_ranks() == []
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            group.add()
+        assert group.dead_ranks() == [1]
+        group.restart([1])
+        (first, *of_first), (second, *of_second) = group.add()
+        assert first == pids[0]
+        assert second not in pids
+        assert of_second == [1, 8]
+        assert of_first == [0, 10]
+        assert group.dead_ranks() == []
+
+
+def test_rank_of_another_drivers_group_cannot_be_restarted(ray_cluster):
+    pool = RayResourcePool(process_on_nodes=[1])
+    init = RayClassWithInitArgs(CountingWorker, 0)
+    with RayWorkerGroup(pool, init, name_prefix="named-counting", lifetime="named") as group:
+        group.add()
+        with pytest.raises(RuntimeError, match="only be restarted by the driver that started the group"):
+            RayWorkerGroup.from_detached("named-counting").restart([0])
+        with pytest.raises(ValueError, match=r"ranks 0 to 0, got \[1\]"):
+            group.restart([1])

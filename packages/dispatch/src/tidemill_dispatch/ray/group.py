@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import ray
+from ray.exceptions import RayActorError
 
 from tidemill_dispatch.errors import CallTimeoutError, UnknownMethodError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
@@ -212,6 +213,30 @@ class RayWorkerGroup:
             self.wait_ready(timeout_s)
             answers.get()  # within the rest of timeout_s
 
+    def dead_ranks(self, timeout_s: float = 1.0) -> list[int]:
+        """Return the ranks whose processes have died, for a group that can `restart` them.
+
+        Waits at most `timeout_s` seconds. A rank that runs a call for longer counts as alive.
+        """
+        pings = {worker.tidemill_ping.remote(): rank for rank, worker in enumerate(self.workers)}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=timeout_s)
+        return sorted(pings[ref] for ref in answered if _has_died(ref))
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the processes of `ranks` and construct their workers again, with the same arguments and resources.
+
+        For workers that do not communicate with each other. The first call afterwards waits for the constructors, as
+        `wait_ready` does. The new workers have no state: call again what set it up. Elements of `workers` change.
+
+        Raises:
+            RuntimeError: another driver started the group, or it was shut down.
+            ValueError: the group has no such rank.
+        """
+        if unknown := [rank for rank in ranks if rank not in range(self.world_size)]:
+            raise ValueError(f"group {self.name!r} has the ranks 0 to {self.world_size - 1}, got {unknown}")
+        self._processes.restart(ranks)
+        self._tables, self._layouts = [], {}
+
     def mesh(self, name: str) -> MeshLayout:
         """Return the validated layout of a mesh that the workers registered.
 
@@ -345,6 +370,14 @@ class RayWorkerGroup:
             f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {problem}; "
             f"registered methods: {sorted(self._methods)}"
         )
+
+
+def _has_died(ping: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ping)
+    except RayActorError:
+        return True
+    return False
 
 
 def _bind_methods(cls: type[Worker], group_cls: type) -> _Methods:

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,7 @@ class WorkerProcesses:
         record: description of the group.
         workers: actor handles by rank.
         release_resources: called at shutdown.
+        start: starts the process of a rank; None in a driver that has not started the group.
 
     Attributes:
         infos: `HostInfo` of each rank.
@@ -54,12 +55,20 @@ class WorkerProcesses:
         lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
     """
 
-    def __init__(self, record: GroupRecord, workers: list[Any], release_resources: Callable[[], None]):
+    def __init__(
+        self,
+        record: GroupRecord,
+        workers: list[Any],
+        release_resources: Callable[[], None],
+        start: Callable[[int], Any] | None = None,
+    ):
         self.record = record
         self.workers = workers
         self.death: WorkerDiedError | None = None
         self.lock = threading.Lock()
         self._release_resources = release_resources
+        self._start = start
+        self._construction: tuple[Any, dict[str, str]] | None = None
         self.infos: list[ray.ObjectRef] = []
         self._hosts: list[HostInfo] = []
         self._ready: CallFuture | None = None
@@ -67,13 +76,40 @@ class WorkerProcesses:
 
     def construct(self, payload: Any, env: dict[str, str]) -> None:
         """Start the construction of the workers on all ranks; `wait_ready` waits for it."""
+        self._construction = payload, env
         # Each rank receives the addresses of all as arguments, without the driver: constructors start when all are up.
         self.infos = [worker.tidemill_describe.remote() for worker in self.workers]
+        self._ready = self._construct(range(len(self.workers)))
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace the processes of ranks and start the construction of their workers; `wait_ready` waits for it.
+
+        Raises:
+            RuntimeError: another driver started the group.
+        """
+        if self._start is None:
+            raise RuntimeError(
+                f"ranks of group {self.record.name!r} can only be restarted by the driver that started the group"
+            )
+        exiting = self._local_process_groups(ranks)
+        for rank in ranks:
+            ray.kill(self.workers[rank], no_restart=True)
+        self._wait_for_exit(exiting)
+        for rank in ranks:
+            self.workers[rank] = self._start(rank)
+            self.infos[rank] = self.workers[rank].tidemill_describe.remote()
+        self.death = None
+        self._hosts = []
+        self._ready = self._construct(ranks)
+
+    def _construct(self, ranks: Iterable[int]) -> CallFuture:
+        assert self._construction is not None
+        payload, env = self._construction
         pairs = {
-            rank: worker.tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
-            for rank, worker in enumerate(self.workers)
+            rank: self.workers[rank].tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
+            for rank in ranks
         }
-        self._ready = CallFuture(
+        return CallFuture(
             Call(
                 processes=self,
                 group=self.record.name,
@@ -116,11 +152,14 @@ class WorkerProcesses:
         if self._closed:
             return
         connected = ray.is_initialized()
-        groups = self._local_process_groups() if connected else []
+        exiting = self._local_process_groups(range(len(self.infos))) if connected else []
         self._closed = True
         _kill(self.workers if connected else [], self._release_resources)
+        self._wait_for_exit(exiting)
+
+    def _wait_for_exit(self, process_groups: Sequence[int]) -> None:
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        while left := [group for group in groups if _exists(group)]:
+        while left := [group for group in process_groups if _exists(group)]:
             if time.monotonic() > deadline:
                 _logger.warning(
                     "processes of group %r have not exited %g s after they were killed; their process groups: %s",
@@ -131,9 +170,10 @@ class WorkerProcesses:
                 return
             time.sleep(0.02)
 
-    def _local_process_groups(self) -> list[int]:
-        """Return the process groups of the workers on this node. Ray makes each worker the leader of its own."""
-        ready, _ = ray.wait(self.infos, num_returns=len(self.infos), timeout=0) if self.infos else ([], [])
+    def _local_process_groups(self, ranks: Iterable[int]) -> list[int]:
+        """Return the process groups of ranks on this node. Ray makes each worker the leader of its own."""
+        infos = [self.infos[rank] for rank in ranks]
+        ready, _ = ray.wait(infos, num_returns=len(infos), timeout=0) if infos else ([], [])
         here = ray.get_runtime_context().get_node_id()
         groups = []
         for ref in ready:
@@ -182,16 +222,19 @@ def start_processes(
         placement=placement,
         detached=lifetime == "detached",
     )
-    processes = WorkerProcesses(record, [], lambda: pool.release(name))
+    remote_class = ray.remote(actor_class(roles))
+
+    def start(rank: int) -> Any:
+        options = placement.actor_options(rank)
+        if lifetime is not None:
+            options["name"] = actor_name(name, rank)
+        if lifetime == "detached":
+            options["lifetime"] = "detached"
+        return remote_class.options(**options).remote()
+
+    processes = WorkerProcesses(record, [], lambda: pool.release(name), start)
     try:
-        remote_class = ray.remote(actor_class(roles))
-        for rank in range(pool.world_size):
-            options = placement.actor_options(rank)
-            if lifetime is not None:
-                options["name"] = actor_name(name, rank)
-            if lifetime == "detached":
-                options["lifetime"] = "detached"
-            processes.workers.append(remote_class.options(**options).remote())
+        processes.workers += [start(rank) for rank in range(pool.world_size)]
         processes.construct(payload, env)
     except BaseException:
         processes.shutdown()
