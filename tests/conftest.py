@@ -18,6 +18,9 @@ from command_process import Command
 
 # Exact matches are too rare after a short warm-up. With partial rewards, every group has a gradient.
 _REWARDS = """
+import os, pathlib, signal
+VICTIM = pathlib.Path(__file__).parent / "victim"
+
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     right = sum(a == b for a, b in zip(solution_str, ground_truth)) / max(len(solution_str), len(ground_truth))
     return {"score": right, "acc": solution_str == ground_truth}
@@ -25,6 +28,14 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
 def equal_for_half(data_source, solution_str, ground_truth, extra_info):
     if int(ground_truth) % 2:
         return 1.0
+    return right_digits(data_source, solution_str, ground_truth, extra_info)
+
+def with_engine_death(data_source, solution_str, ground_truth, extra_info):
+    try:
+        os.kill(int(VICTIM.read_text()), signal.SIGKILL)  # once
+        VICTIM.unlink()
+    except FileNotFoundError:
+        pass
     return right_digits(data_source, solution_str, ground_truth, extra_info)
 
 broken_problems = set()

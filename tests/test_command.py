@@ -115,12 +115,24 @@ def test_resume_in_new_processes_is_bitwise_equal(start, recipe, backend):
     [("sglang::scheduler", "rollout"), ("ray::ActorWorker", "rank 0 of group 'actor'|rank 1 of group 'actor'")],
 )
 def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, message):
-    command = start(*recipe, f"trainer.name={victim.replace(':', '')}", "trainer.total_steps=500")
+    limits = ["rollout.max_restarts=0", "trainer.total_steps=500"]
+    command = start(*recipe, f"trainer.name={victim.replace(':', '')}", *limits)
     command.wait_for(r"rl +2 ")
     command.find(victim).kill()
     assert command.end() == 1
     command.check_one_error(message)
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
+
+
+def test_killed_engine_is_started_again_and_the_run_continues(start, recipe):
+    command = start(*recipe, "trainer.name=restarted", "trainer.total_steps=60")
+    command.wait_for(r"rl +2 ")
+    command.find("sglang::scheduler").kill()
+    command.wait_for("rank 0 of group 'rollout' died and is started again")
+    assert command.end(timeout_s=240) == 0
+    steps = read_steps(_run_dir(recipe) / "restarted")
+    assert sorted(steps) == list(range(1, 61))
+    assert steps[60]["rollout/num_engine_restarts"] == 1
 
 
 _LIMITS = (

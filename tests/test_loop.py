@@ -171,6 +171,24 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
         assert torch.equal(weights[1][name], value), name
 
 
+def test_run_whose_engine_is_killed_equals_an_uninterrupted_run(eight_steps, train_in, warmed_up, make_config, cluster):
+    """The first reward of the run kills the engine, while episodes of step 1 wait for their tokens."""
+    rewards = make_config().reward.function.replace(":right_digits", ":with_engine_death")
+    victim = ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid
+    before = cluster.engines.num_restarts
+    Path(rewards.partition(":")[0]).with_name("victim").write_text(str(victim))
+    run, _ = train_in(warmed_up, f"reward.function={rewards}")
+    whole, again = _steps(eight_steps[0]), _steps(run)
+    assert cluster.engines.num_restarts == before + 1
+    assert ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid != victim
+    assert [row["weight_update/version"] for row in again.values()] == list(range(1, 9))
+    for step, row in whole.items():
+        for name, value in row.items():
+            if not name.startswith(("ledger/", "rollout/num_engine_restarts", *TIMES)):
+                assert again[step][name] == value, (step, name)
+    assert trained_problems(run.ledger) == trained_problems(eight_steps[0].ledger)
+
+
 def test_adapter_calls_reach_the_engine(cluster):
     engine = RayEngine(cluster.rollout.workers[0], "rank 0 of group 'rollout'", tp_size=1, timeout_s=60)
     assert engine.adapters() == []

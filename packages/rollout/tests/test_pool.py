@@ -171,6 +171,25 @@ def test_request_of_a_dead_engine_continues_on_another_with_the_same_tokens():
     asyncio.run(run())
 
 
+def test_requests_wait_for_a_restart_where_the_pool_awaits_one():
+    async def check():
+        engine = HeldEngine()
+        pool = EnginePool({"a": engine}, awaits_restart=True)
+        task = asyncio.create_task(pool.generate(PROMPT, SAMPLING, session_id="s"))
+        await settle()
+        engine.die()
+        await settle()
+        assert pool.metrics()["num_waiting"] == 1
+        again = HeldEngine()
+        pool.add("a", again, version=0)
+        await settle()
+        again.finish()
+        assert await task == reply(PROMPT, SAMPLING)
+        assert pool.metrics()["num_failovers"] == 1
+
+    asyncio.run(check())
+
+
 def test_error_lists_all_engines_with_their_last_error_when_none_is_left():
     async def run():
         case = Case()

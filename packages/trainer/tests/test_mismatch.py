@@ -17,13 +17,15 @@ def test_differences_of_trained_tokens_are_measured():
 
 
 @pytest.mark.parametrize(("dtypes", "limit"), [(("float32", "float32"), 0.005), (("bfloat16", "float32"), 0.05)])
-def test_first_batch_has_a_strict_limit_and_later_ones_four_times_as_much(dtypes, limit):
+def test_first_batch_after_a_start_has_a_strict_limit_and_later_ones_four_times_as_much(dtypes, limit):
     close, apart = (_batch([-1.0, -1.0, 0.0], [-1.0 - d, -1.0 - d, 0.0]) for d in (0.9 * limit, 1.1 * limit))
     with pytest.raises(MismatchError, match="the engines do not sample from the policy that is trained"):
         MismatchGate(None, dtypes).check(apart)
     gate = MismatchGate(None, dtypes)
     gate.check(close)
     gate.check(apart)
+    with pytest.raises(MismatchError, match=f"more than {limit:g} "):
+        gate.check(apart, num_restarts=1)
     with pytest.raises(MismatchError, match=f"more than {4 * limit:g} "):
         gate.check(_batch([-1.0, -1.0, 0.0], [-1.0 - 5 * limit] * 3))
 

@@ -48,13 +48,15 @@ class EnginePool:
     Args:
         engines: engines by name; names appear in errors and metrics.
         version: weight version of all of them.
+        awaits_restart: where no engine is left, requests wait until one is restarted (`add`) instead of failing.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], *, version: int = 0) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, version: int = 0, awaits_restart: bool = False) -> None:
         if not engines:
             raise ValueError("an engine pool requires at least one engine, got none")
         self._members = {name: _Member(name, engine, version) for name, engine in engines.items()}
         self._newest = version
+        self._awaits_restart = awaits_restart
         self._sessions: dict[str, _Member] = {}  # least recently used first
         self._num_requests = 0
         self._num_waiting = 0
@@ -144,7 +146,7 @@ class EnginePool:
     async def _member_for(self, session_id: str) -> _Member:
         """Wait for an engine with the newest version and assign it to the session."""
         while not (candidates := self._candidates()):
-            if all(member.error is not None for member in self._members.values()):
+            if not self._awaits_restart and all(member.error is not None for member in self._members.values()):
                 raise EngineDiedError(f"none of {len(self._members)} engines is left ({self}); restart them")
             self._num_waiting += 1
             try:

@@ -29,6 +29,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         super().__init__(config, log_dir)
         self._has_adapter_reference = has_adapter_reference(config)
         self._loss = Algorithm.of(config).loss
+        self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
 
     @register(compute)
@@ -61,7 +62,10 @@ class ActorWorker(PolicyWorker, RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient]) -> None:
-        """Create the weight updater for these engines."""
+        """Create the weight updater for these engines; a second call replaces it."""
+        if self._updater is not None:
+            self._updater.close()
+        self._clients = engines
         update = self._config.weight_update
         dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
         if self._config.engine.weight_dtype(self._config.model) == self._config.rollout.dtype:
@@ -76,17 +80,25 @@ class ActorWorker(PolicyWorker, RoleWorker):
         )
 
     @register(Dispatch.ONE_TO_ALL)
-    def update_weights(self, weight_version: int | str) -> dict[str, float]:
-        """Send the weights of the policy to all engines and return `weight_update/*` metrics.
+    def update_weights(self, weight_version: int | str, only: Sequence[int] | None = None) -> dict[str, float]:
+        """Send the weights of the policy to engines.
+
+        Args:
+            weight_version: version that the engines report afterwards.
+            only: numbers of the engines to update; None: all.
+
+        Returns:
+            `weight_update/*` metrics.
 
         Raises:
             RuntimeError: an engine was not updated; the run requires all of them.
         """
         assert self._updater is not None, "call connect_engines() first"
         shards = ((name, to_local_shard(part)) for name, part in self._engine.get_per_tensor_shards())
+        engines = None if only is None else [self._clients[number] for number in only]
         # With a list, the engines check all tensors before they change any. Copies are streamed to save memory.
         named = shards if self._engine.streams_weights else list(shards)
-        stats = self._updater.update(named, weight_version=weight_version)
+        stats = self._updater.update(named, weight_version=weight_version, engines=engines)
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(

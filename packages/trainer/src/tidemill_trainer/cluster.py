@@ -19,7 +19,8 @@ from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rollout import EngineFiles, RayEngine, RolloutWorker
+from tidemill_trainer.rollout import EngineFiles, RolloutWorker
+from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
@@ -41,12 +42,14 @@ class Cluster:
     Attributes:
         actor: the group of `ActorWorker`s, one per training process.
         rollout: the group of `RolloutWorker`s, one per engine.
+        engines: the engines in these processes.
         episodes: the processes that run episodes.
         watch: the watch over the waits of the driver; the caller enters it.
     """
 
     actor: RayWorkerGroup
     rollout: RayWorkerGroup
+    engines: Engines
     episodes: EpisodePool
 
     def __init__(self, config: Config, run: RunDir, progress: Progress, *, has_training: bool = True) -> None:
@@ -155,10 +158,11 @@ class Cluster:
             blocking=False,
         )
         self._groups.append(self.rollout)
+        self.engines = Engines(self.rollout, config, self._progress)
         if self._has_training:
             self._start_training(on_gpu[config.engine.device], no_leftovers)
         self.episodes = self._pool = EpisodePool(
-            config.episode.num_workers, self.rollout, logs, self._progress, self.watch
+            config.episode.num_workers, self.engines, logs, self._progress, self.watch
         )
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
@@ -178,27 +182,16 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""
-        config = self._config
         what = "starting SGLang" + (" and the training workers" if self._has_training else "")
         with self.watch.waits("start"), self._progress.waiting(what):
-            serving = self.rollout.start_engine()
+            serving = self.engines.start()
             if self._has_training:
                 self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
             serving.get()
         if not self._has_training:
             return
         with self.watch.waits("connect"):
-            self.actor.connect_engines(
-                [
-                    RayEngine(
-                        worker,
-                        f"rank {rank} of group 'rollout'",
-                        tp_size=config.rollout.tensor_parallel_size,
-                        timeout_s=config.weight_update.timeout_s,
-                    )
-                    for rank, worker in enumerate(self.rollout.workers)
-                ]
-            )
+            self.engines.connect(self.actor)
 
     def _queues(self) -> dict[str, Any]:
         """Return references to the descriptions of the queues of engines and episode workers, by owner."""

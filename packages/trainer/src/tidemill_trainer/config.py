@@ -68,6 +68,7 @@ class RolloutConfig:
         max_log_prob_abs_diff: the run stops when the mean difference of the log-probs of rollout and training is
             larger (see `tidemill_trainer.mismatch`). None: a limit by dtype.
         timeout_s: timeout of the engine's start and of the generation of one reply.
+        max_restarts: how many engines that died may be started again during the run; one more ends it.
     """
 
     n: Annotated[int, AfterValidator(_group_size)] = 8
@@ -86,6 +87,7 @@ class RolloutConfig:
     engine_args: dict[str, Any] = field(default_factory=dict)
     max_log_prob_abs_diff: Positive | None = None
     timeout_s: Positive = 1800.0
+    max_restarts: CountOrZero = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,20 +15,25 @@ class MismatchGate:
     """Compare the log-probs of rollout and training, and stop the run if they do not belong to the same policy.
 
     The mean of |rollout - training| over the tokens of a batch has a limit: 0.005 if both compute in float32, 0.01 with
-    float16 and 0.05 with bfloat16. It applies to the first batch, and so after each start and resume; later batches may
-    have four times as much. Stale or wrong weights, another chat template or other sampling parameters exceed it.
+    float16 and 0.05 with bfloat16. It applies to the first batch after each start and resume, and after the restart of
+    an engine; later batches may have four times as much. Stale or wrong weights, another chat template or other
+    sampling parameters exceed it.
 
     Args:
-        limit: limit for the first batch; None: by dtype.
+        limit: limit for the first batch after a start; None: by dtype.
         dtypes: dtypes of the weights in the engines and in training.
     """
 
     def __init__(self, limit: float | None, dtypes: tuple[str, ...]) -> None:
         self._limit = max(_LIMITS.get(dtype, 0.05) for dtype in dtypes) if limit is None else limit
-        self._is_first = True
+        self._num_restarts: int | None = None
 
-    def check(self, batch: DataProto) -> dict[str, float]:
+    def check(self, batch: DataProto, num_restarts: int = 0) -> dict[str, float]:
         """Check a batch with `rollout_log_probs`, `old_log_probs` and `response_mask`.
+
+        Args:
+            batch: batch of a step.
+            num_restarts: engines that were started again since the start of the run.
 
         Returns:
             `rollout/log_prob_abs_diff/mean` and `/max`.
@@ -47,7 +52,7 @@ class MismatchGate:
                 )
         difference = (rollout - training).abs()
         mean, largest = (difference.mean().item(), difference.max().item()) if len(difference) else (0.0, 0.0)
-        limit = self._limit if self._is_first else _LATER * self._limit
+        limit = _LATER * self._limit if num_restarts == self._num_restarts else self._limit
         if mean > limit:
             raise MismatchError(
                 f"the log-probs of rollout and training differ by {mean:.3g} on average, more than {limit:g} (largest "
@@ -55,5 +60,5 @@ class MismatchGate:
                 "is trained. Check that both load the same model, dtype and chat template; raise "
                 "rollout.max_log_prob_abs_diff only if the difference is expected"
             )
-        self._is_first = False
+        self._num_restarts = num_restarts
         return {"rollout/log_prob_abs_diff/mean": mean, "rollout/log_prob_abs_diff/max": largest}

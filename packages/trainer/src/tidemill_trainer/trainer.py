@@ -63,6 +63,7 @@ class Trainer:
         assert inputs.train is not None
         self._config = config
         self._actor = cluster.actor
+        self._engines = cluster.engines
         self._learner = Learner(config, cluster.actor)
         self._waits = cluster.watch.waits
         self._tokenizer = inputs.tokenizer
@@ -92,7 +93,9 @@ class Trainer:
                 with timing("old_log_prob"):
                     assert episodes.rows is not None
                     batch = self._learner.infer(episodes.rows)
-                    metrics = {} if self._config.algorithm.bypass_mode else self._gate.check(batch)
+                    metrics = {}
+                    if not self._config.algorithm.bypass_mode:
+                        metrics |= self._gate.check(batch, self._engines.num_restarts)
                 with timing("adv"):
                     scored = self._score(episodes, step)
                     batch, of_rewards = self._learner.add_advantages(batch, scored)
@@ -103,7 +106,7 @@ class Trainer:
                     step, episodes, int(ragged.values(batch["response_mask"]).bool().sum())
                 )
                 with timing("update_weights"):
-                    metrics |= self._actor.update_weights(step)[0]
+                    metrics |= self._engines.update_weights(step)
                 is_last = step == config.total_steps
                 if is_last or _is_due(step, config.test_freq):
                     with timing("testing"):
@@ -127,7 +130,7 @@ class Trainer:
                 self._learner.init_roles(self._run.initial_policy, is_resumed=True)
                 self._learner.load_checkpoint(path)
             with self._waits("update_weights"):
-                self._actor.update_weights(step)
+                self._engines.update_weights(step)
             self._run.remove_after(step)
             self._rollouts.resume(step)
             self._read_accuracy()
@@ -145,7 +148,7 @@ class Trainer:
                 self._checkpoints.save(0, self._write_checkpoint)
         else:
             with self._waits("update_weights"):
-                self._actor.update_weights(0)
+                self._engines.update_weights(0)
             if self._config.trainer.val_before_train:
                 self._run.append_metrics({"step": 0, "phase": "rl"} | self._validate())
         self._accuracy_before = self._accuracy
@@ -166,7 +169,7 @@ class Trainer:
                 is_tested = step == config.max_steps or _is_due(step, config.test_freq)
                 if is_tested:
                     with self._waits("update_weights"):
-                        self._actor.update_weights(f"warmup-{step}")
+                        self._engines.update_weights(f"warmup-{step}")
                     metrics |= self._validate()
             # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())

@@ -145,3 +145,24 @@ def test_stopped_engine_fails_waiting_and_later_requests():
             await mailbox.generate([5], SamplingParams(), session_id="s")
 
     asyncio.run(run())
+
+
+def test_restarted_engine_receives_the_requests_that_come_after_its_restart():
+    """A call of the engine that died, which may still wait, takes none of them."""
+
+    async def run():
+        mailbox = Mailbox("engine 3")
+        stale = asyncio.create_task(mailbox.take())
+        await asyncio.sleep(0)
+        mailbox.fail("killed")
+        assert await stale == await mailbox.take() == ([], [])
+        assert mailbox.reopen()
+        assert not mailbox.reopen()
+        waiting = asyncio.create_task(mailbox.generate([5], SamplingParams(), session_id="s"))
+        await asyncio.sleep(0)
+        [request], cancelled = await mailbox.take()
+        generation = Generation(token_ids=[6], log_probs=[-1.0], finish_reason="stop", versions=[("3", 1)])
+        mailbox.give([(request.id, generation)])
+        assert (await waiting, cancelled) == (generation, [])
+
+    asyncio.run(run())

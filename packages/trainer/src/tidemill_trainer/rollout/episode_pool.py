@@ -12,12 +12,12 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 from tidemill_dataproto import DataProto
-from tidemill_dispatch.ray import RayWorkerGroup
 from tidemill_rollout import Outcome
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.episode_worker import PART_INTERVAL_S, EpisodeWorker
 from tidemill_trainer.stalls.watch import Watch
@@ -77,15 +77,13 @@ class EpisodePool:
 
     Args:
         num_workers: number of processes.
-        engines: the group of `RolloutWorker`s. Their engines must have started before `load`.
+        engines: engines of the run. They must have started before `load`.
         log_dir: folder for the logs of the processes.
         progress: terminal output.
         watch: writes a report about a worker that is blocked before the worker is replaced.
     """
 
-    def __init__(
-        self, num_workers: int, engines: RayWorkerGroup, log_dir: str, progress: Progress, watch: Watch
-    ) -> None:
+    def __init__(self, num_workers: int, engines: Engines, log_dir: str, progress: Progress, watch: Watch) -> None:
         self._engines = engines
         self._log_dir = log_dir
         self._progress = progress
@@ -103,7 +101,7 @@ class EpisodePool:
         is_connected = self._config is not None
         self._config = config
         if not is_connected:
-            self._engines.connect_episode_workers(self.workers)
+            self._engines.serve(self.workers)
         self._load(self.workers)
 
     def run(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> Episodes:
@@ -114,7 +112,7 @@ class EpisodePool:
             greedy: decode greedily, for validation.
 
         Raises:
-            WorkerDiedError: an engine died.
+            WorkerDiedError: engines died more often than `rollout.max_restarts`.
         """
         shares = np.array_split(np.arange(len(tasks)), len(self.workers))
         waiting = deque([tasks[index] for index in share] for share in shares if len(share) > 0)
@@ -154,7 +152,7 @@ class EpisodePool:
     def _start(self, number: int) -> Any:
         options = {"num_cpus": 1, "max_concurrency": 10_000, "scheduling_strategy": "SPREAD"}
         worker = ray.remote(EpisodeWorker).options(**options)
-        return worker.remote(number, len(self._engines.workers), self._log_dir)
+        return worker.remote(number, len(self._engines), self._log_dir)
 
     def _load(self, workers: Sequence[Any]) -> None:
         try:
@@ -173,7 +171,7 @@ class EpisodePool:
         ready, _ = ray.wait(list(running), num_returns=1, timeout=2 * PART_INTERVAL_S)
         now = time.monotonic()
         if not ready or now - self._checked_s > 2 * PART_INTERVAL_S:
-            self._engines.check_alive()
+            self._engines.poll()
             self._checked_s = now
         late = [stream for stream, batch in running.items() if now - batch.last_part_s > _BLOCKED_S]
         return ready + [stream for stream in late if stream not in ready]
@@ -215,7 +213,7 @@ class EpisodePool:
         self._progress.warn(f"{reason}; {len(batch.tasks)} episodes that it was running are repeated")
         ray.kill(self.workers[batch.worker])
         worker = self.workers[batch.worker] = self._start(batch.worker)
-        self._engines.connect_episode_workers([worker])
+        self._engines.serve([worker])
         self._load([worker])
 
     def _repeated(

@@ -41,7 +41,8 @@ class EpisodeWorker:
     def __init__(self, number: int, num_engines: int, log_dir: str) -> None:
         join_run(log_dir, f"episodes_{number}")
         self._mailboxes = [Mailbox(f"engine {rank}") for rank in range(num_engines)]
-        self._pool = EnginePool({f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)})
+        engines = {f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)}
+        self._pool = EnginePool(engines, awaits_restart=True)
         self._endpoint: Endpoint | None = None
         self._experts_shape: tuple[int, int] | None = None
         self._num_reported = 0
@@ -137,6 +138,12 @@ class EpisodeWorker:
     async def fail(self, engine: int, reason: str) -> None:
         """Fail the requests to an engine that has stopped."""
         self._mailboxes[engine].fail(reason)
+
+    async def reopen(self, engine: int) -> None:
+        """Send requests to an engine again that was restarted and has the current weights."""
+        mailbox = self._mailboxes[engine]
+        if mailbox.reopen():
+            self._pool.add(f"engine {engine}", mailbox, version=0)
 
 
 def session_config(config: Config) -> SessionConfig:

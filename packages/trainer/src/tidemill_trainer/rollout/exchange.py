@@ -78,8 +78,12 @@ class Mailbox:
         return f"{len(self._waiting)} requests wait for {self._name}, which has not fetched {len(self._new)} of them"
 
     async def take(self) -> tuple[list[Request], list[int]]:
-        """Wait for new or cancelled requests, and return them; the engine calls it."""
-        await self._has_mail.wait()
+        """Wait for new or cancelled requests, and return them; the engine calls it.
+
+        A call of an engine that has died returns as well, so that it does not take requests to the restarted one.
+        """
+        if self._failure is None:
+            await self._has_mail.wait()
         self._has_mail.clear()
         new, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
@@ -99,9 +103,16 @@ class Mailbox:
     def fail(self, reason: str) -> None:
         """Fail all waiting requests and those to come: the engine has stopped."""
         self._failure = f"{self._name} has stopped: {reason}"
+        self._new, self._cancelled = [], []
+        self._has_mail.set()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(EngineDiedError(self._failure))
+
+    def reopen(self) -> bool:
+        """Accept requests again: the engine was restarted. Return whether it had failed."""
+        has_failed, self._failure = self._failure is not None, None
+        return has_failed
 
 
 async def serve(engine: Engine, worker: Any, number: int) -> None:
