@@ -124,13 +124,15 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
 
 
-def test_killed_engine_is_started_again_and_the_run_continues(start, recipe):
-    command = start(*recipe, "trainer.name=restarted", "trainer.total_steps=60")
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num_engines):
+    name = f"restarted-{num_engines}"
+    command = start(*recipe, f"trainer.name={name}", f"rollout.num_engines={num_engines}", "trainer.total_steps=60")
     command.wait_for(r"rl +2 ")
     command.find("sglang::scheduler").kill()
-    command.wait_for("rank 0 of group 'rollout' died and is started again")
+    command.wait_for("rank [01] of group 'rollout' died and is started again")
     assert command.end(timeout_s=240) == 0
-    steps = read_steps(_run_dir(recipe) / "restarted")
+    steps = read_steps(_run_dir(recipe) / name)
     assert sorted(steps) == list(range(1, 61))
     assert steps[60]["rollout/num_engine_restarts"] == 1
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,13 @@ def test_run_whose_engine_is_killed_equals_an_uninterrupted_run(eight_steps, tra
             if not name.startswith(("ledger/", "rollout/num_engine_restarts", *TIMES)):
                 assert again[step][name] == value, (step, name)
     assert trained_problems(run.ledger) == trained_problems(eight_steps[0].ledger)
+
+
+@pytest.mark.slow
+def test_engine_that_dies_between_two_calls_has_the_weights_of_the_next_update(eight_steps, cluster):
+    os.kill(ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid, signal.SIGKILL)
+    cluster.engines.update_weights("after its death")
+    assert ray.get(cluster.rollout.workers[0].get_weight_version.remote()) == "after its death"
 
 
 def test_adapter_calls_reach_the_engine(cluster):
