@@ -5,10 +5,12 @@ import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tidemill_testing import tiny_reward_model
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.learner import Learner
+from transformers import AutoModelForSequenceClassification
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -32,6 +34,7 @@ def learner(ray_cluster, assets, tmp_path):
         groups.append(group)
         group.init_model().get()
         made = Learner(config, group)
+        made.init_reward_model()
         made.init_roles(tmp_path / "initial_policy", is_resumed=False)
         return made
 
@@ -95,6 +98,24 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
     restored = made.infer(trained)
     for name in ("old_log_probs", "values", "ref_log_prob"):
         assert torch.equal(ragged.values(restored[name]), ragged.values(after[name])), name
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_reward_model_has_the_scores_of_transformers(learner, rows, tmp_path, backend):
+    trained, _ = rows
+    path = tiny_reward_model(tmp_path / "reward_model", "qwen2", vocab_size=15)
+    made = learner(f"engine.backend={backend}", f"reward_model.path={path}", "actor.num_workers=2")
+    batch = made.infer(trained)
+    torch.testing.assert_close(batch["rm_scores"], plain_scores(path, trained), atol=1e-5, rtol=0)
+    assert torch.equal(made.score(trained)["rm_scores"], batch["rm_scores"])  # as in a validation
+    assert "values" not in batch.batch
+
+
+def plain_scores(path, batch):
+    """Scores of the rows in plain transformers, one by one and without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        return torch.stack([model(input_ids=row[None]).logits[0, 0] for row in batch["input_ids"].unbind()])
 
 
 def test_reference_of_an_adapter_is_the_model_without_it(learner, rows):

@@ -101,3 +101,12 @@ def test_router_replay_of_engine_alone_is_rejected(config_file):
         load_config(config_file, ["engine.backend=megatron", "engine.router_replay=true"])
     with pytest.raises(ConfigError, match=r"actor\.router_replay\.mode must be 'disabled', 'R2' or 'R3', got 'R4'"):
         load_config(config_file, ["engine.backend=megatron", "actor.router_replay.mode=R4"])
+
+
+def test_reward_model_requires_room_for_one_more_token(config_file):
+    rows = ["engine.max_token_len_per_gpu=1024"]
+    load_config(config_file, rows)
+    with pytest.raises(
+        ConfigError, match=r"must be < engine\.max_token_len_per_gpu=1024 with reward_model\.path, .*1024"
+    ):
+        load_config(config_file, [*rows, "reward_model.path=rm"])

@@ -1,12 +1,15 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tidemill_rollout import Outcome, Problem
+from tidemill_trainer.algorithm_config import RewardModelConfig
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG, main
+from tidemill_trainer.config import RewardConfig
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.evaluate import evaluation_config, write_results
@@ -111,6 +114,15 @@ def test_evaluation_without_validation_files_is_rejected(tmp_path):
     (tmp_path / "mine.toml").write_text('[model]\npath = "m"\n')
     with pytest.raises(ConfigError, match=r"an evaluation requires data\.val_files"):
         evaluation_config(tmp_path / "mine.toml", [])
+
+
+def test_evaluation_has_no_reward_model_and_requires_another_reward(assets, tmp_path):
+    config = load_config(DEMO_CONFIG, [*assets, "reward_model.path=rm"])
+    save_config(config, tmp_path / "sum.toml")
+    assert evaluation_config(tmp_path / "sum.toml", [])[0].reward_model == RewardModelConfig()
+    save_config(replace(config, reward=RewardConfig()), tmp_path / "alone.toml")
+    with pytest.raises(ConfigError, match=r"runs no reward model; set reward\.function"):
+        evaluation_config(tmp_path / "alone.toml", [])
 
 
 @pytest.mark.parametrize("n", ["0", "-1", "many"])

@@ -51,11 +51,12 @@ def test_failed_episodes_do_not_lower_the_accuracy():
         "val/accuracy": 0.5,
         "val-core/sums/acc/mean@1": 1.0,
         "val-core/other/acc/mean@1": 0.0,
+        "val/num_errors": 1.0,
     }
 
 
 def test_validation_whose_episodes_all_failed_has_no_accuracy():
-    assert validation_metrics([_summary(0, FAILED), _summary(1, FAILED)]) == {}
+    assert validation_metrics([_summary(0, FAILED), _summary(1, FAILED)]) == {"val/num_errors": 2.0}
 
 
 def test_episodes_are_counted_by_status_reason_and_source():

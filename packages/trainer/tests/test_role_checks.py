@@ -1,6 +1,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.demo.model import piece_tokenizer
@@ -42,6 +44,58 @@ def test_other_tokenizer_is_refused_with_the_difference(check, model, role, key)
         ConfigError, match=rf"{role}\.path: expected the tokenizer of .* 16 tokens instead of 15, and '-'"
     ):
         check(f"algorithm.{key}", f"{role}.path={folder}")
+
+
+@pytest.fixture
+def reward_model(model):
+    """`reward_model({name: shape})`: override with the folder of a model with these weights."""
+
+    def make(shapes, pieces="0123456789+="):
+        folder = model(pieces)
+        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+        return f"reward_model.path={folder}"
+
+    return make
+
+
+def test_reward_model_with_one_label_and_the_tokenizer_of_the_policy_is_accepted(check, reward_model):
+    check(reward_model({"score.weight": (1, 4)}), "reward_model.coef=0.5", "algorithm.filter_groups=acc")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"lm_head.weight": (15, 4)}, r"with one label .*, but the weights in .* have no score.weight \(architectures"),
+        ({"score.weight": (3, 4)}, r"with one label .*, but score.weight in .* has the shape \[3, 4\]"),
+        ({"score.weight": (4,)}, r"has the shape \[4\]; use a model with one label"),
+    ],
+)
+def test_reward_model_without_a_head_of_one_label_is_refused(check, reward_model, shapes, message):
+    with pytest.raises(ConfigError, match=rf"config key reward_model\.path: expected a sequence-cl.* {message}"):
+        check(reward_model(shapes))
+
+
+def test_reward_model_with_another_tokenizer_or_without_weights_is_refused(check, model, reward_model):
+    with pytest.raises(ConfigError, match=r"reward_model\.path: expected the tokenizer of .* 16 tokens instead of 15"):
+        check(reward_model({"score.weight": (1, 4)}, "0123456789+=-"))
+    with pytest.raises(ConfigError, match=r"reward_model\.path: .*safetensors"):
+        check(f"reward_model.path={model('0123456789+=')}")
+    with pytest.raises(ConfigError, match=r"reward_model\.path: expected a Hugging Face model in .*/nowhere"):
+        check("reward_model.path=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("algorithm.adv_estimator=remax", 'algorithm.adv_estimator="remax", which does not rate an episode by its'),
+        ("algorithm.filter_groups=score", 'algorithm.filter_groups="score"'),
+    ],
+)
+def test_setting_that_needs_the_reward_before_the_score_is_refused(check, reward_model, override, key):
+    with pytest.raises(ConfigError) as refused:
+        check(reward_model({"score.weight": (1, 4)}), override)
+    assert key in str(refused.value)
+    assert "reward_model.path" in str(refused.value)
 
 
 def test_column_that_the_trainer_does_not_have_is_refused(check, tmp_path):
@@ -86,6 +140,7 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
     [
         (["algorithm.adv_estimator=opd"], r"teacher\.path is required by the estimator \"opd\"; set it"),
         (["teacher.path=t"], r"section teacher has no effect: it is used by the estimator \"opd\"; remove it"),
+        (["reward_model.coef=2.0"], r"section reward_model has no effect: it is used by runs with reward_model.path"),
         (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
         (["critic.warmup_steps=2"], r"section critic has no effect: .*\"gae\" and \"vapo\""),
         (["algorithm.kl_loss_coef=1", "reference.path=nowhere"], r"reference\.path: expected a .*/nowhere, found no"),

@@ -35,14 +35,19 @@ def tiny_model(
         overrides: fields of the family's Hugging Face config. Weights have a standard deviation of 0.1, so that logits
             differ clearly between tokens.
     """
+    return _save(path, family, "ForCausalLM", seed, dtype, overrides)
+
+
+def tiny_reward_model(path: Path, family: str = "qwen3", *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random float32 model for sequence classification with one label; see `tiny_model`."""
+    return _save(path, family, "ForSequenceClassification", seed, torch.float32, {"num_labels": 1} | overrides)
+
+
+def _save(path: Path, family: str, head: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]) -> Path:
     import transformers
 
-    config_cls, model_cls = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[family]
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[family]
+    config_cls, model_cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}{head}")
     fields = _DEFAULTS | ({} if family == "qwen2" else {"head_dim": 16}) | (_EXPERTS if "moe" in family else {})
     fields |= overrides
     config = config_cls(**fields, initializer_range=0.1)

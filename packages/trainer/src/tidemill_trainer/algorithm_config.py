@@ -136,3 +136,22 @@ class TeacherConfig:
 
     path: str | None = None
     param_offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """A reward model: a model for sequence classification with one label, whose output is the score of an episode.
+
+    The score is the output at the last token of the conversation, as transformers' `...ForSequenceClassification`
+    computes it for the row without padding. `coef` times the score is added to the reward of the reward function or
+    episode, or is the whole reward if there is none.
+
+    Attributes:
+        path: folder of the model, with the tokenizer of the policy; None: no reward model.
+        coef: factor of the score in the reward.
+        param_offload: keep its weights on the CPU while they are not used.
+    """
+
+    path: str | None = None
+    coef: Positive = 1.0
+    param_offload: bool = False

@@ -10,7 +10,13 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from tidemill_engines import EngineConfig
 
-from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from tidemill_trainer.algorithm_config import (
+    AlgorithmConfig,
+    CriticConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive
 from tidemill_trainer.run_config import BaseDataConfig, BaseTrainerConfig, RunConfig, WorkersConfig, require
 
@@ -123,11 +129,11 @@ class RewardConfig:
 
     Attributes:
         function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr". An error of the function is
-            an environment error of its episode.
+            an environment error of its episode. None: "exact_match", or none at all with a reward model.
         timeout_s: timeout of one call, which then counts as an error; inf disables it.
     """
 
-    function: str = "exact_match"
+    function: str | None = None
     timeout_s: Positive = 60.0
 
 
@@ -227,6 +233,7 @@ class Config(RunConfig):
         reference: the reference policy.
         critic: the value model.
         teacher: the model to distill.
+        reward_model: a model whose score is the reward or a part of it.
         warmup: supervised fine-tuning before reinforcement learning.
         weight_update: transfer of weights to the engines.
         trainer: length, validation, checkpoints and location of the run.
@@ -241,6 +248,7 @@ class Config(RunConfig):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -253,6 +261,12 @@ class Config(RunConfig):
             longest <= cap,
             f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
             f"got {longest}; raise engine.max_token_len_per_gpu",
+        )
+        require(
+            self.reward_model.path is None or longest < cap,
+            f"data.max_prompt_length + rollout.response_length must be < engine.max_token_len_per_gpu={cap} with "
+            f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
+            "engine.max_token_len_per_gpu",
         )
         pool = self.rollout.max_total_tokens
         require(

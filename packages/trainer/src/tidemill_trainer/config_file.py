@@ -118,7 +118,8 @@ def _with_own_paths(config: Config, change: Callable[[str], str]) -> Config:
         critic=replace(config.critic, path=_changed_path(config.critic.path, change)),
         teacher=replace(config.teacher, path=_changed_path(config.teacher.path, change)),
         episode=replace(config.episode, function=changed(config.episode.function)),
-        reward=replace(config.reward, function=changed(config.reward.function)),
+        reward_model=replace(config.reward_model, path=_changed_path(config.reward_model.path, change)),
+        reward=replace(config.reward, function=_changed_path(config.reward.function, changed)),
     )
 
 

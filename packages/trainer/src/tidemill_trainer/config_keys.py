@@ -69,8 +69,8 @@ _ABSENT = {  # verl's keys that have no direct equivalent here
     "resume_mode": "use the option --resume of the command to continue a run",
     "actor_rollout_ref": "use the sections model, engine, optimizer, actor and rollout",
     "optim": "use the section optimizer",
+    "overlong_buffer": "use algorithm.overlong_buffer_len and algorithm.overlong_penalty_factor",
     "custom_reward_function": 'use reward.function="path/file.py:name"',
-    "reward_model": 'this trainer has no reward model; use reward.function="path/file.py:name"',
 }
 
 

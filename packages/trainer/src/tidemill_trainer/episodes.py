@@ -5,7 +5,7 @@ from tidemill_rollout.episodes import single_turn
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
-from tidemill_trainer.rewards import load_reward
+from tidemill_trainer.rewards import reward_function
 
 
 class EpisodeError(RuntimeError):
@@ -19,7 +19,7 @@ def create_episode(config: Config) -> EpisodeFn:
         ConfigError: a function does not exist or cannot be imported; the message names file and function.
     """
     if config.episode.function == "single_turn":
-        return single_turn(load_reward(config.reward.function), reward_timeout_s=config.reward.timeout_s)
+        return single_turn(reward_function(config), reward_timeout_s=config.reward.timeout_s)
     try:
         return load_episode(config.episode.function)
     except (ValueError, ImportError) as error:

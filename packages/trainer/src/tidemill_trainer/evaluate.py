@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from tidemill_trainer.algorithm_config import RewardModelConfig
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rewards import has_own_reward
 from tidemill_trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -51,12 +53,17 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         stem = f"eval-{target.stem}"
     if not config.data.val_files:
         raise ConfigError("an evaluation requires data.val_files; set them")
+    if not has_own_reward(config):
+        raise ConfigError(
+            "an evaluation measures the accuracy with a reward function, and runs no reward model; set reward.function"
+        )
     has_name = any(override.partition("=")[0].strip() == "trainer.name" for override in overrides)
     name = config.trainer.name if has_name else None
     return replace(
         config,
         model=replace(config.model, init_seed=None),
         warmup=replace(config.warmup, max_steps=0),
+        reward_model=RewardModelConfig(),
         trainer=replace(config.trainer, name=name, logger=(), stop_at_accuracy=None),
     ), stem
 

@@ -15,7 +15,7 @@ from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.metrics import critic_metrics, mean_metrics
-from tidemill_trainer.roles import has_adapter_reference, path_of, required_roles
+from tidemill_trainer.roles import Role, has_adapter_reference, path_of, required_roles
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
 
 _INPUTS = ("input_ids", "responses")
@@ -42,8 +42,17 @@ class Learner:
         self._algorithm = Algorithm.of(config)
         self._kl = _kl_controller(config.algorithm)
 
+    def init_reward_model(self) -> None:
+        """Load the reward model, if there is one; unlike the other roles, it also scores validations of the warm-up."""
+        if "reward_model" in self._roles:
+            self._workers.init_roles(["reward_model"], "")
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Add the column `rm_scores` float32 [B] of the reward model."""
+        return batch.union(self._workers.score(batch.select(["input_ids"], [])))
+
     def init_roles(self, initial_policy: Path, *, is_resumed: bool) -> None:
-        """Load the models of the other roles.
+        """Load the models of the other roles, except the reward model.
 
         Those without a path start from the policy before the first step: `model.path`, or after a warm-up the folder
         `initial_policy`, which is written here unless the run is resumed.
@@ -51,19 +60,20 @@ class Learner:
         Raises:
             CheckpointError: a resumed run requires the folder, but it is missing.
         """
-        if not self._roles:
+        roles: list[Role] = [role for role in self._roles if role != "reward_model"]
+        if not roles:
             return
         path = self._config.model.path
-        if self._config.warmup.max_steps > 0 and any(path_of(self._config, role) is None for role in self._roles):
+        if self._config.warmup.max_steps > 0 and any(path_of(self._config, role) is None for role in roles):
             path = str(initial_policy.resolve())
             if not is_resumed:
                 self._workers.save_hf(path)
             elif not initial_policy.exists():
                 raise CheckpointError(
-                    f"the folder {path}, from which {' and '.join(self._roles)} start, is missing; restore it, or set "
+                    f"the folder {path}, from which {' and '.join(roles)} start, is missing; restore it, or set "
                     "the path of these models"
                 )
-        self._workers.init_roles(self._roles, path)
+        self._workers.init_roles(roles, path)
 
     def infer(self, batch: DataProto) -> DataProto:
         """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`.

@@ -14,6 +14,8 @@ from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary
 
+RM_SCORE = "rm_score"
+"""The metric of an episode's outcome that has the score of the reward model."""
 _RATES = {
     "perf/mfu": "perf/mfu/actor",
     "perf/tflops_per_rank": "perf/tflops/actor",
@@ -159,15 +161,21 @@ def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float
 def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
     """Compute `val/accuracy` over all problems, and `val-core/{source}/acc/mean@1` for each data source.
 
+    With a reward model, also `val/rm_score/mean`.
+
     Args:
-        summaries: one episode per problem. Those that failed are not counted; where all failed, there is no accuracy.
+        summaries: one episode per problem. Those that failed are counted in `val/num_errors` only; where all failed,
+            there is no accuracy.
     """
     sound = [summary for summary in summaries if summary.outcome.is_trainable]
+    metrics = {"val/num_errors": float(len(summaries) - len(sound))}
     if not sound:
-        return {}
-    return {"val/accuracy": _accuracy(sound)} | {
+        return metrics
+    metrics |= {"val/accuracy": _accuracy(sound)} | {
         f"val-core/{source}/acc/mean@1": _accuracy(group) for source, group in _by_source(sound).items()
     }
+    scores = [summary.outcome.metrics[RM_SCORE] for summary in sound if RM_SCORE in summary.outcome.metrics]
+    return metrics | ({f"val/{RM_SCORE}/mean": float(np.mean(scores))} if scores else {})
 
 
 def _frac_zero_std_groups(groups: Groups) -> float:

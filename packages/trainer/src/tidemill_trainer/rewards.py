@@ -5,6 +5,7 @@ from typing import Any
 from tidemill_rollout import Registry
 from tidemill_rollout.episodes.reward import RewardFn
 
+from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 
 _functions: Registry[RewardFn] = Registry("reward function")
@@ -19,6 +20,32 @@ def register_reward(name: str):
 async def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """Return 1.0 if the response equals the ground truth, apart from surrounding whitespace; else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())
+
+
+async def no_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """Return 0.0, to which the trainer adds the score of the reward model."""
+    return 0.0
+
+
+def has_own_reward(config: Config) -> bool:
+    """Return whether episodes have a reward before a reward model scores them."""
+    return config.reward_model.path is None or config.reward.function is not None or has_own_episode(config)
+
+
+def has_own_episode(config: Config) -> bool:
+    """Return whether the episode is not "single_turn", the one that a reward function scores."""
+    return config.episode.function != "single_turn"
+
+
+def reward_function(config: Config) -> RewardFn:
+    """Return the reward function of the episode "single_turn".
+
+    Raises:
+        ConfigError: see `load_reward`.
+    """
+    if config.reward.function is not None:
+        return load_reward(config.reward.function)
+    return exact_match if has_own_reward(config) else no_reward
 
 
 def load_reward(function: str) -> RewardFn:

@@ -1,15 +1,18 @@
 """Checks of the models besides the policy, before any process starts."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from tidemill_algorithms import ADV_ESTIMATORS
+from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tidemill_trainer.algorithm import Algorithm
-from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
+from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.rewards import has_own_reward
 from tidemill_trainer.roles import needed_roles
 
 _PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components", "baseline_rewards"}
@@ -18,8 +21,9 @@ _USES = {
     "reference": "a KL term (algorithm.kl_loss_coef or algorithm.kl_coef above 0)",
     "critic": 'the estimators "gae" and "vapo"',
     "teacher": 'the estimator "opd"',
+    "reward_model": "runs with reward_model.path",
 }
-_Section = ReferenceConfig | CriticConfig | TeacherConfig
+_Section = ReferenceConfig | CriticConfig | TeacherConfig | RewardModelConfig
 
 
 def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -48,12 +52,14 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 f'config key algorithm.{key} is not supported with adv_estimator="{algorithm.adv_estimator}", which '
                 "does not rate an episode by its reward alone; remove it"
             )
+    _check_reward_model(config, by_reward=by_reward)
     _check_loss(config, columns)
     required = needed_roles(config)
     sections: Mapping[str, _Section] = {
         "reference": config.reference,
         "critic": config.critic,
         "teacher": config.teacher,
+        "reward_model": config.reward_model,
     }
     for role, section in sections.items():
         if role not in required:
@@ -63,6 +69,43 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             _check_model(f"{role}.path", Path(section.path), tokenizer)
         elif role == "teacher":
             raise ConfigError(f"config key teacher.path is required by {_USES[role]}; set it")
+
+
+def _check_reward_model(config: Config, *, by_reward: bool) -> None:
+    """Check that the weights have a head with one output, and that the score is part of what is trained on."""
+    algorithm, section = config.algorithm, config.reward_model
+    if section.path is None:
+        return
+    if not by_reward:
+        raise ConfigError(
+            f'config key reward_model.path is not supported with algorithm.adv_estimator="{algorithm.adv_estimator}", '
+            "which does not rate an episode by its reward alone; remove it"
+        )
+    if algorithm.filter_groups == "score" or (algorithm.filter_groups == "acc" and not has_own_reward(config)):
+        raise ConfigError(
+            f'config key algorithm.filter_groups="{algorithm.filter_groups}" is not supported with reward_model.path: '
+            'groups are filtered before the reward model scores them; use "acc" with a reward.function, or remove it'
+        )
+    path = Path(section.path)
+    if not (path / "config.json").is_file():
+        return  # reported with those of the other models
+    expected = "expected a sequence-classification model with one label (score.weight with the shape [1, hidden size])"
+    try:
+        with SafetensorsFiles(path) as files:
+            shape = files.shapes.get("score.weight")
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"config key reward_model.path: {error}") from error
+    if shape is None:
+        names = json.loads((path / "config.json").read_text()).get("architectures")
+        raise ConfigError(
+            f"config key reward_model.path: {expected}, but the weights in {path} have no score.weight (architectures "
+            f"in config.json: {names}); use a model that was trained to score"
+        )
+    if len(shape) != 2 or shape[0] != 1:
+        raise ConfigError(
+            f"config key reward_model.path: {expected}, but score.weight in {path} has the shape {[*shape]}; use a "
+            "model with one label"
+        )
 
 
 def _check_loss(config: Config, of_estimator: set[str]) -> None:

@@ -9,6 +9,7 @@ from tidemill_dispatch import Dispatch, register
 from tidemill_engines import BaseEngine
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.reward_model import score_rows
 from tidemill_trainer.roles import Role, build_role
 from tidemill_trainer.training_worker import TrainingWorker, compute
 
@@ -16,7 +17,7 @@ _LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_
 
 
 class RoleWorker(TrainingWorker):
-    """One rank of reference, critic and teacher.
+    """One rank of reference, critic, teacher and reward model.
 
     Args:
         config: configuration of the run.
@@ -39,10 +40,11 @@ class RoleWorker(TrainingWorker):
 
     @register(compute)
     def infer(self, batch: DataProto) -> DataProto:
-        """Compute what the update requires from each role, ragged like `responses`.
+        """Compute what the update requires from each role.
 
         Returns:
-            `ref_log_prob` of the reference, `teacher_log_prob` of the teacher, `values` of the critic.
+            `ref_log_prob` of the reference, `teacher_log_prob` of the teacher and `values` of the critic, ragged like
+            `responses`, and `rm_scores` float32 [B] of the reward model.
         """
         return reduce(DataProto.union, self._infer_roles(batch))
 
@@ -55,7 +57,14 @@ class RoleWorker(TrainingWorker):
                 parts.append(engine.infer_batch(inputs).rename("log_probs", column))
         if (critic := self._roles.get("critic")) is not None:
             parts.append(critic.infer_batch(inputs))
+        if (reward_model := self._roles.get("reward_model")) is not None:
+            parts.append(score_rows(reward_model, inputs))
         return parts
+
+    @register(compute)
+    def score(self, batch: DataProto) -> DataProto:
+        """Compute `rm_scores` float32 [B] of the reward model from ragged `input_ids`."""
+        return score_rows(self._roles["reward_model"], batch)
 
     @register(compute)
     def update_critic(self, batch: DataProto) -> dict[str, float]:

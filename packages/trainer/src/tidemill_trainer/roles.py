@@ -7,14 +7,19 @@ from typing import Literal
 from tidemill_engines import BaseEngine, EngineRegistry
 
 from tidemill_trainer.algorithm import Algorithm
-from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, TeacherConfig
+from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.run_config import RunConfig
 
-Role = Literal["reference", "critic", "teacher"]
+Role = Literal["reference", "critic", "teacher", "reward_model"]
 """The roles besides the policy."""
 
-COLUMNS: Mapping[Role, str] = {"reference": "ref_log_prob", "critic": "values", "teacher": "teacher_log_prob"}
+COLUMNS: Mapping[Role, str] = {
+    "reference": "ref_log_prob",
+    "critic": "values",
+    "teacher": "teacher_log_prob",
+    "reward_model": "rm_scores",
+}
 """The column that each role computes."""
 
 
@@ -41,7 +46,7 @@ def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
     path = initial_policy if own is None else own
     seed = config.model.init_seed if path == config.model.path else None
     return EngineRegistry.new(
-        model_type="value_model" if role == "critic" else "language_model",
+        model_type="value_model" if role in ("critic", "reward_model") else "language_model",
         backend=config.engine.backend,
         model=replace(config.model, path=path, init_seed=seed, lora=None, frozen=(), router_aux_loss_coef=0.0),
         engine=replace(config.engine, param_offload=_section(config, role).param_offload),
@@ -54,8 +59,13 @@ def path_of(config: Config, role: Role) -> str | None:
     return _section(config, role).path
 
 
-def _section(config: Config, role: Role) -> ReferenceConfig | CriticConfig | TeacherConfig:
-    return {"reference": config.reference, "critic": config.critic, "teacher": config.teacher}[role]
+def _section(config: Config, role: Role) -> ReferenceConfig | CriticConfig | TeacherConfig | RewardModelConfig:
+    return {
+        "reference": config.reference,
+        "critic": config.critic,
+        "teacher": config.teacher,
+        "reward_model": config.reward_model,
+    }[role]
 
 
 def required_roles(config: Config) -> list[Role]:
@@ -64,9 +74,11 @@ def required_roles(config: Config) -> list[Role]:
 
 
 def needed_roles(config: Config) -> list[Role]:
-    """Return the roles whose columns the estimator, the loss or the KL divergence in the reward reads."""
+    """Return the roles whose columns the estimator, the loss or the reward reads."""
     algorithm = Algorithm.of(config)
-    read = {*algorithm.columns, *algorithm.loss_columns} | ({"ref_log_prob"} if config.algorithm.kl_coef > 0 else set())
+    read = {*algorithm.columns, *algorithm.loss_columns}
+    read |= {"ref_log_prob"} if config.algorithm.kl_coef > 0 else set()
+    read |= {"rm_scores"} if config.reward_model.path is not None else set()
     return [role for role, column in COLUMNS.items() if column in read]
 
 

@@ -14,7 +14,7 @@ from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.ledger import Ledger, Settlement
-from tidemill_trainer.metrics import episode_metrics, validation_metrics
+from tidemill_trainer.metrics import episode_metrics
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes
 from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
@@ -165,16 +165,14 @@ class Rollouts:
         self._ledger.settle(step, settlement)
         return episode_metrics(episodes, num_trained_tokens) | self._filter.metrics(episodes) | self._ledger.metrics()
 
-    def validate(self) -> dict[str, float]:
-        """Return the held-out accuracy of greedy decoding, in total and per data source; empty without problems.
-
-        A data source whose episodes have all failed has no accuracy.
+    def validate(self) -> Episodes | None:
+        """Return the episodes of greedy decoding, one per validation problem; None without problems.
 
         Raises:
             EpisodeError: more episodes failed than `episode.max_error_share`.
         """
         if self._val is None:
-            return {}
+            return None
         problems = to_problems(self._val, "val")
         seeds = sampling_seeds(
             [self._config.trainer.seed, 0], len(problems)
@@ -183,10 +181,9 @@ class Rollouts:
             EpisodeTask(number=number, problem=problem, seed=seed)
             for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
         ]
-        summaries = self._pool.run(tasks, greedy=True).summaries
-        share = self._config.episode.max_error_share
-        num_errors = check_errors(summaries, "the validation", share, self._progress)
-        return validation_metrics(summaries) | {"val/num_errors": float(num_errors)}
+        episodes = self._pool.run(tasks, greedy=True)
+        check_errors(episodes.summaries, "the validation", self._config.episode.max_error_share, self._progress)
+        return episodes
 
     def _write_forks(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
         """Keep the first example of each reason."""

@@ -15,9 +15,10 @@ from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, with_responses
 from tidemill_trainer.episode_record import episode_record
+from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.learner import Learner
-from tidemill_trainer.metrics import batch_metrics, performance_metrics, reward_components
+from tidemill_trainer.metrics import batch_metrics, performance_metrics, reward_components, validation_metrics
 from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_pool import Episodes
@@ -77,6 +78,7 @@ class Trainer:
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._progress = progress
+        self._has_reward_model = config.reward_model.path is not None
         self._accuracy_before: float | None = None
         self._accuracy: float | None = None
 
@@ -97,6 +99,8 @@ class Trainer:
                     if not self._config.algorithm.bypass_mode:
                         metrics |= self._gate.check(batch, self._engines.num_restarts)
                 with timing("adv"):
+                    if self._has_reward_model:
+                        episodes = add_scores(episodes, batch, self._config)
                     scored = self._score(episodes, step)
                     batch, of_rewards = self._learner.add_advantages(batch, scored)
                     metrics |= of_rewards | self._batch_metrics(batch, scored)
@@ -122,6 +126,8 @@ class Trainer:
 
     def _restore_or_begin(self) -> int:
         """Load the newest checkpoint, or warm up; return the number of completed steps."""
+        with self._waits("load"):
+            self._learner.init_reward_model()
         steps = self._checkpoints.steps()
         if steps:
             path = self._checkpoints.path(steps[-1])
@@ -212,7 +218,12 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         with self._waits("testing"):
-            metrics = self._rollouts.validate()
+            episodes = self._rollouts.validate()
+            if episodes is None:
+                return {}
+            if self._has_reward_model and episodes.rows is not None:
+                episodes = add_scores(episodes, self._learner.score(episodes.rows), self._config)
+        metrics = validation_metrics(episodes.summaries)
         self._accuracy = metrics.get("val/accuracy", self._accuracy)
         return metrics
 
