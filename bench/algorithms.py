@@ -26,12 +26,14 @@ from tidemill_algorithms.aggregation import AggMode
 from tidemill_dataproto import DataProto, ragged
 
 THREADS = 2
+TOP_K = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    topk_log_probs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +77,16 @@ def make_batch(rng: np.random.Generator, lengths: np.ndarray, *, masked_share: f
         "values": per_token(0.1),
         "old_log_probs": per_token(1.0),
         "ref_log_prob": per_token(1.0),
+        "teacher_log_prob": per_token(1.0),
+        "teacher_topk_log_probs": ragged.like(draw_topk(total), mask),
         "advantages": per_token(1.0),
     }
     return DataProto.from_dict(columns, {"uid": np.array([f"{row // 8}" for row in range(rows)], dtype=object)})
+
+
+def draw_topk(num_tokens: int) -> torch.Tensor:
+    """Draw log-probabilities [N, TOP_K] that leave a part of the probability to other ids."""
+    return torch.randn(num_tokens, TOP_K + 1).log_softmax(-1)[:, :TOP_K].contiguous()
 
 
 def time_estimators(batch: DataProto, turns: int) -> None:
@@ -99,15 +108,22 @@ def time_losses(batch: DataProto, turns: int) -> None:
     counts = Counts(num_tokens=float(ragged.values(mask).sum()))
     log_probs = ragged.values(batch["old_log_probs"]) + 0.1 * torch.randn(len(ragged.values(mask)))
     with_gradient = log_probs.clone().requires_grad_()
+    topk = draw_topk(len(log_probs))
+    topk_with_gradient = topk.clone().requires_grad_()
     print("loss")
     for name in POLICY_LOSSES:
         loss_fn = ActorLoss(policy_loss=name)
+        if name == "forward_kl_topk":
+            output = Outputs(log_probs=log_probs, topk_log_probs=topk)
+            trained = Outputs(log_probs=with_gradient, topk_log_probs=topk_with_gradient)
+        else:
+            output, trained = Outputs(log_probs=log_probs), Outputs(log_probs=with_gradient)
 
-        def backward(loss_fn: ActorLoss = loss_fn) -> None:
-            with_gradient.grad = None
-            loss_fn(Outputs(log_probs=with_gradient), batch, counts)[0].backward()
+        def backward(loss_fn: ActorLoss = loss_fn, trained: Outputs = trained) -> None:
+            with_gradient.grad = topk_with_gradient.grad = None
+            loss_fn(trained, batch, counts)[0].backward()
 
-        measure(name, lambda loss_fn=loss_fn: loss_fn(Outputs(log_probs=log_probs), batch, counts), turns)
+        measure(name, lambda loss_fn=loss_fn, output=output: loss_fn(output, batch, counts), turns)
         measure(f"{name} and backward", backward, turns)
 
 

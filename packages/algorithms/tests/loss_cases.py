@@ -11,6 +11,7 @@ from tidemill_dataproto import DataProto, ragged
 class Output:
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    topk_log_probs: torch.Tensor | None = None
 
 
 @dataclass
@@ -40,6 +41,8 @@ def make_batch(seed, num_rows=6, *, spread=0.3, dtype=torch.float32):
         "rollout_log_probs": ragged.like(rollout, mask),
         "ref_log_prob": ragged.like(rollout + 0.2, mask),
         "advantages": ragged.like(ragged.expand_rows(advantages, mask), mask),
+        "topk_ids": ragged.like(torch.tensor([[3, 7]]).repeat(size, 1), mask),
+        "teacher_topk_log_probs": ragged.like(torch.stack([rollout - 1.0, 2.0 * old], -1), mask),
     }
     uid = [f"problem {row // 2}" for row in range(num_rows)]
     batch = DataProto.from_dict(columns, {"uid": uid})
@@ -58,11 +61,16 @@ def counts_of(batch):
     return Counts(max(1.0, float(ragged.values(batch["response_mask"]).sum())))
 
 
+def topk_of(log_probs):
+    """Return log-probabilities [N, 2] of two other ids that depend on those of the sampled tokens."""
+    return torch.stack([log_probs - 1.0, 1.5 * log_probs - 0.5], -1)
+
+
 def loss_and_gradient(loss: ActorLoss, batch, log_probs, counts, entropy=None):
     """Return the loss of a micro-batch, the gradient of each row, and the metrics."""
     leaf = ragged.values(log_probs).detach().clone().requires_grad_()
     flat_entropy = None if entropy is None else ragged.values(entropy)
-    value, metrics = loss(Output(leaf, flat_entropy), batch, counts)
+    value, metrics = loss(Output(leaf, flat_entropy, topk_of(leaf)), batch, counts)
     value.backward()
     assert leaf.grad is not None
     rows = ragged.like(leaf.grad, log_probs).unbind()

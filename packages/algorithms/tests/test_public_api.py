@@ -37,6 +37,7 @@ def test_registered_names_are_unchanged():
     assert sorted(tidemill_algorithms.POLICY_LOSSES) == [
         "cispo",
         "dppo_tv",
+        "forward_kl_topk",
         "geo_mean",
         "gspo",
         "policy_gradient",

@@ -105,6 +105,15 @@ def plain_log_probs(model: Any, batch: DataProto) -> list[tuple[torch.Tensor, to
     return out
 
 
+def plain_distributions(model: Any, batch: DataProto) -> list[torch.Tensor]:
+    """Compute the log-probabilities [j, V] of all ids for each response token, with an unpadded forward per row."""
+    rows = []
+    for ids, response in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), strict=True):
+        logits = model(input_ids=ids[None]).logits[0] / batch.meta_info["temperature"]
+        rows.append(logits.log_softmax(-1)[len(ids) - len(response) - 1 : -1][: len(response)])
+    return rows
+
+
 def plain_policy_like_loss(model: Any, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute `policy_like_loss` over the whole batch, row by row."""
     masks = [mask.to(model.dtype) for mask in batch["response_mask"].unbind()]

@@ -15,6 +15,8 @@ from tidemill_algorithms.losses import POLICY_LOSSES, PolicyLoss
 
 __all__ = ["ActorLoss"]
 
+_WITHOUT_RATIO = ("policy_gradient", "forward_kl_topk")
+
 
 class _Outputs(Protocol):
     """Outputs of a language model, [N], flat like the values of `response_mask`."""
@@ -24,6 +26,9 @@ class _Outputs(Protocol):
 
     @property
     def entropy(self) -> torch.Tensor | None: ...
+
+    @property
+    def topk_log_probs(self) -> torch.Tensor | None: ...
 
 
 class _Counts(Protocol):
@@ -85,11 +90,11 @@ class ActorLoss:
         if self.bypass_correction is not None:
             nothing = ragged.ragged(torch.zeros(0), [])
             rollout_correction(nothing, nothing, **self.bypass_correction)
-            has_ratio = isinstance(self.policy_loss, str) and self.policy_loss != "policy_gradient"
+            has_ratio = isinstance(self.policy_loss, str) and self.policy_loss not in _WITHOUT_RATIO
             if has_ratio and self.bypass_correction.get("rollout_is") is not None:
                 raise ValueError(
                     f"{self.policy_loss} has the ratio of the policies already, which `rollout_is` would apply twice; "
-                    "drop it, or choose policy_gradient"
+                    f"drop it, or choose {' or '.join(_WITHOUT_RATIO)}"
                 )
 
     def _function(self) -> PolicyLoss:
@@ -122,7 +127,8 @@ class ActorLoss:
         """Return the 0-d share of the loss of a micro-batch and its metrics.
 
         Args:
-            model_output: `log_probs` [N] with gradient, and `entropy` [N] if there is an `entropy_coeff`.
+            model_output: `log_probs` [N] with gradient; `entropy` [N] if there is an `entropy_coeff`, else it may be
+                None; `topk_log_probs` [N, k] with gradient, which a policy loss reads as a column, or None.
             micro_batch: ragged `response_mask` and `loss_weights`, the columns of the policy loss, and `ref_log_prob`
                 if there is a `kl_loss_coef`.
             normalizer: `num_tokens`, sum of the mask of the global mini-batch.
@@ -132,6 +138,9 @@ class ActorLoss:
         """
         weights = ragged.values(micro_batch["loss_weights"])
         per_token = ragged.values(micro_batch["response_mask"]).float() / normalizer.num_tokens
+        if model_output.topk_log_probs is not None:
+            topk = ragged.like(model_output.topk_log_probs, micro_batch["response_mask"])
+            micro_batch = micro_batch.union(DataProto.from_dict({"topk_log_probs": topk}))
         terms, of_tokens = self._terms(model_output.log_probs, micro_batch)
         shares = {"policy loss": terms * weights}
         loss = shares["policy loss"].sum()

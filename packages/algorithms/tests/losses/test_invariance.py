@@ -23,7 +23,7 @@ def mode(request):
 
 def loss_of(name, correction):
     bypass = dict(REJECTION) if correction == "bypass" else None
-    if bypass is not None and name == "policy_gradient":
+    if bypass is not None and name in ("policy_gradient", "forward_kl_topk"):
         bypass |= {"rollout_is": "token"}
     return ActorLoss(
         policy_loss=name, entropy_coeff=0.1, kl_loss_coef=0.2, kl_loss_type="k3+", bypass_correction=bypass

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Counts, counts_of, loss_and_gradient, make_batch, weigh
+from loss_cases import Counts, counts_of, loss_and_gradient, make_batch, topk_of, weigh
 from tidemill_algorithms import POLICY_LOSSES, ActorLoss, CriticLoss
+from tidemill_algorithms.losses import columns_of
 from tidemill_dataproto import DataProto, ragged
 
 
@@ -50,6 +51,13 @@ def dppo_tv(log_p, old, a):
     return -(r * kept.detach() * a).mean()
 
 
+def kl_of_outcomes(log_p, teacher):
+    total = 0.0
+    for p, q in zip(topk_of(log_p).exp(), teacher.exp(), strict=True):
+        total = total + (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
+    return total / len(teacher)
+
+
 REFERENCES = {
     "vanilla": (ppo, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}),
     "gspo": (gspo, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}),
@@ -58,7 +66,9 @@ REFERENCES = {
     "sapo": (sapo, {"tau_pos": 1.5, "tau_neg": 2.0}),
     "dppo_tv": (dppo_tv, {"divergence_high": 0.05, "divergence_low": 0.02}),
     "policy_gradient": (lambda log_p, old, a: -(a * log_p).mean(), {}),
+    "forward_kl_topk": (kl_of_outcomes, {}),
 }
+OF_ADVANTAGES = [name for name, loss in POLICY_LOSSES.items() if not columns_of(loss)]
 
 
 def test_all_losses_have_a_reference():
@@ -74,11 +84,12 @@ def test_loss_and_gradient_equal_the_reference(name, seed, spread):
     weighed = weigh(batch, "seq-mean-token-mean")
     leaf = ragged.values(log_probs).clone().requires_grad_()
     rows, losses = ragged.like(leaf, log_probs).unbind(), []
-    for row, old, a, mask in zip(
-        rows, *(batch[column].unbind() for column in ("old_log_probs", "advantages", "response_mask")), strict=True
-    ):
+    names = ("old_log_probs", "advantages", "teacher_topk_log_probs", "response_mask")
+    for row, old, a, teacher, mask in zip(rows, *(batch[column].unbind() for column in names), strict=True):
+        trained = mask.bool()
         if mask.any():
-            losses.append(reference(row[mask.bool()], old[mask.bool()], a[0]))
+            others = (old[trained], a[0]) if name in OF_ADVANTAGES else (teacher[trained],)
+            losses.append(reference(row[trained], *others))
     expected = torch.stack(losses).mean() if losses else leaf.sum() * 0
     expected.backward()
     value, gradient, _ = loss_and_gradient(
@@ -89,7 +100,7 @@ def test_loss_and_gradient_equal_the_reference(name, seed, spread):
     torch.testing.assert_close(actual, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", OF_ADVANTAGES)
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "prompt-mean"])
 def test_on_policy_gradient_is_that_of_the_policy_gradient(name, mode):
     """Also with advantages that differ within a row, as those of a critic do."""
@@ -105,7 +116,7 @@ def test_on_policy_gradient_is_that_of_the_policy_gradient(name, mode):
     assert metrics.get("actor/pg_clipfrac", 0.0) == 0.0
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", OF_ADVANTAGES)
 @pytest.mark.parametrize("log_ratio", [500.0, -500.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratio_gives_a_finite_loss_and_gradient(name, log_ratio, advantage):

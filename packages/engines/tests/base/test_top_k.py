@@ -9,6 +9,7 @@ from engine_cases import (
     checkpoint_weights,
     make_batch,
     pad_batch,
+    plain_distributions,
     plain_model,
     shard,
     weights_of,
@@ -30,19 +31,10 @@ LAYOUTS = {
 }
 
 
-def all_log_probs(model, batch):
-    """Compute the log-probabilities [j, V] of all ids for each response token, with an unpadded forward per row."""
-    rows = []
-    for ids, response in zip(batch["input_ids"].unbind(), batch["responses"].unbind(), strict=True):
-        logits = model(input_ids=ids[None]).logits[0] / batch.meta_info["temperature"]
-        rows.append(logits.log_softmax(-1)[len(ids) - len(response) - 1 : -1][: len(response)])
-    return rows
-
-
 def with_topk(batch, teacher):
     """Add the columns `topk_ids` of another model and `weights`, its probabilities of them."""
     with torch.no_grad():
-        log_probs, ids = torch.cat(all_log_probs(teacher, batch)).topk(K)
+        log_probs, ids = torch.cat(plain_distributions(teacher, batch)).topk(K)
     return batch.union(
         DataProto.from_dict(
             {
@@ -62,7 +54,7 @@ def topk_loss(output, micro_batch, normalizer):
 
 def plain_step(model, batch):
     """Train one step; return metrics and weights as an engine."""
-    rows = all_log_probs(model, batch)
+    rows = plain_distributions(model, batch)
     mask = ragged.values(batch["response_mask"]).float()
     topk = torch.cat(rows).gather(-1, ragged.values(batch["topk_ids"]).long())
     labels = torch.cat(rows).gather(-1, ragged.values(batch["responses"]).unsqueeze(-1)).squeeze(-1)
@@ -99,7 +91,7 @@ def test_topk_and_its_gradient_do_not_depend_on_layout(tmp_path, backend, world_
     model = plain_model(path)
     batch = with_topk(make_batch(9, seed=1, temperature=0.7), teacher)
     with torch.no_grad():
-        log_probs, ids = torch.cat(all_log_probs(model, batch)).topk(K)
+        log_probs, ids = torch.cat(plain_distributions(model, batch)).topk(K)
     history, weights, given = plain_step(model, batch)
     layouts = LAYOUTS[backend, world_size]
     results = run_ranks(run_layouts, world_size, backend, path, batch, layouts, timeout_s=250.0)

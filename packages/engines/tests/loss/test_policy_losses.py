@@ -7,7 +7,7 @@ of both backends cover all cases once; `slow` runs all cases in each layout.
 import numpy as np
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, plain_model, shard
+from engine_cases import VOCAB, build_engine, make_batch, plain_distributions, plain_log_probs, plain_model, shard
 from tidemill_algorithms import POLICY_LOSSES, ActorLoss, token_weights
 from tidemill_dataproto import DataProto, ragged
 from tidemill_engines import ModelOutput, Normalizer
@@ -46,6 +46,11 @@ def make_policy_batch(model):
     for name in ("old_log_probs", "ref_log_prob"):
         noise = 0.3 * torch.randn(len(log_probs), generator=generator)
         batch.batch[name] = ragged.like(log_probs + noise, batch["responses"])
+    with torch.no_grad():
+        topk, ids = torch.cat(plain_distributions(model, batch)).topk(5)
+    noise = -torch.rand(topk.shape, generator=generator)
+    batch.batch["topk_ids"] = ragged.like(ids.int(), batch["responses"])
+    batch.batch["teacher_topk_log_probs"] = ragged.like(topk + noise, batch["responses"])
     batch.non_tensor_batch["uid"] = np.array([f"problem {row % 3}" for row in range(9)], dtype=object)
     return batch
 
@@ -65,7 +70,8 @@ def plain_steps(model, batch, cases):
     mask = ragged.values(batch["response_mask"])
     normalizer = Normalizer(num_tokens=mask.sum().item(), num_sequences=1.0)
     log_probs, entropy = (torch.cat(column) for column in zip(*plain_log_probs(model, batch), strict=True))
-    output, steps = ModelOutput(log_probs=log_probs, entropy=entropy), {}
+    topk = torch.cat(plain_distributions(model, batch)).gather(-1, ragged.values(batch["topk_ids"]).long())
+    output, steps = ModelOutput(log_probs=log_probs, entropy=entropy, topk_log_probs=topk), {}
     params = [param for param in model.parameters() if param.requires_grad]
     for name, mode in cases:
         loss, metrics = loss_of(name)(output, weigh(batch, mode), normalizer)

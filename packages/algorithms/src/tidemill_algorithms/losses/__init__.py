@@ -10,6 +10,7 @@ from tidemill_algorithms.columns import columns_of, reads
 from tidemill_algorithms.losses.cispo import cispo
 from tidemill_algorithms.losses.contract import PolicyLoss
 from tidemill_algorithms.losses.dppo_tv import dppo_tv
+from tidemill_algorithms.losses.forward_kl_topk import forward_kl_topk
 from tidemill_algorithms.losses.geo_mean import geo_mean
 from tidemill_algorithms.losses.gspo import gspo
 from tidemill_algorithms.losses.policy_gradient import policy_gradient
@@ -23,6 +24,7 @@ __all__ = [
     "cispo",
     "columns_of",
     "dppo_tv",
+    "forward_kl_topk",
     "geo_mean",
     "gspo",
     "policy_gradient",
@@ -36,6 +38,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {
         "cispo": cispo,
         "dppo_tv": dppo_tv,
+        "forward_kl_topk": forward_kl_topk,
         "geo_mean": geo_mean,
         "gspo": gspo,
         "policy_gradient": policy_gradient,

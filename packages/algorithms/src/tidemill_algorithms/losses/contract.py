@@ -9,8 +9,9 @@ from tidemill_dataproto import DataProto, ragged
 __all__ = ["PolicyLoss", "log_ratio_of", "ratio_of", "require_not_negative", "row_mean", "shared_metrics"]
 
 # (log_probs, batch, *, options) -> (terms, metrics): log_probs [N] with gradient, flat like the values of
-# `response_mask`; terms [N], to be minimised, finite also where the mask is 0; metrics [N], to be averaged over
-# trained tokens.
+# `response_mask`; batch: the columns of the micro-batch, and `topk_log_probs` [B, j, k] of the current policy with
+# gradient if it has `topk_ids`; terms [N], to be minimised, finite also where the mask is 0; metrics [N], to be
+# averaged over trained tokens.
 PolicyLoss: TypeAlias = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 

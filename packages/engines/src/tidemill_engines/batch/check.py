@@ -22,6 +22,7 @@ _RESPONSE_COLUMNS = (
     "old_log_probs",
     "rollout_log_probs",
     "ref_log_prob",
+    "teacher_topk_log_probs",
     "token_level_scores",
     "token_level_rewards",
 )
