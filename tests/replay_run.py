@@ -121,7 +121,7 @@ def watch(folder: Path, config: Config) -> dict[str, Any]:
             assert batch is not None
             columns = ["input_ids", "responses"]
             for name, names in (("replayed", [*columns, COLUMN]), ("free", columns)):
-                seen[name] = compare(batch, cluster.actor.infer(batch.select(names)))
+                seen[name] = compare(batch, cluster.actor.infer(batch.select(names)).get())
     return seen
 
 

@@ -1,67 +1,12 @@
 """The models of the training processes, with real Ray actors and engines."""
 
-import numpy as np
 import pytest
 import torch
-from tidemill_dataproto import DataProto, ragged
-from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tidemill_dataproto import ragged
 from tidemill_testing import tiny_reward_model
-from tidemill_trainer.actor import ActorWorker
-from tidemill_trainer.cli import DEMO_CONFIG
-from tidemill_trainer.config_file import load_config
-from tidemill_trainer.learner import Learner
 from transformers import AutoModelForSequenceClassification
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-
-N, PROBLEMS = 4, 4
-
-
-@pytest.fixture
-def learner(ray_cluster, assets, tmp_path):
-    """`learner("key=value", ...)`: a learner with two training processes."""
-    groups = []
-
-    def make(*overrides):
-        sizes = [f"rollout.n={N}", f"data.train_batch_size={PROBLEMS}", "optimizer.lr=1e-3"]
-        config = load_config(DEMO_CONFIG, [*assets, *sizes, "warmup.max_steps=0", *overrides])
-        group = RayWorkerGroup(
-            RayResourcePool([2], num_gpus_per_worker=0),
-            RayClassWithInitArgs(ActorWorker, config, str(tmp_path)),
-            name_prefix=f"actor{len(groups)}",
-            env_vars={"OMP_NUM_THREADS": "1"},
-        )
-        groups.append(group)
-        group.init_model().get()
-        made = Learner(config, group)
-        made.init_reward_model()
-        made.init_roles(tmp_path / "initial_policy", is_resumed=False)
-        return made
-
-    yield make
-    for group in groups:
-        group.shutdown()
-
-
-@pytest.fixture
-def rows():
-    """Rows of the episodes of one step, and the episodes."""
-    generator = torch.Generator().manual_seed(0)
-    count = N * PROBLEMS
-    responses = ragged.ragged(torch.randint(3, 15, (4 * count,), generator=generator), [4] * count)
-    prompts = ragged.ragged(torch.randint(3, 15, (6 * count,), generator=generator), [6] * count)
-    columns = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": ragged.concat_rows(prompts, responses),
-        "response_mask": ragged.like(torch.ones(4 * count), responses),
-        "episode": torch.arange(count),
-    }
-    uid = np.array([f"{number // N}" for number in range(count)], dtype=object)
-    rewards = torch.rand(count, generator=generator)
-    return DataProto.from_dict(columns), DataProto.from_dict(
-        {"episode": torch.arange(count), "rewards": rewards}, {"uid": uid}
-    )
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
@@ -73,7 +18,6 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
         "algorithm.kl_loss_coef=0.1",
         "critic.optimizer.lr=1e-3",
         "critic.warmup_steps=1",
-        "actor.num_workers=2",
     )
     before = made.infer(trained)
     assert torch.equal(ragged.values(before["ref_log_prob"]), ragged.values(before["old_log_probs"]))
@@ -104,7 +48,7 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
 def test_reward_model_has_the_scores_of_transformers(learner, rows, tmp_path, backend):
     trained, _ = rows
     path = tiny_reward_model(tmp_path / "reward_model", "qwen2", vocab_size=15)
-    made = learner(f"engine.backend={backend}", f"reward_model.path={path}", "actor.num_workers=2")
+    made = learner(f"engine.backend={backend}", f"reward_model.path={path}")
     batch = made.infer(trained)
     torch.testing.assert_close(batch["rm_scores"], plain_scores(path, trained), atol=1e-5, rtol=0)
     assert torch.equal(made.score(trained)["rm_scores"], batch["rm_scores"])  # as in a validation
@@ -120,7 +64,7 @@ def plain_scores(path, batch):
 
 def test_reference_of_an_adapter_is_the_model_without_it(learner, rows):
     trained, episodes = rows
-    made = learner("algorithm.kl_loss_coef=0.1", "model.lora.rank=2", "actor.num_workers=2")
+    made = learner("algorithm.kl_loss_coef=0.1", "model.lora.rank=2")
     before = made.infer(trained)
     made.update(made.add_advantages(before, episodes)[0], 1)
     after = made.infer(trained)

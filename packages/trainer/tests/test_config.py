@@ -57,6 +57,7 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
             "engine.ulysses_sequence_parallel_size=4",
             r"^engine\.ulysses_sequence_parallel_size = 4 must divide actor\.num_workers=1",
         ),
+        ("critic.num_workers=0", r"critic\.num_workers must be >= 1, got 0"),
         ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
         ("rollout.device=tpu", r"rollout\.device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
         ("optimizer=3", r"config key optimizer must be a table of keys, got 3"),
@@ -92,6 +93,15 @@ def test_megatron_parallel_sizes_must_divide_workers(config_file):
     with pytest.raises(ConfigError, match=r"^engine\.tensor_model_.* = 4 must divide actor\.num_workers=6"):
         load_config(config_file, sizes)
     load_config(config_file, [*sizes, "actor.num_workers=8"])
+
+
+@pytest.mark.parametrize("role", ["reference", "critic", "teacher", "reward_model"])
+def test_parallel_sizes_must_divide_the_processes_of_a_role(config_file, role):
+    sizes = ["engine.backend=megatron", "engine.tp=2", "actor.num_workers=2"]
+    with pytest.raises(ConfigError, match=rf"^engine\.tensor_model_.* = 2 must divide {role}\.num_workers=3"):
+        load_config(config_file, [*sizes, f"{role}.num_workers=3"])
+    config = load_config(config_file, [*sizes, f"{role}.num_workers=4"])
+    assert config.training_workers() == {"actor.num_workers": 2, f"{role}.num_workers": 4}
 
 
 def test_router_replay_of_engine_alone_is_rejected(config_file):

@@ -7,9 +7,23 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.learner import Learner
+from tidemill_trainer.role_groups import RoleGroups
 
 N, ROWS = 4, 8
 ROLLOUT_EXPERT, ROUTER_EXPERT = 5, 7
+
+
+class Done:
+    """The future of a call that has finished."""
+
+    def __init__(self, result, on_get=None):
+        self.result = result
+        self.on_get = on_get
+
+    def get(self):
+        if self.on_get is not None:
+            self.on_get()
+        return self.result
 
 
 class Actor:
@@ -32,11 +46,11 @@ class Actor:
             given = batch["routed_experts"] if "routed_experts" in batch.batch else experts(batch, -1)
             values = ragged.values(given)
             columns["routed_experts"] = ragged.like(torch.where(values < 0, ROUTER_EXPERT, values), given)
-        return DataProto.from_dict(columns)
+        return Done(DataProto.from_dict(columns))
 
     def update_actor(self, batch):
         self.updates.append(batch)
-        return [{"actor/pg_loss": 0.0}]
+        return Done([{"actor/pg_loss": 0.0}])
 
 
 def scored():
@@ -71,7 +85,7 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
         DEMO_CONFIG, [*overrides, "actor.ppo_mini_batch_size=1", f"rollout.n={N}", "data.train_batch_size=2"]
     )
     actor = Actor(replays=mode != "disabled")
-    learner = Learner(config, actor)
+    learner = Learner(config, RoleGroups(config, actor, {}))
     batch, _ = learner.add_advantages(learner.infer(rollouts(with_experts=mode == "R3")), scored())
     assert learner.update(batch, step=1) == {"actor/pg_loss": 0.0}
     mini_batches = actor.updates
@@ -97,8 +111,44 @@ def test_column_that_a_loss_reads_is_part_of_its_mini_batches(tmp_path):
     sizes = [f"rollout.n={N}", "data.train_batch_size=2"]
     config = load_config(DEMO_CONFIG, ["model.path=m", f"algorithm.policy_loss={file}:mine", *sizes])
     actor = Actor(replays=False)
-    learner = Learner(config, actor)
+    learner = Learner(config, RoleGroups(config, actor, {}))
     batch, _ = learner.add_advantages(learner.infer(rollouts(with_experts=False)), scored())
     learner.update(batch, step=1)
     [mini_batch] = actor.updates
     assert torch.equal(ragged.values(mini_batch["entropy"]), torch.zeros(3 * ROWS))
+
+
+class Recorder:
+    """Records when its updates are sent and waited for."""
+
+    def __init__(self, name, events):
+        self.name = name
+        self.events = events
+
+    def dp_size(self, mesh_name):
+        return 1
+
+    def update(self, batch):
+        self.events.append(f"send {self.name}")
+        return Done([{f"{self.name}/loss": float(len(batch))}], lambda: self.events.append(f"wait {self.name}"))
+
+    update_critic = update_actor = update
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_critic_with_processes_of_its_own_is_updated_while_the_policy_is(is_own):
+    ppo = ["algorithm.adv_estimator=gae", "actor.ppo_mini_batch_size=1", "critic.ppo_epochs=2"]
+    config = load_config(DEMO_CONFIG, ["model.path=m", f"rollout.n={N}", "data.train_batch_size=2", *ppo])
+    events = []
+    actor, critic = Recorder("actor", events), Recorder("critic", events)
+    learner = Learner(config, RoleGroups(config, actor, {"critic": critic} if is_own else {}))
+    zeros = ragged.like(torch.zeros(3 * ROWS), rollouts(with_experts=False)["responses"])
+    columns = dict.fromkeys(("old_log_probs", "values", "entropy"), zeros)
+    batch, _ = learner.add_advantages(rollouts(with_experts=False).union(DataProto.from_dict(columns)), scored())
+    metrics = learner.update(batch, step=1)
+    if is_own:  # two mini-batches of the policy, two epochs of the critic
+        together = ["send critic", "send actor", "wait critic", "wait actor"]
+        assert events == [*together, *together, *["send critic", "wait critic"] * 2]
+        assert metrics == {"critic/loss": 4.0, "actor/loss": 4.0}
+    else:
+        assert events == ["send actor", "wait actor"] * 6

@@ -1,4 +1,6 @@
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,11 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
     ("overrides", "message"),
     [
         (["algorithm.adv_estimator=opd"], r"teacher\.path is required by the estimator \"opd\"; set it"),
+        (["critic.num_workers=2"], r"section critic has no effect"),
+        (
+            ["algorithm.kl_loss_coef=1", "model.lora.rank=2", "warmup.max_steps=0", "reference.num_workers=1"],
+            r"reference\.num_workers has no effect: with model\.lora .*; remove it, or set reference\.path",
+        ),
         (["teacher.path=t"], r"section teacher has no effect: it is used by the estimator \"opd\"; remove it"),
         (["reward_model.coef=2.0"], r"section reward_model has no effect: it is used by runs with reward_model.path"),
         (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
@@ -154,4 +161,16 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
 )
 def test_role_that_is_missing_or_unused_is_refused(check, overrides, message):
     with pytest.raises(ConfigError, match=message):
+        check(*overrides)
+
+
+def test_model_that_its_processes_cannot_divide_is_refused(check, assets, tmp_path):
+    policy, folder = Path(assets[0].removeprefix("model.path=")), tmp_path / "critic"
+    shutil.copytree(policy, folder)
+    config = json.loads((policy / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": config["layer_types"][:3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    parallel = ["engine.backend=megatron", "engine.pp=2", "actor.num_workers=2", "critic.num_workers=2"]
+    overrides = [*assets, "algorithm.adv_estimator=gae", f"critic.path={folder}", *parallel]
+    with pytest.raises(ConfigError, match=r"config key critic\.num_workers: .*must divide the 3 layers"):
         check(*overrides)

@@ -72,7 +72,7 @@ def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
         _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
     with pytest.raises(ConfigError, match=r"with other values of trainer\.seed; use"):
         _open(_config(tmp_path, "trainer.name=a", "trainer.seed=7"), "x", resume=True)
-    allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "episode.max_retries=0"]
+    allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "episode.max_retries=0", "critic.num_workers=2"]
     run = _open(_config(tmp_path, "trainer.name=a", *allowed), "x", resume=True)
     assert load_config(run.config).trainer.total_steps == 999
 

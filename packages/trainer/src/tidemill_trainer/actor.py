@@ -32,9 +32,9 @@ class ActorWorker(PolicyWorker, RoleWorker):
         self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
 
-    @register(compute)
+    @register(compute, blocking=False)
     def infer(self, batch: DataProto) -> DataProto:
-        """Compute what the update requires from each role, ragged like `responses`.
+        """Compute what the update requires from each model here, ragged like `responses`.
 
         Returns:
             `old_log_probs` and `entropy` of the policy (not in bypass mode), `ref_log_prob` of the reference,
@@ -50,7 +50,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
                 parts.append(self._engine.infer_batch(batch).rename("log_probs", "ref_log_prob"))
         return reduce(DataProto.union, [*parts, *self._infer_roles(batch)])
 
-    @register(compute)
+    @register(compute, blocking=False)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Make one optimizer step of the policy.
 

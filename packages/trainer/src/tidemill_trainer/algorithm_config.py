@@ -97,10 +97,12 @@ class ReferenceConfig:
     Attributes:
         path: folder of the model; None: the policy before the first step of reinforcement learning.
         param_offload: keep its weights on the CPU while they are not used.
+        num_workers: number of processes of its own, each with one device; None: it shares the processes of the policy.
     """
 
     path: str | None = None
     param_offload: bool = False
+    num_workers: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,7 @@ class CriticConfig:
         ppo_epochs: passes over the batch.
         warmup_steps: number of steps at the beginning of reinforcement learning that train only the critic.
         param_offload: keep its weights on the CPU while they are not used.
+        num_workers: number of processes of its own, each with one device; None: it shares the processes of the policy.
     """
 
     path: str | None = None
@@ -123,6 +126,7 @@ class CriticConfig:
     ppo_epochs: Count = 1
     warmup_steps: CountOrZero = 0
     param_offload: bool = False
+    num_workers: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +136,12 @@ class TeacherConfig:
     Attributes:
         path: folder of the model, with the tokenizer of the policy.
         param_offload: keep its weights on the CPU while they are not used.
+        num_workers: number of processes of its own, each with one device; None: it shares the processes of the policy.
     """
 
     path: str | None = None
     param_offload: bool = False
+    num_workers: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +156,10 @@ class RewardModelConfig:
         path: folder of the model, with the tokenizer of the policy; None: no reward model.
         coef: factor of the score in the reward.
         param_offload: keep its weights on the CPU while they are not used.
+        num_workers: number of processes of its own, each with one device; None: it shares the processes of the policy.
     """
 
     path: str | None = None
     coef: Positive = 1.0
     param_offload: bool = False
+    num_workers: Count | None = None

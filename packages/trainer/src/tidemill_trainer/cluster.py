@@ -18,7 +18,10 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.gpus import check_gpus, gpus_per_engine, on_gpu
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.role_worker import RoleWorker
+from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout import EngineFiles, RolloutWorker
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
@@ -41,6 +44,7 @@ class Cluster:
 
     Attributes:
         actor: the group of `ActorWorker`s, one per training process.
+        roles: the groups of `RoleWorker`s of the roles with processes of their own.
         rollout: the group of `RolloutWorker`s, one per engine.
         engines: the engines in these processes.
         episodes: the processes that run episodes.
@@ -48,6 +52,7 @@ class Cluster:
     """
 
     actor: RayWorkerGroup
+    roles: dict[Role, RayWorkerGroup]
     rollout: RayWorkerGroup
     engines: Engines
     episodes: EpisodePool
@@ -105,7 +110,8 @@ class Cluster:
         if address is not None:
             _check_reachable(address)
         self._owns_ray = True
-        num_processes = config.actor.num_workers + config.rollout.num_engines + config.episode.num_workers
+        num_processes = config.rollout.num_engines + config.episode.num_workers
+        num_processes += sum(config.training_workers().values())
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local" if address is None else address,
@@ -120,10 +126,8 @@ class Cluster:
 
     def _start_groups(self) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        on_gpu = {"auto": has_gpus, "cuda": True, "cpu": False}
-        gpus = config.rollout.num_gpus_per_engine
-        gpus_per_engine = float(config.rollout.tensor_parallel_size) if gpus is None else gpus
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        check_gpus(config, num_gpus, has_training=self._has_training)
         forget(self._run.logs)
         self._files = EngineFiles.create()
         # Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores
@@ -142,7 +146,7 @@ class Cluster:
         self.rollout = RayWorkerGroup(
             RayResourcePool(
                 process_on_nodes=[config.rollout.num_engines],
-                num_gpus_per_worker=gpus_per_engine if on_gpu[config.rollout.device] else 0,
+                num_gpus_per_worker=gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0,
             ),
             RayClassWithInitArgs(
                 RolloutWorker,
@@ -160,25 +164,35 @@ class Cluster:
         self._groups.append(self.rollout)
         self.engines = Engines(self.rollout, config, self._progress)
         if self._has_training:
-            self._start_training(on_gpu[config.engine.device], no_leftovers)
+            self._start_training(on_gpu(config.engine.device, num_gpus), no_leftovers)
         self.episodes = self._pool = EpisodePool(
             config.episode.num_workers, self.engines, logs, self._progress, self.watch
         )
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
-        config = self._config
-        self.actor = RayWorkerGroup(
-            RayResourcePool(
-                process_on_nodes=[config.actor.num_workers],
-                num_gpus_per_worker=config.actor.num_gpus_per_worker if has_gpu else 0,
-            ),
-            RayClassWithInitArgs(ActorWorker, config, str(self._run.logs.resolve())),
-            name_prefix="actor",
-            env_vars=env_vars | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
-            timeout_s=config.actor.timeout_s,
-            blocking=False,
-        )
-        self._groups.append(self.actor)
+        config, logs = self._config, str(self._run.logs.resolve())
+
+        def start(name: str, worker: RayClassWithInitArgs, num_workers: int, num_gpus: float) -> RayWorkerGroup:
+            group = RayWorkerGroup(
+                RayResourcePool(
+                    process_on_nodes=[num_workers],
+                    num_gpus_per_worker=num_gpus if has_gpu else 0,
+                ),
+                worker,
+                name_prefix=name,
+                env_vars=env_vars | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
+                timeout_s=config.actor.timeout_s,
+                blocking=False,
+            )
+            self._groups.append(group)
+            return group
+
+        actor = RayClassWithInitArgs(ActorWorker, config, logs)
+        self.actor = start("actor", actor, config.actor.num_workers, config.actor.num_gpus_per_worker)
+        self.roles = {
+            role: start(role, RayClassWithInitArgs(RoleWorker, config, logs, role), num_workers, 1.0)
+            for role, num_workers in own_workers(config).items()
+        }
 
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""
@@ -187,6 +201,8 @@ class Cluster:
             serving = self.engines.start()
             if self._has_training:
                 self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
+                for group in self.roles.values():
+                    group.wait_ready()
             serving.get()
         if not self._has_training:
             return

@@ -304,5 +304,15 @@ class Config(RunConfig):
             "trainer.stop_at_accuracy requires data.val_files; set them, or remove trainer.stop_at_accuracy",
         )
 
+    def training_workers(self) -> dict[str, int]:
+        sections = {
+            "reference": self.reference,
+            "critic": self.critic,
+            "teacher": self.teacher,
+            "reward_model": self.reward_model,
+        }
+        own = {f"{role}.num_workers": section.num_workers for role, section in sections.items()}
+        return RunConfig.training_workers(self) | {key: number for key, number in own.items() if number is not None}
+
     def policy_engine(self) -> EngineConfig:
         return self.engine.with_router_replay() if self.actor.router_replay.mode != "disabled" else self.engine

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.metrics import critic_metrics, mean_metrics
-from tidemill_trainer.roles import Role, has_adapter_reference, path_of, required_roles
+from tidemill_trainer.role_groups import RoleGroups
+from tidemill_trainer.roles import Role, path_of, required_roles
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
+from tidemill_trainer.training_worker import MESH
 
 _INPUTS = ("input_ids", "responses")
 _SFT = (*_INPUTS, "response_mask")
@@ -32,12 +36,12 @@ class Learner:
 
     Args:
         config: configuration of the run.
-        workers: the group of `ActorWorker`s.
+        groups: the worker groups of policy and other roles.
     """
 
-    def __init__(self, config: Config, workers: RayWorkerGroup) -> None:
+    def __init__(self, config: Config, groups: RoleGroups) -> None:
         self._config = config
-        self._workers = workers
+        self._groups = groups
         self._roles = required_roles(config)
         self._algorithm = Algorithm.of(config)
         self._kl = _kl_controller(config.algorithm)
@@ -45,11 +49,11 @@ class Learner:
     def init_reward_model(self) -> None:
         """Load the reward model, if there is one; unlike the other roles, it also scores validations of the warm-up."""
         if "reward_model" in self._roles:
-            self._workers.init_roles(["reward_model"], "")
+            self._groups.init_roles(["reward_model"], "")
 
     def score(self, batch: DataProto) -> DataProto:
         """Add the column `rm_scores` float32 [B] of the reward model."""
-        return batch.union(self._workers.score(batch.select(["input_ids"], [])))
+        return batch.union(self._groups.of("reward_model").score(batch.select(["input_ids"], [])))
 
     def init_roles(self, initial_policy: Path, *, is_resumed: bool) -> None:
         """Load the models of the other roles, except the reward model.
@@ -67,13 +71,13 @@ class Learner:
         if self._config.warmup.max_steps > 0 and any(path_of(self._config, role) is None for role in roles):
             path = str(initial_policy.resolve())
             if not is_resumed:
-                self._workers.save_hf(path)
+                self._groups.actor.save_hf(path)
             elif not initial_policy.exists():
                 raise CheckpointError(
                     f"the folder {path}, from which {' and '.join(roles)} start, is missing; restore it, or set "
                     "the path of these models"
                 )
-        self._workers.init_roles(roles, path)
+        self._groups.init_roles(roles, path)
 
     def infer(self, batch: DataProto) -> DataProto:
         """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`.
@@ -85,12 +89,10 @@ class Learner:
         inputs = batch.select([*_INPUTS], [])
         if config.algorithm.bypass_mode:
             batch = batch.union(DataProto.from_dict({"old_log_probs": batch["rollout_log_probs"]}))
-            if not self._roles and not has_adapter_reference(config):
-                return batch
         elif config.actor.router_replay.mode == "R3":
             # The result has the same column, in which the last token of each row has experts, too.
             inputs = inputs.union(batch.pop([ROUTED_EXPERTS]))
-        return batch.union(self._workers.infer(inputs))
+        return reduce(DataProto.union, self._groups.infer(inputs), batch)
 
     def add_advantages(self, batch: DataProto, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Add `rewards` [B] and `uid` of each row's episode, and the columns of the estimator, such as `advantages`.
@@ -147,31 +149,53 @@ class Learner:
         return {"actor/reward_kl_penalty": divergence, "actor/reward_kl_penalty_coeff": kl_coef}
 
     def update(self, batch: DataProto, step: int) -> dict[str, float]:
-        """Make the optimizer steps of the critic, if there is one, and of the policy; return their metrics."""
-        config, metrics = self._config, {}
-        if "critic" in self._roles:
-            add_weights = self._algorithm.add_critic_weights
-            batches = self._mini_batches(batch, step, _CRITIC, config.critic.ppo_epochs, add_weights)
-            metrics |= mean_metrics([self._workers.update_critic(mini_batch)[0] for mini_batch in batches])
-            if step <= config.critic.warmup_steps:
-                return metrics
-        has_replay = config.actor.router_replay.mode != "disabled"
-        columns = (*_ACTOR, *self._algorithm.loss_columns, *([ROUTED_EXPERTS] if has_replay else []))
-        batches = self._mini_batches(batch, step, columns, config.actor.ppo_epochs, self._algorithm.add_weights)
-        return metrics | mean_metrics([self._workers.update_actor(mini_batch)[0] for mini_batch in batches])
+        """Make the optimizer steps of the critic, if there is one, and of the policy; return their metrics.
+
+        A critic with processes of its own makes its steps at the same time as the policy.
+        """
+        config, steps = self._config, dict[str, list[dict[str, float]]](critic=[], actor=[])
+        has_critic = "critic" in self._roles
+        critic = self._critic_batches(batch, step) if has_critic else iter(())
+        is_warmup = has_critic and step <= config.critic.warmup_steps
+        actor = iter(()) if is_warmup else self._actor_batches(batch, step)
+        is_parallel = has_critic and self._groups.of("critic") is not self._groups.actor
+        one_by_one = chain(((each, None) for each in critic), ((None, each) for each in actor))
+        for for_critic, for_actor in zip_longest(critic, actor) if is_parallel else one_by_one:
+            calls = {}
+            if for_critic is not None:
+                calls["critic"] = self._groups.of("critic").update_critic(for_critic)
+            if for_actor is not None:
+                calls["actor"] = self._groups.actor.update_actor(for_actor)
+            for role, call in calls.items():
+                steps[role].append(call.get()[0])
+        return {name: value for each in steps.values() if each for name, value in mean_metrics(each).items()}
+
+    def _critic_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        """Yield the batches of the critic's optimizer steps."""
+        add_weights, workers = self._algorithm.add_critic_weights, self._groups.of("critic")
+        return self._mini_batches(batch, step, _CRITIC, self._config.critic.ppo_epochs, add_weights, workers)
+
+    def _actor_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        """Yield the batches of the policy's optimizer steps."""
+        config, algorithm = self._config.actor, self._algorithm
+        has_replay = config.router_replay.mode != "disabled"
+        columns = (*_ACTOR, *algorithm.loss_columns, *([ROUTED_EXPERTS] if has_replay else []))
+        workers = self._groups.actor
+        return self._mini_batches(batch, step, columns, config.ppo_epochs, algorithm.add_weights, workers)
 
     def update_sft(self, batch: DataProto) -> dict[str, float]:
         """Make one optimizer step of supervised fine-tuning of the policy."""
-        return self._workers.update_sft(self._balanced(batch.select([*_SFT])))[0]
+        workers = self._groups.actor
+        return workers.update_sft(_balanced(batch.select([*_SFT]), workers))[0]
 
     def save_checkpoint(self, folder: Path) -> None:
         """Save the states of policy and critic to subfolders of `folder`, and the coefficient of the KL penalty."""
-        self._workers.save_checkpoint(str(folder.resolve()))
+        self._groups.save_checkpoint(str(folder.resolve()))
         (folder / _KL_STATE).write_text(json.dumps(self._kl.state_dict()))
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` saved, after `init_roles`."""
-        self._workers.load_checkpoint(str(folder.resolve()))
+        self._groups.load_checkpoint(str(folder.resolve()))
         if self._config.algorithm.target_kl is not None:  # else the configuration has the coefficient
             self._kl.load_state_dict(json.loads((folder / _KL_STATE).read_text()))
 
@@ -182,6 +206,7 @@ class Learner:
         columns: Sequence[str],
         num_epochs: int,
         add_weights: Callable[[DataProto], DataProto],
+        workers: RayWorkerGroup,
     ) -> Iterator[DataProto]:
         """Yield the batches of the optimizer steps: whole groups in a random order given by seed, step and epoch."""
         config = self._config
@@ -195,11 +220,12 @@ class Learner:
             for start in range(0, len(problems), size):
                 rows = np.flatnonzero(np.isin(groups, order[start : start + size]))
                 mini_batch = add_weights(batch[torch.from_numpy(rows)])
-                yield self._balanced(mini_batch.select([*columns], []))
+                yield _balanced(mini_batch.select([*columns], []), workers)
 
-    def _balanced(self, batch: DataProto) -> DataProto:
-        """Reorder the rows so that every data-parallel rank gets about the same number of tokens."""
-        return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), self._workers.dp_size("actor")))
+
+def _balanced(batch: DataProto, workers: RayWorkerGroup) -> DataProto:
+    """Reorder the rows so that every data-parallel rank of the workers gets about the same number of tokens."""
+    return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), workers.dp_size(MESH)))
 
 
 def _kl_controller(config: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, register
 from tidemill_engines import BaseEngine, sft_loss
@@ -28,15 +27,8 @@ class PolicyWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Load the model and register this rank in the mesh "actor"."""
-        torch.set_num_threads(self._config.actor.omp_num_threads)
-        torch.manual_seed(self._config.trainer.seed)
-        self._engine.initialize()
-        self.register_dispatch_collect_info(
-            "actor",
-            dp_rank=self._engine.get_data_parallel_rank(),
-            is_collect=self._engine.is_mp_src_rank_with_outputs(),
-        )
+        """Load the model."""
+        self._initialize(self._engine)
 
     @register(Dispatch.ONE_TO_ALL)
     def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:

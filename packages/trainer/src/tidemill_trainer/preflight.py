@@ -67,16 +67,17 @@ def check_machine(config: Config, progress: Progress) -> None:
             raise ConfigError(f'{key}="cuda" requires a GPU, but torch finds no CUDA device; use "auto" or "cpu"')
     if config.engine.device == "cuda" or (config.engine.device == "auto" and has_gpu):
         return
-    workers, cpus = config.actor.num_workers, len(os.sched_getaffinity(0))
+    numbers, cpus = config.training_workers(), len(os.sched_getaffinity(0))
+    workers, keys = sum(numbers.values()), " + ".join(numbers)
     limit = _MAX_WORKERS_PER_CPU * cpus
     if workers > limit:
         raise ConfigError(
-            f"actor.num_workers must be <= {limit}, {_MAX_WORKERS_PER_CPU} for each of the {cpus} CPUs that this "
+            f"{keys} must be <= {limit}, {_MAX_WORKERS_PER_CPU} for each of the {cpus} CPUs that this "
             f"process may use, got {workers}; lower it"
         )
     if workers > cpus:
         progress.warn(
-            f"actor.num_workers={workers} is larger than the {cpus} CPUs that this process may use: the workers will "
+            f"{keys}={workers} is larger than the {cpus} CPUs that this process may use: the workers will "
             "slow each other down"
         )
 

@@ -13,7 +13,7 @@ from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, Rew
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.rewards import has_own_reward
-from tidemill_trainer.roles import needed_roles
+from tidemill_trainer.roles import Role, has_adapter_reference, model_of, needed_roles, optimizer_of
 
 _PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components", "baseline_rewards"}
 _OF_UPDATE = {"ref_log_prob", "teacher_log_prob", "old_log_probs", "rollout_log_probs", "advantages", "rewards"}
@@ -55,7 +55,7 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     _check_reward_model(config, by_reward=by_reward)
     _check_loss(config, columns)
     required = needed_roles(config)
-    sections: Mapping[str, _Section] = {
+    sections: Mapping[Role, _Section] = {
         "reference": config.reference,
         "critic": config.critic,
         "teacher": config.teacher,
@@ -65,10 +65,26 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         if role not in required:
             if section != type(section)():
                 raise ConfigError(f"section {role} has no effect: it is used by {_USES[role]}; remove it")
-        elif section.path is not None:
+            continue
+        if section.path is not None:
             _check_model(f"{role}.path", Path(section.path), tokenizer)
         elif role == "teacher":
             raise ConfigError(f"config key teacher.path is required by {_USES[role]}; set it")
+        if section.num_workers is not None:
+            _check_own_workers(config, role, section.num_workers)
+
+
+def _check_own_workers(config: Config, role: Role, num_workers: int) -> None:
+    """Check that a role has a model of its own, which can be divided among its processes."""
+    if role == "reference" and has_adapter_reference(config):
+        raise ConfigError(
+            "config key reference.num_workers has no effect: with model.lora and without reference.path, the reference "
+            "is the policy without its adapter; remove it, or set reference.path"
+        )
+    try:
+        config.engine.check(model_of(config, role, config.model.path), optimizer_of(config, role), num_workers)
+    except ValueError as error:
+        raise ConfigError(f"config key {role}.num_workers: {error}") from error
 
 
 def _check_reward_model(config: Config, *, by_reward: bool) -> None:

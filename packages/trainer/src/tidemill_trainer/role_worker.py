@@ -30,15 +30,15 @@ class RoleWorker(TrainingWorker):
         self._roles: dict[Role, BaseEngine] = {}
         self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_roles(self, roles: Sequence[Role], initial_policy: str) -> None:
-        """Load the models of other roles; `initial_policy` is the folder of those without a path."""
+        """Load the models of roles; `initial_policy` is the folder of those without a path."""
         for role in roles:
             engine = build_role(self._config, role, initial_policy)
-            engine.initialize()
+            self._initialize(engine)
             self._roles[role] = engine
 
-    @register(compute)
+    @register(compute, blocking=False)
     def infer(self, batch: DataProto) -> DataProto:
         """Compute what the update requires from each role.
 
@@ -66,7 +66,7 @@ class RoleWorker(TrainingWorker):
         """Compute `rm_scores` float32 [B] of the reward model from ragged `input_ids`."""
         return score_rows(self._roles["reward_model"], batch)
 
-    @register(compute)
+    @register(compute, blocking=False)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """Make one optimizer step of the critic; return metrics of the global batch, equal on all ranks."""
         return prefixed("critic", self._roles["critic"].train_batch(batch, self._value_loss))

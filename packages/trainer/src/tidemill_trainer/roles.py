@@ -1,10 +1,11 @@
-"""The models of a run by role, each an engine in the training processes."""
+"""The models of a run by role, each an engine in training processes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 from tidemill_engines import BaseEngine, EngineRegistry
+from tidemill_engines.config import ModelConfig, OptimizerConfig
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
@@ -42,16 +43,26 @@ def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
         role: role of the model.
         initial_policy: folder of the model from which reinforcement learning starts.
     """
-    own = path_of(config, role)
-    path = initial_policy if own is None else own
-    seed = config.model.init_seed if path == config.model.path else None
     return EngineRegistry.new(
         model_type="value_model" if role in ("critic", "reward_model") else "language_model",
         backend=config.engine.backend,
-        model=replace(config.model, path=path, init_seed=seed, lora=None, frozen=(), router_aux_loss_coef=0.0),
+        model=model_of(config, role, initial_policy),
         engine=replace(config.engine, param_offload=_section(config, role).param_offload),
-        optimizer=config.critic.optimizer if role == "critic" else None,
+        optimizer=optimizer_of(config, role),
     )
+
+
+def model_of(config: Config, role: Role, initial_policy: str) -> ModelConfig:
+    """Return the model of a role; arguments as for `build_role`."""
+    own = path_of(config, role)
+    path = initial_policy if own is None else own
+    seed = config.model.init_seed if path == config.model.path else None
+    return replace(config.model, path=path, init_seed=seed, lora=None, frozen=(), router_aux_loss_coef=0.0)
+
+
+def optimizer_of(config: Config, role: Role) -> OptimizerConfig | None:
+    """Return the optimizer of a role; None: it is not trained."""
+    return config.critic.optimizer if role == "critic" else None
 
 
 def path_of(config: Config, role: Role) -> str | None:
@@ -71,6 +82,15 @@ def _section(config: Config, role: Role) -> ReferenceConfig | CriticConfig | Tea
 def required_roles(config: Config) -> list[Role]:
     """Return the roles that the algorithm requires and that have an engine of their own."""
     return [role for role in needed_roles(config) if role != "reference" or not has_adapter_reference(config)]
+
+
+def own_workers(config: Config) -> dict[Role, int]:
+    """Return the number of processes of each role that has its own."""
+    own: dict[Role, int] = {}
+    for role in required_roles(config):
+        if (number := _section(config, role).num_workers) is not None:
+            own[role] = number
+    return own
 
 
 def needed_roles(config: Config) -> list[Role]:

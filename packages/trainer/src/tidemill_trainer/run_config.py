@@ -102,9 +102,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.optimizer.lr), f"optimizer.lr must be a finite number, got {self.optimizer.lr}")
-        workers = self.actor.num_workers
         for key, size in self.engine.world_size_divisors().items():
-            require(workers % size == 0, f"engine.{key} = {size} must divide actor.num_workers={workers}")
+            for workers_key, workers in self.training_workers().items():
+                require(workers % size == 0, f"engine.{key} = {size} must divide {workers_key}={workers}")
+
+    def training_workers(self) -> dict[str, int]:
+        """Return the number of processes of each group of training workers, by its key."""
+        return {"actor.num_workers": self.actor.num_workers}
 
     def policy_engine(self) -> EngineConfig:
         """Return the configuration of the policy's engine, including settings that other sections imply."""

@@ -185,6 +185,7 @@ _MAY_CHANGE = frozenset(
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
+        *(f"{role}.num_workers" for role in ("reference", "critic", "teacher", "reward_model")),
         "rollout.max_log_prob_abs_diff",
     }
 )

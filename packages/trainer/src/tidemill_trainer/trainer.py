@@ -21,6 +21,7 @@ from tidemill_trainer.learner import Learner
 from tidemill_trainer.metrics import batch_metrics, performance_metrics, reward_components, validation_metrics
 from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
@@ -65,7 +66,7 @@ class Trainer:
         self._config = config
         self._actor = cluster.actor
         self._engines = cluster.engines
-        self._learner = Learner(config, cluster.actor)
+        self._learner = Learner(config, RoleGroups(config, cluster.actor, cluster.roles))
         self._waits = cluster.watch.waits
         self._tokenizer = inputs.tokenizer
         with self._waits("load"):
@@ -132,8 +133,9 @@ class Trainer:
         if steps:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
-            with self._waits("load_checkpoint"):
+            with self._waits("roles"):
                 self._learner.init_roles(self._run.initial_policy, is_resumed=True)
+            with self._waits("load_checkpoint"):
                 self._learner.load_checkpoint(path)
             with self._waits("update_weights"):
                 self._engines.update_weights(step)
@@ -147,7 +149,7 @@ class Trainer:
         self._rollouts.resume(0)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
-        with self._waits("load"):
+        with self._waits("roles"):
             self._learner.init_roles(self._run.initial_policy, is_resumed=False)
         if self._config.warmup.max_steps > 0:
             with self._waits("save_checkpoint"):
@@ -237,10 +239,10 @@ class Trainer:
     def _log(
         self, step: int, metrics: dict[str, float], batch: DataProto, episodes: Episodes, timing: "Timing"
     ) -> None:
-        seconds = timing.seconds["step"]
+        seconds, num_workers = timing.seconds["step"], sum(self._config.training_workers().values())
         metrics |= timing.metrics() | {
             "perf/time_per_step": seconds,
-            "perf/throughput": metrics["perf/total_num_tokens"] / seconds / self._config.actor.num_workers,
+            "perf/throughput": metrics["perf/total_num_tokens"] / seconds / num_workers,
         }
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
         shown = [summary for summary in episodes.summaries if summary.task.is_shown]

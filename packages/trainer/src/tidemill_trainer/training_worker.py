@@ -1,12 +1,15 @@
 """The base of the training workers: a Ray actor with one rank of each of some models."""
 
+import torch
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.stalls.member import join_run
 
-compute = split_over("actor")
+MESH = "training"
+"""Name of the mesh over which a group of training workers splits a batch."""
+compute = split_over(MESH)
 """Mode of the methods with a batch: each rank receives the rows of its data-parallel rank."""
 
 
@@ -22,6 +25,15 @@ class TrainingWorker(Worker):
     def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
         join_run(log_dir, f"{group}_{self.rank}")
         self._config = config
+        torch.set_num_threads(config.actor.omp_num_threads)
+        torch.manual_seed(config.trainer.seed)
+
+    def _initialize(self, engine: BaseEngine) -> None:
+        """Load the model of an engine, and register this rank in the mesh, which is that of all engines here."""
+        engine.initialize()
+        self.register_dispatch_collect_info(
+            MESH, dp_rank=engine.get_data_parallel_rank(), is_collect=engine.is_mp_src_rank_with_outputs()
+        )
 
     def _trained(self) -> dict[str, BaseEngine]:
         """Return the engines that are trained, by the name of their folder in a checkpoint."""

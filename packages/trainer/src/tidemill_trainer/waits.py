@@ -83,6 +83,7 @@ def waits_of(config: Config) -> Mapping[str, Wait]:
         "start": Wait(name="the start of SGLang and the model", on=f"{engines} and {training}", limits=(start, call)),
         "connect": Wait(name="the connection of workers and engines", on=training, limits=(call,)),
         "load": Wait(name="the episode workers", on="the episode workers", limits=(Limit(key="fixed", seconds=300.0),)),
+        "roles": Wait(name="loading the other models", on=training, limits=(call, collective)),
         "step": Wait(name="the step", on="its phases"),
         "gen": Wait(name="the episodes", on=episodes, worker_limit=first),
         "old_log_prob": Wait(name="old log-probs", on=training, limits=(call, collective)),

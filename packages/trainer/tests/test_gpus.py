@@ -1,0 +1,40 @@
+import pytest
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.gpus import check_gpus
+
+
+@pytest.fixture
+def check(config_file):
+    def check(num_gpus, *overrides, has_training=True):
+        check_gpus(load_config(config_file, overrides), num_gpus, has_training=has_training)
+
+    return check
+
+
+ROLES = ["actor.num_workers=4", "critic.num_workers=2", "reference.num_workers=1", "rollout.num_engines=2"]
+
+
+def test_more_gpus_than_the_cluster_has_are_refused_with_their_keys(check):
+    check(11, *ROLES, "rollout.tensor_parallel_size=2")
+    message = (
+        r"requires 11 GPUs, 4 for rollout\.num_engines, 4 for actor\.num_workers, 1 for reference\.num_workers, "
+        r"2 for critic\.num_workers, but the Ray cluster has 8; lower"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(8, *ROLES, "rollout.tensor_parallel_size=2")
+
+
+def test_engines_and_workers_that_share_a_gpu_count_with_their_fractions(check):
+    fractions = ["actor.num_gpus_per_worker=0.7", "rollout.num_gpus_per_engine=0.3"]
+    check(1, *fractions)
+    check(3, *fractions, "critic.num_workers=2")
+    with pytest.raises(ConfigError, match=r"requires 2 GPUs, .* but the Ray cluster has 1"):
+        check(1, *fractions, "teacher.num_workers=1")
+
+
+def test_processes_on_cpus_require_no_gpus(check):
+    check(0, *ROLES)
+    check(2, *ROLES, "engine.device=cpu")
+    check(2, *ROLES, has_training=False)
+    with pytest.raises(ConfigError, match=r"requires 7 GPUs, .* has 0"):
+        check(0, *ROLES, "engine.device=cuda")
