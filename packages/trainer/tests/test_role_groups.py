@@ -1,9 +1,12 @@
 """Roles with processes of their own compute what they compute in the processes of the policy, with real Ray actors."""
 
+import psutil
 import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
+from tidemill_dispatch import WorkerDiedError
 from tidemill_testing import tiny_reward_model
+from tidemill_trainer.stalls.process import registered
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -87,3 +90,13 @@ def test_reward_model_of_its_own_processes_scores_training_and_validation(learne
     scores = learner(*scored).infer(trained)["rm_scores"]
     assert torch.equal(own.infer(trained)["rm_scores"], scores)
     assert torch.equal(own.score(trained)["rm_scores"], scores)
+
+
+def test_death_of_a_critic_during_the_update_names_its_group(learner, rows, tmp_path):
+    trained, episodes = rows
+    made = learner(*PPO, "critic.num_workers=1")
+    batch, _ = made.add_advantages(made.infer(trained), episodes)
+    [critic] = [each for each in registered(tmp_path) if each.name == "critic_0"]
+    psutil.Process(critic.pid).kill()
+    with pytest.raises(WorkerDiedError, match="rank 0 of group 'critic"):
+        made.update(batch, step=1)
