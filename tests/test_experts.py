@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from tidemill_engines import EngineRegistry, FSDP2Config, ModelConfig
 from tidemill_testing import run_ranks, tiny_model
-from tidemill_trainer.actor import to_local_shard
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.receive.receiver import Receiver
 
@@ -68,7 +67,7 @@ def run_updates(path, checkpoint):
         updater = WeightUpdater(servers, bucket_bytes=20_000)
         assert engine.streams_weights is settings.get("param_offload", False)
         for version in (1, 2):
-            shards = ((name, to_local_shard(part)) for name, part in engine.get_per_tensor_shards())
+            shards = engine.get_per_tensor_shards()
             stats = updater.update(shards if engine.streams_weights else list(shards), version)
             assert stats.verified
             assert not stats.quarantined

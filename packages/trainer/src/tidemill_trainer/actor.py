@@ -6,8 +6,7 @@ from functools import reduce
 import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, register
-from tidemill_engines import WeightShard
-from tidemill_weight_update import EngineClient, LocalShard, WeightUpdater
+from tidemill_weight_update import EngineClient, WeightUpdater
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
@@ -94,9 +93,9 @@ class ActorWorker(PolicyWorker, RoleWorker):
             RuntimeError: an engine was not updated; the run requires all of them.
         """
         assert self._updater is not None, "call connect_engines() first"
-        shards = ((name, to_local_shard(part)) for name, part in self._engine.get_per_tensor_shards())
         engines = None if only is None else [self._clients[number] for number in only]
         # With a list, the engines check all tensors before they change any. Copies are streamed to save memory.
+        shards = self._engine.get_per_tensor_shards()
         named = shards if self._engine.streams_weights else list(shards)
         stats = self._updater.update(named, weight_version=weight_version, engines=engines)
         if stats.quarantined:
@@ -114,16 +113,3 @@ class ActorWorker(PolicyWorker, RoleWorker):
         if stats.weight_version.isdecimal():  # reported by every engine after the update
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
-
-
-def to_local_shard(part: torch.Tensor | WeightShard) -> torch.Tensor | LocalShard:
-    """Convert a shard of the engine to the type of the weight updater."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return LocalShard(
-        tensor=part.tensor,
-        global_shape=part.global_shape,
-        start=part.start,
-        replica=part.replica,
-        num_replicas=part.num_replicas,
-    )

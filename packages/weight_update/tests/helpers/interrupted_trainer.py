@@ -28,7 +28,8 @@ def shards(seed: int, rank: int, size: int, device: str) -> Iterator[tuple[str, 
     for name, tensor in ((name, tensor.to(device)) for name, tensor in tensors(seed).items()):
         if tensor.ndim and tensor.shape[0] % size == 0:
             part = tensor.chunk(size)[rank].clone()
-            yield name, LocalShard(tensor=part, global_shape=tuple(tensor.shape), dim=0, rank=rank, size=size)
+            start = (rank * part.shape[0], *[0] * (part.ndim - 1))
+            yield name, LocalShard(tensor=part, global_shape=tuple(tensor.shape), start=start)
         elif rank == 0:
             yield name, tensor
 

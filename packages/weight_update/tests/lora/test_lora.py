@@ -116,7 +116,7 @@ def changed_adapter(change: str) -> list[tuple[str, Tensor]]:
         "module": [(name.replace("q_proj", "gate"), tensor), *rest],
         "twice": [*items, (name, tensor)],
         "two adapters": [*items, (name.replace(".weight", ".other.weight"), tensor)],
-        "shard": [(name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape))), *rest],
+        "shard": [(name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape), start=(0, 0))), *rest],
         "empty": [],
         "nan": [(name, torch.full_like(tensor, float("nan"))), *rest],
     }[change]

@@ -129,7 +129,7 @@ def test_digest_depends_on_names_shapes_dtypes_order_and_context():
         ([("a", torch.zeros(2, 2).to_sparse())], TypeError, "'a' must be dense"),
         ([("a", torch.zeros(2, 2, device="meta"))], TypeError, "'a' must be dense and have data.*meta"),
         (
-            [("a", LocalShard(tensor=torch.zeros(2), global_shape=(2,)))],
+            [("a", LocalShard(tensor=torch.zeros(2), global_shape=(2,), start=(0,)))],
             TypeError,
             "'a' is a LocalShard, which only engines launched with",
         ),

@@ -120,7 +120,7 @@ def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tupl
         is_first = name in ("embed.weight",) or name.startswith(ATTN)
         if is_first != (stage == 0):
             continue
-        shard = {"global_shape": tuple(tensor.shape)}
+        shard = {"global_shape": tuple(tensor.shape), "start": (0,) * tensor.ndim}
         expert = re.match(rf"{MLP}\.experts\.(\d+)", name)
         dim = 1 if "o_proj" in name else 0
         if expert and ep == 2:
@@ -132,11 +132,11 @@ def megatron(checkpoint: dict[str, torch.Tensor], tp: int, ep: int) -> list[tupl
         elif name == f"{ATTN}.q_proj.weight":
             heads = [(at, tensor[at : at + 2]) for at in (0, 2, 4, 6) if tp == 1 or at // 4 == inner]
             shard |= {} if tp == 2 else {"replica": inner, "num_replicas": 2}
-            items += [(name, LocalShard(tensor=head, start=(at, 0), **shard)) for at, head in heads]
+            items += [(name, LocalShard(tensor=head, **shard | {"start": (at, 0)})) for at, head in heads]
             continue
         elif tensor.dim() and tp == 2 and not name.startswith("norm"):
-            shard |= {"dim": dim, "rank": inner, "size": 2}
             tensor = tensor.chunk(2, dim)[inner]
+            shard["start"] = tuple(inner * size if d == dim else 0 for d, size in enumerate(tensor.shape))
         else:
             shard |= {"replica": inner, "num_replicas": 2}
         items.append((name, LocalShard(tensor=tensor, **shard)))
@@ -241,7 +241,7 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
     name = f"{ATTN}.k_proj.weight"
     if dist.get_rank() == bad_rank:
         local = good[name].to_local()
-        part = {"tensor": local.clone(), "global_shape": (2, 8), "dim": 0, "rank": bad_rank, "size": 2}
+        part = {"tensor": local.clone(), "global_shape": (2, 8), "start": (bad_rank, 0)}
         if kind == "nan":
             part["tensor"][0, 0] = float("nan")
             items[name] = LocalShard(**part)
@@ -250,7 +250,7 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
         elif kind == "shape":
             items[name] = LocalShard(**part | {"global_shape": (2, 9), "tensor": torch.zeros(1, 9)})
         elif kind == "overlap":
-            items[name] = LocalShard(**part | {"rank": 1 - bad_rank})
+            items[name] = LocalShard(**part | {"start": (1 - bad_rank, 0)})
         elif kind == "twice":
             items = [*items.items(), (name, good[name])]
         elif kind == "part twice":
@@ -322,7 +322,8 @@ def _plain(kind: str, mode: str, *, partial: bool) -> str:
         named_tensors = named_tensors[:-1]
     if kind == "as a shard" and dist.get_rank() == 1:
         name, tensor = list(tensors(1).items())[-1]
-        named_tensors = [*named_tensors[:-1], (name, LocalShard(tensor=tensor, global_shape=tuple(tensor.shape)))]
+        shard = LocalShard(tensor=tensor, global_shape=tuple(tensor.shape), start=(0,) * tensor.ndim)
+        named_tensors = [*named_tensors[:-1], (name, shard)]
     message = ""
     for version in (1, 2):  # the second time from the cache
         try:

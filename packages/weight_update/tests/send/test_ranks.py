@@ -74,7 +74,7 @@ def _collection_and_generator(streaming: int, partial: bool) -> tuple[str, bool]
     updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=5, in_flight="retract")
     updater.update(tensors(0).items(), 0)
     whole = tensors(1)
-    norm = LocalShard(tensor=whole.pop("norm.weight"), global_shape=tuple(SHAPES["norm.weight"]))
+    norm = LocalShard(tensor=whole.pop("norm.weight"), global_shape=tuple(SHAPES["norm.weight"]), start=(0,))
     items = [("norm.weight", norm)] if rank == 1 else list(whole.items())
     with pytest.raises(TypeError) as caught:
         updater.update(iter(items) if rank == streaming else items, 1, partial=partial)

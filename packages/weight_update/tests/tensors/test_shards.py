@@ -1,6 +1,6 @@
 """Piece of a tensor that a rank sends, compared with the values that it holds."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,7 +8,10 @@ import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
 from tidemill_weight_update.send.fingerprint import Fingerprint
+from tidemill_weight_update.tensors.box import Box
+from tidemill_weight_update.tensors.plain_names import PlainNames
 from tidemill_weight_update.tensors.shards import piece_to_send
+from tidemill_weight_update.tensors.source import pieces_of
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
@@ -141,20 +144,23 @@ def test_rank_outside_the_mesh_sends_nothing():
     assert run_ranks(_other_mesh, 3) == [True, True, True]
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1, None])
-def test_even_local_shards_tile_the_tensor(dim):
-    whole = torch.arange(24.0).view(4, 6)
-    parts = [whole] if dim is None else whole.chunk(2, dim)
-    covered = torch.zeros(4, 6)
-    for rank, part in enumerate(parts):
-        size = len(parts)
-        shard = LocalShard(tensor=part, global_shape=(4, 6), dim=dim, rank=rank, size=size)
-        piece = piece_to_send("a", shard, torch.bfloat16, group_rank=5)
-        assert piece is not None
-        assert (piece.spec.shape, piece.spec.dtype) == ((4, 6), torch.bfloat16)
-        assert torch.equal(piece.local, box_of(whole, piece.box))
-        box_of(covered, piece.box).add_(1)
-    assert (covered == 1).all()
+def test_object_with_the_fields_of_a_local_shard_is_accepted():
+    class Part(NamedTuple):
+        tensor: Tensor
+        global_shape: tuple[int, ...]
+        start: tuple[int, ...]
+        replica: int = 0
+        num_replicas: int = 1
+
+    part = Part(torch.ones(2, 6), (4, 6), (2, 0))
+    (piece,) = pieces_of([("w", part)], None, 1, PlainNames())
+    assert (piece.box, piece.spec.shape) == (Box((2, 0), (2, 6)), (4, 6))
+    assert Fingerprint([("w", part)]).matches([("w", part)])
+    assert not Fingerprint([("w", part)]).matches([("w", part._replace(start=(0, 0)))])
+    with pytest.raises(ValueError, match=r"'w'.*starts at \(3, 0\) is not inside \(4, 6\)"):
+        piece_to_send("w", part._replace(start=(3, 0)), None, 0)
+    with pytest.raises(TypeError, match=r"expected \(str, Tensor or LocalShard\), got \('w', tuple\)"):
+        list(pieces_of([("w", tuple(part))], None, 0, PlainNames()))
 
 
 @pytest.mark.parametrize("rows", [(3, 1), (2, 0, 2), (1, 2, 1)])
@@ -175,7 +181,7 @@ def test_local_shards_with_start_tile_the_tensor(rows):
 def test_one_replica_sends_each_tensor_and_all_replicas_take_part():
     senders = []
     for name in map(str, range(40)):
-        shard = {"tensor": torch.ones(2), "global_shape": (2,), "num_replicas": 4}
+        shard = {"tensor": torch.ones(2), "global_shape": (2,), "start": (0,), "num_replicas": 4}
         pieces = [piece_to_send(name, LocalShard(**shard, replica=replica), None, 0) for replica in range(4)]
         assert sum(piece is not None for piece in pieces) == 1
         senders.append([piece is not None for piece in pieces].index(True))
@@ -190,11 +196,6 @@ def test_plain_tensor_is_sent_by_the_first_rank():
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 3}, r"'w'.*dim 0 of \(4, 6\) has no even part 0 of 3"),
-        ({"tensor": torch.zeros(2, 6), "dim": 0, "size": 2, "rank": 2}, r"'w'.*part 2 of 2"),
-        ({"tensor": torch.zeros(2, 5), "dim": 0, "size": 2}, r"'w'.*has the shape \(2, 6\), got a tensor of \(2, 5\)"),
-        ({"tensor": torch.zeros(4), "dim": None}, r"'w'.*has the shape \(4, 6\), got a tensor of \(4,\)"),
-        ({"tensor": torch.zeros(2, 6), "dim": 2, "size": 2}, r"'w'.*dim 2 is out of range for global_shape \(4, 6\)"),
         (
             {"tensor": torch.zeros(2, 6), "start": (3, 0)},
             r"'w'.*of shape \(2, 6\) that starts at \(3, 0\) is not inside",
@@ -202,8 +203,10 @@ def test_plain_tensor_is_sent_by_the_first_rank():
         ({"tensor": torch.zeros(2, 6), "start": (-1, 0)}, r"'w'.*is not inside \(4, 6\)"),
         ({"tensor": torch.zeros(2, 6), "start": (0,)}, r"'w'.*is not inside \(4, 6\)"),
         ({"tensor": torch.zeros(2), "start": (0, 0)}, r"'w'.*is not inside \(4, 6\)"),
-        ({"tensor": torch.zeros(2, 6), "start": (0, 0), "dim": 0, "size": 2}, r"'w'.*both start .* pass only one"),
-        ({"tensor": torch.zeros(4, 6), "replica": 2, "num_replicas": 2}, r"'w'.*replica must be in .*, got 2 of 2"),
+        (
+            {"tensor": torch.zeros(4, 6), "start": (0, 0), "replica": 2, "num_replicas": 2},
+            r"'w'.*replica must be in .*, got 2 of 2",
+        ),
     ],
 )
 def test_local_shard_that_does_not_fit_is_refused_by_name(shard, message):
@@ -238,7 +241,7 @@ class Wrapping(Tensor):
 def test_inner_tensor_of_a_wrapper_subclass_is_sent():
     values = torch.randn(6, 4)
     for wrapped in (Wrapping(values), torch.nn.Parameter(Wrapping(values)), Wrapping(Wrapping(values))):
-        for tensor in (wrapped, LocalShard(tensor=wrapped, global_shape=(6, 4))):
+        for tensor in (wrapped, LocalShard(tensor=wrapped, global_shape=(6, 4), start=(0, 0))):
             piece = piece_to_send("w", tensor, None, 0)
             assert piece is not None
             assert type(piece.local) is Tensor
@@ -269,7 +272,7 @@ def test_inner_tensor_of_a_wrapper_subclass_in_a_dtensor_is_sent():
 
 def test_subclass_without_accessible_values_is_refused_by_name():
     hidden = TwoTensor(torch.ones(3), torch.ones(3))
-    for tensor in (hidden, Wrapping(hidden), LocalShard(tensor=hidden, global_shape=(3,))):
+    for tensor in (hidden, Wrapping(hidden), LocalShard(tensor=hidden, global_shape=(3,), start=(0,))):
         with pytest.raises(TypeError, match=r"tensor 'w' is a torch.testing.*TwoTensor without .* plain tensor$"):
             piece_to_send("w", tensor, None, 0)
 

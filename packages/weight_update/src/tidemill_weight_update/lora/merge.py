@@ -8,7 +8,7 @@ from torch import Tensor
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.names import base_name, is_of_adapter
 from tidemill_weight_update.lora.pairs import Pair, pairs_of
-from tidemill_weight_update.tensors.shards import LocalShard, is_dtensor
+from tidemill_weight_update.tensors.shards import is_dtensor
 
 
 def merge_lora(
@@ -60,7 +60,7 @@ def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: f
 
 @torch.no_grad()
 def _sum(name: str, weight: Tensor, pair: Pair, scale: float) -> Tensor:
-    if isinstance(weight, LocalShard):
+    if not isinstance(weight, Tensor):
         raise TypeError(f"{name!r} is a LocalShard; pass the full tensor or a DTensor to merge_lora")
     a, b = pair
     if tuple(weight.shape) != (b.shape[0], a.shape[1]):

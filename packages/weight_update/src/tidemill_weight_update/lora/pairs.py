@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.names import parse, saved_name
-from tidemill_weight_update.tensors.shards import LocalShard, check_dense
+from tidemill_weight_update.tensors.shards import check_dense
 from tidemill_weight_update.tensors.source import checked_item
 
 Pair = tuple[Tensor, Tensor]
@@ -24,7 +24,7 @@ def pairs_of(named_tensors: Iterable[tuple[str, Tensor]], config: LoraConfig) ->
     found: dict[str, dict[str, Tensor]] = {}
     for item in named_tensors:
         name, tensor = checked_item(item, seen)
-        if isinstance(tensor, LocalShard):
+        if not isinstance(tensor, Tensor):
             raise TypeError(f"{name!r} is a LocalShard; pass adapters as plain tensors or DTensors")
         check_dense(name, tensor)
         module, matrix = parse(name, config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.memory.handle import TensorEntry
 from tidemill_weight_update.send.modules import by_module, whole_modules
-from tidemill_weight_update.tensors.shards import LocalShard, check_dense, sent_dtype
+from tidemill_weight_update.tensors.shards import ShardLike, check_dense, sent_dtype
 from tidemill_weight_update.tensors.source import NamedTensors, checked_item
 
 
@@ -89,8 +89,8 @@ def _end(items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, used: i
     return used
 
 
-def _full(name: str, tensor: Tensor | LocalShard) -> tuple[str, Tensor]:
-    if isinstance(tensor, LocalShard):
+def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:
+    if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{name!r} is a LocalShard, which only engines launched with **sglang_launch_args() can receive; launch "
             f"the engine with them, or pass a full tensor or a DTensor"

@@ -17,7 +17,7 @@ from tidemill_weight_update.send.packing import pack
 from tidemill_weight_update.send.sender import PreparedBucket, Sender
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import LocalShard, Piece
+from tidemill_weight_update.tensors.shards import Piece, ShardLike
 from tidemill_weight_update.tensors.source import NamedTensors, pieces_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FastPath:
         self._prepared: list[PreparedBucket] = []
         self.plain = self._kept_plain = PlainNames()
         # Referenced while an update reads them by address: the tensors passed, and the temporary tensors made of them.
-        self._items: list[tuple[str, Tensor | LocalShard]] = []
+        self._items: list[tuple[str, Tensor | ShardLike]] = []
         self._pieces: list[Piece] = []
         self._is_same_input = False
         self._num_freed: int | None = None
@@ -155,7 +155,7 @@ class FastPath:
         self._items, self._is_being_read = items, reads and self._is_same_input
         return buckets
 
-    def _describe(self, items: list[tuple[str, Tensor | LocalShard]]) -> list[PreparedBucket]:
+    def _describe(self, items: list[tuple[str, Tensor | ShardLike]]) -> list[PreparedBucket]:
         self.plain = self._kept_plain = PlainNames()
         pieces = list(pieces_of(items, self._dtype, self._group_rank, self.plain))
         prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))

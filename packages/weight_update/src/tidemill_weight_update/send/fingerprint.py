@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.tensors.shards import LocalShard, Piece, has_partial_sums, is_dtensor, local_values
+from tidemill_weight_update.tensors.shards import Piece, ShardLike, has_partial_sums, is_dtensor, local_values
 
 
 class Fingerprint:
@@ -17,7 +17,7 @@ class Fingerprint:
     same objects. Other tensors, which may be new objects each time, take a few times longer.
     """
 
-    def __init__(self, items: Sequence[tuple[str, Tensor | LocalShard]]) -> None:
+    def __init__(self, items: Sequence[tuple[str, Tensor | ShardLike]]) -> None:
         self._names = [name for name, _ in items]
         # Tuples are immutable, so an identical tuple needs no further comparison.
         self._pairs = list(items) if all(isinstance(tensor, nn.Parameter) for _, tensor in items) else []
@@ -49,7 +49,7 @@ class Fingerprint:
             return False
         if all(map(operator.is_, tensors, self._parameters)):
             return self._addresses_of(self._parameters) == self._addresses
-        if not all(isinstance(tensor, Tensor | LocalShard) for tensor in tensors):
+        if not all(isinstance(tensor, Tensor | ShardLike) for tensor in tensors):
             return False
         return [local_values(t).data_ptr() for t in tensors] == self._addresses and [  # type: ignore[arg-type]
             _form(tensor)  # type: ignore[arg-type]
@@ -72,13 +72,12 @@ def _kind(tensor: Tensor) -> str:
     return "mixed" if is_traceable_wrapper_subclass(tensor) else "plain"
 
 
-def _form(tensor: Tensor | LocalShard) -> tuple[object, ...]:
+def _form(tensor: Tensor | ShardLike) -> tuple[object, ...]:
     """Return everything that describes a tensor except its address and values."""
     local = local_values(tensor)
     own = (local.shape, local.stride(), local.dtype, local.device, local.is_neg(), local.is_conj())
-    if isinstance(tensor, LocalShard):
-        place = (tensor.global_shape, tensor.dim, tensor.rank, tensor.size, tensor.start)
-        return *own, *place, tensor.replica, tensor.num_replicas
+    if not isinstance(tensor, Tensor):
+        return *own, tensor.global_shape, tensor.start, tensor.replica, tensor.num_replicas
     if is_dtensor(tensor):
         return *own, tensor.shape, tensor.placements, tensor.device_mesh
     return own

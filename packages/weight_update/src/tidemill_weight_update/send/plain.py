@@ -29,6 +29,6 @@ class PlainCheck:
                 raise ValueError(
                     f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not have, "
                     f"but only rank 0 sends plain tensors: {', '.join(map(repr, unsent[:5]))}; pass tensors that only "
-                    f"some ranks have as LocalShard(tensor=..., global_shape=...)"
+                    f"some ranks have as LocalShard(tensor=..., global_shape=..., start=(0, ...))"
                 )
         self._in_order = digests

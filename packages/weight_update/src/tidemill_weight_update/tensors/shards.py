@@ -4,7 +4,7 @@ import math
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 _PLAIN = {Tensor, nn.Parameter}
 
 
+@runtime_checkable
+class ShardLike(Protocol):
+    """An object with the attributes of `LocalShard`, which may be a class of the trainer."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def start(self) -> tuple[int, ...]: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalShard:
     """A part of a tensor, from a trainer with its own parallelism. Pass it in place of the tensor.
@@ -31,11 +47,8 @@ class LocalShard:
     Attributes:
         tensor: local values, with any strides.
         global_shape: shape of the whole tensor.
-        dim: dim along which the tensor is split evenly. None: `tensor` is the whole tensor, or starts at `start`.
-        rank: index of this part among the `size` parts along `dim`.
-        size: number of parts along `dim`.
-        start: index of the first element of `tensor` in the whole tensor, one number per dim, for a tensor that is not
-            split evenly along one dim (a padded vocabulary, rows that are interleaved with those of other tensors).
+        start: index of the first element of `tensor` in the whole tensor, one number per dim; zeros if `tensor` is the
+            whole tensor.
         replica: index of this copy among `num_replicas` equal copies, usually the data-parallel rank. One of the copies
             is sent.
         num_replicas: number of equal copies.
@@ -43,51 +56,26 @@ class LocalShard:
 
     tensor: Tensor
     global_shape: tuple[int, ...]
-    dim: int | None = None
-    rank: int = 0
-    size: int = 1
-    start: tuple[int, ...] | None = None
+    start: tuple[int, ...]
     replica: int = 0
     num_replicas: int = 1
 
-    def box(self) -> Box:
-        """Return the indices that this part covers in the whole tensor.
 
-        Raises:
-            ValueError: the part or replica does not exist, or `tensor` does not have the shape of that part.
-        """
-        if not 0 <= self.replica < self.num_replicas:
-            raise ValueError(f"replica must be in [0, num_replicas), got {self.replica} of {self.num_replicas}")
-        return self._even_box() if self.start is None else self._box_from(self.start)
+def box_of_shard(name: str, shard: ShardLike) -> Box:
+    """Return the indices that a part of tensor `name` covers in the whole tensor.
 
-    def _box_from(self, start: tuple[int, ...]) -> Box:
-        shape = tuple(self.tensor.shape)
-        if self.dim is not None:
-            raise ValueError(f"both start {start} and dim {self.dim} are given; pass only one of them")
-        if not len(start) == len(shape) == len(self.global_shape) or any(
-            at < 0 or at + size > whole for at, size, whole in zip(start, shape, self.global_shape, strict=True)
-        ):
-            raise ValueError(f"a tensor of shape {shape} that starts at {start} is not inside {self.global_shape}")
-        return Box(start=tuple(start), shape=shape)
-
-    def _even_box(self) -> Box:
-        start, shape = [0] * len(self.global_shape), list(self.global_shape)
-        if self.dim is not None:
-            if not -len(shape) <= self.dim < len(shape):
-                raise ValueError(f"dim {self.dim} is out of range for global_shape {self.global_shape}")
-            if not 0 <= self.rank < self.size or shape[self.dim] % self.size:
-                raise ValueError(
-                    f"dim {self.dim} of {self.global_shape} has no even part {self.rank} of {self.size}; for uneven "
-                    f"parts pass start=..."
-                )
-            shape[self.dim] //= self.size
-            start[self.dim] = self.rank * shape[self.dim]
-        if tuple(self.tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"part {self.rank} of {self.size} along dim {self.dim} of {self.global_shape} has the shape "
-                f"{tuple(shape)}, got a tensor of {tuple(self.tensor.shape)}"
-            )
-        return Box(start=tuple(start), shape=tuple(shape))
+    Raises:
+        ValueError: the replica does not exist, or the part is not inside the whole tensor.
+    """
+    start, shape, whole = tuple(shard.start), tuple(shard.tensor.shape), tuple(shard.global_shape)
+    problem = f"the LocalShard of tensor {name!r} does not fit its global shape:"
+    if not 0 <= shard.replica < shard.num_replicas:
+        raise ValueError(f"{problem} replica must be in [0, num_replicas), got {shard.replica} of {shard.num_replicas}")
+    if not len(start) == len(shape) == len(whole) or any(
+        at < 0 or at + size > limit for at, size, limit in zip(start, shape, whole, strict=True)
+    ):
+        raise ValueError(f"{problem} a tensor of shape {shape} that starts at {start} is not inside {whole}")
+    return Box(start=start, shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,7 +87,7 @@ class Piece:
     local: Tensor
 
 
-def piece_to_send(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
+def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
     """Return what this rank sends of `tensor`, or None if it holds no part or another rank sends its copy.
 
     Group rank 0 sends plain tensors. One of several equal copies is sent, selected by a hash of the name, so that all
@@ -112,11 +100,8 @@ def piece_to_send(name: str, tensor: Tensor | LocalShard, dtype: torch.dtype | N
         TypeError: the tensor has no dense storage, or its class hides where its values are.
         ValueError: a LocalShard that does not fit its tensor, or a DTensor whose values do not fit its placements.
     """
-    if isinstance(tensor, LocalShard):
-        try:
-            box = tensor.box()
-        except ValueError as error:
-            raise ValueError(f"the LocalShard of tensor {name!r} does not fit its global shape: {error}") from error
+    if not isinstance(tensor, Tensor):
+        box = box_of_shard(name, tensor)
         return _piece(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
     if is_dtensor(tensor):
         return _piece_of_dtensor(name, tensor, dtype)
@@ -194,11 +179,11 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def local_values(tensor: Tensor | LocalShard) -> Tensor:
+def local_values(tensor: Tensor | ShardLike) -> Tensor:
     """Return this process's part of a tensor."""
     if type(tensor) in _PLAIN:  # fast path: called for thousands of tensors at each update
         return tensor  # type: ignore[return-value]
-    if isinstance(tensor, LocalShard):
+    if not isinstance(tensor, Tensor):
         return unwrapped(tensor.tensor)
     return unwrapped(tensor.to_local() if is_dtensor(tensor) else tensor)
 

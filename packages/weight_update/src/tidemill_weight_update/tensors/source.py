@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import LocalShard, Piece, is_dtensor, piece_to_send
+from tidemill_weight_update.tensors.shards import Piece, ShardLike, is_dtensor, piece_to_send
 
-NamedTensors = Iterable[tuple[str, Tensor | LocalShard]]
+NamedTensors = Iterable[tuple[str, Tensor | ShardLike]]
 
 
 def pieces_of(
@@ -32,14 +32,14 @@ def pieces_of(
         raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
 
 
-def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | LocalShard]:
+def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | ShardLike]:
     """Return the item after checking its types and its name; add the name to `seen`."""
     if not isinstance(item, tuple) or len(item) != 2:
         raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
     name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, Tensor | LocalShard):
-        raise TypeError(f"expected (str, Tensor), got ({name!r:.80}, {type(tensor).__name__})")
-    if name in seen and not isinstance(tensor, LocalShard):  # engines check that shards do not overlap
+    if not isinstance(name, str) or not isinstance(tensor, Tensor | ShardLike):
+        raise TypeError(f"expected (str, Tensor or LocalShard), got ({name!r:.80}, {type(tensor).__name__})")
+    if name in seen and isinstance(tensor, Tensor):  # engines check that shards do not overlap
         raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
     seen.add(name)
     return name, tensor
