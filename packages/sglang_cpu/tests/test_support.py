@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from tidemill_sglang_cpu.support import resolve_dtype
-from tidemill_testing import tiny_model
+from tidemill_testing import tiny_model, tiny_reward_model
 
 pytestmark = pytest.mark.sglang
 
@@ -104,6 +104,15 @@ def test_settings_of_tensor_parallel_ranks_do_not_affect_a_later_engine(llama, m
     monkeypatch.setenv(name, "0|0")  # set by a user
     ServerArgs(model_path=str(llama), tp_size=2)
     assert os.environ[name] == "0|0"
+
+
+def test_reward_model_of_qwen2_is_supported_and_its_module_is_imported(tmp_path):
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.server_args import ServerArgs
+
+    path = tiny_reward_model(tmp_path, "qwen2")
+    assert ServerArgs(model_path=str(path), is_embedding=True).dtype == "float32"
+    assert "Qwen2ForSequenceClassification" in ModelRegistry.get_supported_archs()
 
 
 def test_platform_defaults(llama):

@@ -2,8 +2,15 @@
 
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-SUPPORTED_MODULES = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}  # in sglang.srt.models
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2ForSequenceClassification",
+)
+# In sglang.srt.models.
+SUPPORTED_MODULES = {"llama", "qwen2", "qwen2_classification", "qwen2_moe", "qwen3", "qwen3_moe"}
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 _SCOPE = (
     "tidemill-sglang-cpu supports models with full causal MHA or GQA attention "
