@@ -6,7 +6,7 @@ from tidemill_rollout.episode import EpisodeFn
 from tidemill_rollout.episodes.reward import RewardFn, score
 from tidemill_rollout.outcome import Outcome
 from tidemill_rollout.problem import Problem
-from tidemill_rollout.session import Session
+from tidemill_rollout.session import Reply, Session
 
 
 def single_turn(reward: RewardFn, *, reward_timeout_s: float = math.inf) -> EpisodeFn:
@@ -19,8 +19,13 @@ def single_turn(reward: RewardFn, *, reward_timeout_s: float = math.inf) -> Epis
     """
 
     async def episode(problem: Problem, session: Session) -> Outcome:
-        prompt = problem.prompt
-        reply = await (session.generate(text=prompt) if isinstance(prompt, str) else session.generate(prompt))
+        reply = await generate_reply(problem, session)
         return await score(reward, problem, reply.text, timeout_s=reward_timeout_s)
 
     return episode
+
+
+async def generate_reply(problem: Problem, session: Session) -> Reply:
+    """Generate a reply to the prompt of a problem: a text as it is, messages in the chat template."""
+    prompt = problem.prompt
+    return await (session.generate(text=prompt) if isinstance(prompt, str) else session.generate(prompt))
