@@ -17,6 +17,8 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("actor.ppo_mini_batch_size=65", r"^actor\.ppo_mini_batch_size must be <= data\.train_batch_size=64, got 65"),
         ("trainer.max_ckpt_to_keep=0", r"trainer\.max_ckpt_to_keep must be >= 1, got 0"),
         ("reward.timeout_s=0", r"reward\.timeout_s must be > 0, got 0"),
+        ("reward.function=endpoint", r"^reward\.function=\"endpoint\" requires reward\.url, the address of an SGLang"),
+        ("reward.url=http://h", r"^reward\.url=\"http://h\" requires reward\.function=\"endpoint\", got None; set it"),
         ("trainer.seed=-1", r"trainer\.seed must be >= 0, got -1"),
         (
             "trainer.seed=18446744073709551616",

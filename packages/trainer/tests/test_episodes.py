@@ -18,3 +18,12 @@ def test_missing_episode_and_missing_reward_function_name_their_keys():
         create_episode(_config(episode={"function": "nothing"}))
     with pytest.raises(ConfigError, match=r"config key reward\.function: "):
         create_episode(_config(reward={"function": "nothing"}))
+
+
+def test_endpoint_requires_an_address_and_the_episode_single_turn():
+    reward = {"function": "endpoint", "url": "http://127.0.0.1:30000"}
+    create_episode(_config(reward=reward))
+    with pytest.raises(ConfigError, match=r"config key reward\.url: expected an address such as http://.*got 'host:1'"):
+        create_episode(_config(reward=reward | {"url": "host:1"}))
+    with pytest.raises(ConfigError, match=r'requires episode\.function="single_turn", got "env\.py:play"'):
+        _config(reward=reward, episode={"function": "env.py:play"})

@@ -34,6 +34,8 @@ def test_exact_match_requires_a_ground_truth_in_every_row(assets, progress, tmp_
     with pytest.raises(DataError, match=r"t\.jsonl, row 2: expected a `ground_truth`"):
         _load(assets, progress, file)
     assert len(_load(assets, progress, file, f"reward.function={tmp_path / 'mine.py'}:f").train) == 2
+    endpoint = ("reward.function=endpoint", "reward.url=http://127.0.0.1:30000")
+    assert len(_load(assets, progress, file, *endpoint).train) == 2
 
 
 def test_damaged_tokenizer_is_rejected(assets, progress, tmp_path):

@@ -129,12 +129,20 @@ class RewardConfig:
 
     Attributes:
         function: a registered name ("exact_match"), "pkg.mod:attr" or "path/file.py:attr". An error of the function is
-            an environment error of its episode. None: "exact_match", or none at all with a reward model.
+            an environment error of its episode. None: "exact_match", or none at all with a reward model. "endpoint":
+            the score of a reward model on an SGLang server (see `RewardEndpoint` of tidemill-rollout).
+        url: address of the server of "endpoint", such as "http://127.0.0.1:30000".
         timeout_s: timeout of one call, which then counts as an error; inf disables it.
     """
 
     function: str | None = None
+    url: str | None = None
     timeout_s: Positive = 60.0
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether an HTTP endpoint scores the episodes."""
+        return self.function == "endpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +275,22 @@ class Config(RunConfig):
             f"data.max_prompt_length + rollout.response_length must be < engine.max_token_len_per_gpu={cap} with "
             f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
             "engine.max_token_len_per_gpu",
+        )
+        reward, episode = self.reward, self.episode.function
+        require(
+            not reward.is_endpoint or reward.url is not None,
+            'reward.function="endpoint" requires reward.url, the address of an SGLang server with a reward model, such '
+            'as "http://127.0.0.1:30000"',
+        )
+        require(
+            reward.is_endpoint or reward.url is None,
+            f'reward.url="{reward.url}" requires reward.function="endpoint", got {reward.function!r}; set it, or '
+            "remove reward.url",
+        )
+        require(
+            not reward.is_endpoint or episode == "single_turn",
+            f'reward.function="endpoint" requires episode.function="single_turn", got "{episode}"; an episode of your '
+            "own returns its reward itself",
         )
         pool = self.rollout.max_total_tokens
         require(

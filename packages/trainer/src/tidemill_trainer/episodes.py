@@ -1,7 +1,7 @@
 """The episode of a run, found by name, and the error of a run whose episodes fail."""
 
 from tidemill_rollout import EpisodeFn, load_episode
-from tidemill_rollout.episodes import single_turn
+from tidemill_rollout.episodes import RewardEndpoint, endpoint_turn, single_turn
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
@@ -16,10 +16,17 @@ def create_episode(config: Config) -> EpisodeFn:
     """Return the episode of `config.episode.function`; "single_turn" is scored by `config.reward.function`.
 
     Raises:
-        ConfigError: a function does not exist or cannot be imported; the message names file and function.
+        ConfigError: a function does not exist or cannot be imported; the message names file and function. Or
+            `reward.url` is no address.
     """
+    reward = config.reward
+    if reward.url is not None:  # reward.function is "endpoint"
+        try:
+            return endpoint_turn(RewardEndpoint(reward.url, timeout_s=reward.timeout_s))
+        except ValueError as error:
+            raise ConfigError(f"config key reward.url: {error}") from error
     if config.episode.function == "single_turn":
-        return single_turn(reward_function(config), reward_timeout_s=config.reward.timeout_s)
+        return single_turn(reward_function(config), reward_timeout_s=reward.timeout_s)
     try:
         return load_episode(config.episode.function)
     except (ValueError, ImportError) as error:

@@ -13,7 +13,7 @@ from tidemill_trainer.data import DataError, load_prompts
 from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.preflight import check_machine, check_model
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import exact_match, has_own_episode, reward_function
+from tidemill_trainer.rewards import needs_ground_truth
 from tidemill_trainer.role_checks import check_roles
 
 
@@ -47,10 +47,9 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
     create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
     tokenizer = _load_tokenizer(config)
     check_roles(config, tokenizer)
-    needs_ground_truth = not has_own_episode(config) and reward_function(config) is exact_match
 
     def load(files: Sequence[str]) -> DataProto:
-        return _load_problems(files, tokenizer, config, progress, needs_ground_truth=needs_ground_truth)
+        return _load_problems(files, tokenizer, config, progress)
 
     val_data = load(config.data.val_files) if config.data.val_files else None
     if not has_training:
@@ -100,10 +99,8 @@ def _load_problems(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
     progress: Progress,
-    *,
-    needs_ground_truth: bool,
 ) -> DataProto:
-    problems, num_skipped = load_prompts(files, tokenizer, config.data, needs_ground_truth=needs_ground_truth)
+    problems, num_skipped = load_prompts(files, tokenizer, config.data, needs_ground_truth=needs_ground_truth(config))
     if num_skipped:
         progress.warn(
             f"skipped {num_skipped} problems of {', '.join(files)}: the prompt is longer than "

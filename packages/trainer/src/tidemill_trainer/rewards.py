@@ -37,8 +37,13 @@ def has_own_episode(config: Config) -> bool:
     return config.episode.function != "single_turn"
 
 
+def needs_ground_truth(config: Config) -> bool:
+    """Return whether each problem requires a ground truth: the reward function is "exact_match"."""
+    return not has_own_episode(config) and not config.reward.is_endpoint and reward_function(config) is exact_match
+
+
 def reward_function(config: Config) -> RewardFn:
-    """Return the reward function of the episode "single_turn".
+    """Return the reward function of the episode "single_turn", which is not "endpoint".
 
     Raises:
         ConfigError: see `load_reward`.
