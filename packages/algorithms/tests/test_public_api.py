@@ -26,6 +26,7 @@ def test_registered_names_are_unchanged():
         "gae",
         "gdpo",
         "grpo",
+        "none",
         "opd",
         "opo",
         "reinforce_plus_plus",

@@ -10,6 +10,7 @@ from tidemill_algorithms.advantages.contract import Estimator
 from tidemill_algorithms.advantages.gae import gae
 from tidemill_algorithms.advantages.gdpo import gdpo
 from tidemill_algorithms.advantages.grpo import grpo
+from tidemill_algorithms.advantages.none import none
 from tidemill_algorithms.advantages.opd import opd
 from tidemill_algorithms.advantages.opo import opo
 from tidemill_algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
@@ -25,6 +26,7 @@ __all__ = [
     "gae",
     "gdpo",
     "grpo",
+    "none",
     "opd",
     "opo",
     "reads",
@@ -40,6 +42,7 @@ _ALL: list[Estimator] = [
     gae,
     gdpo,
     grpo,
+    none,
     opd,
     opo,
     reinforce_plus_plus,
