@@ -9,7 +9,7 @@ from tidemill_trainer.config_file import load_config
 from tidemill_trainer.roles import required_roles
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-PRESETS = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo", "dapo", "gspo", "cispo", "opd"]
+PRESETS = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo", "dapo", "gspo", "cispo", "opd", "distill_topk"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -19,5 +19,6 @@ def test_preset_is_short_and_valid(name):
     overrides = ["algorithm.overlong_buffer_len=2"] if name == "dapo" else []  # replies of the demo have 6 tokens
     config = load_config(DEMO_CONFIG, [str(file), *overrides])
     Algorithm.of(config)
-    roles = {"ppo": ["critic"], "grpo": ["reference"], "reinforce_plus_plus": ["reference"], "opd": ["teacher"]}
+    roles = {"ppo": ["critic"], "grpo": ["reference"], "reinforce_plus_plus": ["reference"]}
+    roles |= {"opd": ["teacher"], "distill_topk": ["teacher"]}
     assert required_roles(config) == roles.get(name, [])

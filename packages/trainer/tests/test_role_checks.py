@@ -10,6 +10,8 @@ from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.demo.model import piece_tokenizer
 from tidemill_trainer.role_checks import check_roles
 
+TOPK = ["algorithm.adv_estimator=none", "algorithm.policy_loss=forward_kl_topk"]
+
 
 @pytest.fixture
 def model(tmp_path, tokenizer):
@@ -32,6 +34,7 @@ def check(tokenizer):
 def test_model_with_the_tokenizer_of_the_policy_is_accepted(check, model):
     folder = model("0123456789+=")
     check("algorithm.adv_estimator=opd", f"teacher.path={folder}")
+    check(*TOPK, "teacher.topk=15", f"teacher.path={folder}")
     check("algorithm.kl_loss_coef=0.1", f"reference.path={folder}")
     check("algorithm.adv_estimator=gae", f"critic.path={folder}")
 
@@ -127,6 +130,7 @@ def loss(tmp_path):
 def test_loss_that_reads_the_column_of_a_role_requires_it(check, model, loss):
     check(loss("ref_log_prob"), f"reference.path={model('0123456789+=')}")
     check(loss("teacher_log_prob"), f"teacher.path={model('0123456789+=')}")
+    check(loss("topk_ids"), f"teacher.path={model('0123456789+=')}", "teacher.topk=2", "algorithm.adv_estimator=none")
     with pytest.raises(ConfigError, match=r"teacher\.path is required"):
         check(loss("teacher_log_prob"))
 
@@ -140,13 +144,24 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.adv_estimator=opd"], r"teacher\.path is required by the estimator \"opd\"; set it"),
+        (["algorithm.adv_estimator=opd"], r"teacher\.path is required by the estimator \"opd\" .*; set it"),
+        ([*TOPK, "teacher.topk=4"], r"teacher\.path is required by .* the loss \"forward_kl_topk\"; set it"),
+        ([*TOPK, "teacher.path=t"], r"teacher\.topk is required: .*\"forward_kl_topk\" read .*; set their number"),
+        ([*TOPK, "teacher.path=t", "teacher.topk=16"], r"teacher\.topk must be <= 15, the size of the .*, got 16"),
+        (["teacher.topk=4"], r"teacher\.topk has no effect with adv_estimator=\"grpo\" and policy_loss=\"vanilla\""),
+        (
+            ["algorithm.adv_estimator=opd", "teacher.path=t", "teacher.topk=4"],
+            r"teacher\.topk has no effect with adv_estimator=\"opd\" and .*\"forward_kl_topk\"; remove it",
+        ),
         (["critic.num_workers=2"], r"section critic has no effect"),
         (
             ["algorithm.kl_loss_coef=1", "model.lora.rank=2", "warmup.max_steps=0", "reference.num_workers=1"],
             r"reference\.num_workers has no effect: with model\.lora .*; remove it, or set reference\.path",
         ),
-        (["teacher.path=t"], r"section teacher has no effect: it is used by the estimator \"opd\"; remove it"),
+        (
+            ["teacher.path=t"],
+            r"section teacher has no effect: it is used by the estimator \"opd\" and the loss .*remove",
+        ),
         (["reward_model.coef=2.0"], r"section reward_model has no effect: it is used by runs with reward_model.path"),
         (["reference.path=t"], r"section reference has no effect: it is used by a KL term"),
         (["critic.warmup_steps=2"], r"section critic has no effect: .*\"gae\" and \"vapo\""),
@@ -162,6 +177,26 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
 def test_role_that_is_missing_or_unused_is_refused(check, overrides, message):
     with pytest.raises(ConfigError, match=message):
         check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (TOPK[1:], r"adv_estimator: \"grpo\" has no effect with .*forward_kl_topk.*; set it to \"none\""),
+        (["algorithm.adv_estimator=opd", *TOPK[1:]], r"adv_estimator: \"opd\" has no effect with .*forward_kl_topk"),
+        (TOPK[:1], r"adv_estimator: \"none\" gives no advantages, but policy_loss=\"vanilla\" requires them; choose"),
+        ([*TOPK, "algorithm.shuffle_rewards=true"], r"shuffle_rewards has no effect with adv_estimator=\"none\""),
+        ([*TOPK, "algorithm.filter_groups=acc"], r"filter_groups is not supported with adv_estimator=\"none\""),
+        ([*TOPK, "algorithm.overlong_buffer_len=2"], r"overlong_buffer_len is not supported with adv_est.*\"none\""),
+        ([*TOPK, "reward_model.path=r"], r"reward_model\.path is not supported with algorithm\.adv_est.*\"none\""),
+        ([*TOPK, "algorithm.kl_coef=0.1"], r"algorithm\.kl_coef has no effect with adv_estimator=\"none\""),
+        ([*TOPK, "algorithm.clip_ratio_high=0.2"], r"algorithm\.clip_ratio_high is not used by .*forward_kl_topk"),
+    ],
+)
+def test_setting_without_effect_on_top_k_distillation_is_refused(check, model, overrides, message):
+    teacher = [f"teacher.path={model('0123456789+=')}", "teacher.topk=4"]
+    with pytest.raises(ConfigError, match=message):
+        check(*teacher, *overrides)
 
 
 def test_model_that_its_processes_cannot_divide_is_refused(check, assets, tmp_path):

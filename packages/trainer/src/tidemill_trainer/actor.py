@@ -37,7 +37,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
 
         Returns:
             `old_log_probs` and `entropy` of the policy (not in bypass mode), `ref_log_prob` of the reference,
-            `teacher_log_prob` of the teacher, `values` of the critic. With router replay, also `routed_experts` int32
+            the columns of `RoleWorker.infer` of the other roles. With router replay, also `routed_experts` int32
             [B, j, layers, top_k], the experts that were used for each token of `input_ids`: those of the same column of
             `batch`, or the choice of the router if there is no such column or its value is -1.
         """

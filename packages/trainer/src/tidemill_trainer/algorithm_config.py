@@ -26,7 +26,7 @@ class AlgorithmConfig:
 
     Attributes:
         adv_estimator: advantage estimator of tidemill-algorithms ("grpo", "rloo", ...), "pkg.mod:attr" or
-            "path/file.py:attr".
+            "path/file.py:attr". "none" is for the loss "forward_kl_topk", which uses no advantages, and for own losses.
         policy_loss: policy loss of tidemill-algorithms ("vanilla", "gspo", ...), "pkg.mod:attr" or "path/file.py:attr".
         loss_agg_mode: from the terms of tokens to the loss. "token-mean": mean over all tokens of the mini-batch;
             "seq-mean-token-sum" and "seq-mean-token-mean": mean over rows of the sum or mean over their tokens;
@@ -131,15 +131,17 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """The teacher of the estimator "opd" (on-policy distillation).
+    """The teacher of on-policy distillation, for the estimator "opd" or the loss "forward_kl_topk".
 
     Attributes:
         path: folder of the model, with the tokenizer of the policy.
+        topk: number of the teacher's most probable tokens whose log-probs "forward_kl_topk" reads at each position.
         param_offload: keep its weights on the CPU while they are not used.
         num_workers: number of processes of its own, each with one device; None: it shares the processes of the policy.
     """
 
     path: str | None = None
+    topk: Count | None = None
     param_offload: bool = False
     num_workers: Count | None = None
 

@@ -4,23 +4,38 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tidemill_algorithms import ADV_ESTIMATORS
+from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tidemill_trainer.algorithm import Algorithm
-from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
+from tidemill_trainer.algorithm_config import (
+    AlgorithmConfig,
+    CriticConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.rewards import has_own_reward
-from tidemill_trainer.roles import Role, has_adapter_reference, model_of, needed_roles, optimizer_of
+from tidemill_trainer.roles import (
+    COLUMNS,
+    TEACHER_TOPK,
+    Role,
+    has_adapter_reference,
+    model_of,
+    needed_roles,
+    optimizer_of,
+)
 
-_PROVIDED = {"values", "teacher_log_prob", "old_log_probs", "reward_components", "baseline_rewards"}
-_OF_UPDATE = {"ref_log_prob", "teacher_log_prob", "old_log_probs", "rollout_log_probs", "advantages", "rewards"}
+_PROVIDED = {"values", "old_log_probs", "reward_components", "baseline_rewards"} | COLUMNS["teacher"]
+_OF_UPDATE = {"ref_log_prob", "old_log_probs", "rollout_log_probs", "advantages", "rewards"} | COLUMNS["teacher"]
+_WITHOUT_ADVANTAGES = "forward_kl_topk"
 _USES = {
     "reference": "a KL term (algorithm.kl_loss_coef or algorithm.kl_coef above 0)",
     "critic": 'the estimators "gae" and "vapo"',
-    "teacher": 'the estimator "opd"',
+    "teacher": 'the estimator "opd" and the loss "forward_kl_topk"',
     "reward_model": "runs with reward_model.path",
 }
 _Section = ReferenceConfig | CriticConfig | TeacherConfig | RewardModelConfig
@@ -45,7 +60,9 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             'config key algorithm.reward_components: "gdpo" requires it, and other estimators do not use it; got '
             f'adv_estimator="{algorithm.adv_estimator}" and {list(algorithm.reward_components)}'
         )
+    _check_advantages(algorithm)
     by_reward = columns.isdisjoint({"reward_components", "baseline_rewards", "teacher_log_prob"})
+    by_reward &= algorithm.adv_estimator != "none"
     for key in ("overlong_buffer_len", "filter_groups"):
         if getattr(algorithm, key) is not None and not by_reward:
             raise ConfigError(
@@ -54,6 +71,7 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             )
     _check_reward_model(config, by_reward=by_reward)
     _check_loss(config, columns)
+    _check_topk(config, len(tokenizer))
     required = needed_roles(config)
     sections: Mapping[Role, _Section] = {
         "reference": config.reference,
@@ -72,6 +90,46 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             raise ConfigError(f"config key teacher.path is required by {_USES[role]}; set it")
         if section.num_workers is not None:
             _check_own_workers(config, role, section.num_workers)
+
+
+def _check_advantages(algorithm: AlgorithmConfig) -> None:
+    """Check that advantages are computed exactly if the loss uses them; a loss of the user may use none."""
+    has_none, is_without = algorithm.adv_estimator == "none", algorithm.policy_loss == _WITHOUT_ADVANTAGES
+    if is_without and not has_none:
+        raise ConfigError(
+            f'config key algorithm.adv_estimator: "{algorithm.adv_estimator}" has no effect with '
+            f'policy_loss="{_WITHOUT_ADVANTAGES}", which uses no advantages; set it to "none"'
+        )
+    if has_none and not is_without and algorithm.policy_loss in POLICY_LOSSES:
+        raise ConfigError(
+            'config key algorithm.adv_estimator: "none" gives no advantages, but '
+            f'policy_loss="{algorithm.policy_loss}" requires them; choose another estimator, or '
+            f'policy_loss="{_WITHOUT_ADVANTAGES}"'
+        )
+    if has_none and algorithm.shuffle_rewards:
+        raise ConfigError(
+            'config key algorithm.shuffle_rewards has no effect with adv_estimator="none", which does not use rewards; '
+            "remove it"
+        )
+
+
+def _check_topk(config: Config, vocab_size: int) -> None:
+    """Check that `teacher.topk` is set exactly if something reads the most probable tokens, and is in range."""
+    algorithm, topk = Algorithm.of(config), config.teacher.topk
+    is_read = not TEACHER_TOPK.isdisjoint({*algorithm.columns, *algorithm.loss_columns})
+    chosen = f'adv_estimator="{config.algorithm.adv_estimator}" and policy_loss="{config.algorithm.policy_loss}"'
+    if is_read and topk is None:
+        raise ConfigError(
+            f"config key teacher.topk is required: {chosen} read the teacher's most probable tokens; set their number, "
+            "such as 32"
+        )
+    if topk is not None and not is_read:
+        raise ConfigError(
+            f'config key teacher.topk has no effect with {chosen}; it is used by the loss "{_WITHOUT_ADVANTAGES}"; '
+            "remove it"
+        )
+    if topk is not None and topk > vocab_size:
+        raise ConfigError(f"config key teacher.topk must be <= {vocab_size}, the size of the vocabulary, got {topk}")
 
 
 def _check_own_workers(config: Config, role: Role, num_workers: int) -> None:

@@ -13,8 +13,6 @@ from tidemill_trainer.reward_model import score_rows
 from tidemill_trainer.roles import Role, build_role
 from tidemill_trainer.training_worker import TrainingWorker, compute
 
-_LOG_PROBS: dict[Role, str] = {"reference": "ref_log_prob", "teacher": "teacher_log_prob"}
-
 
 class RoleWorker(TrainingWorker):
     """One rank of reference, critic, teacher and reward model.
@@ -44,7 +42,8 @@ class RoleWorker(TrainingWorker):
 
         Returns:
             `ref_log_prob` of the reference, `teacher_log_prob` of the teacher and `values` of the critic, ragged like
-            `responses`, and `rm_scores` float32 [B] of the reward model.
+            `responses`, and `rm_scores` float32 [B] of the reward model. With `teacher.topk`, also the teacher's most
+            probable tokens `topk_ids` int32 [B, j, topk] and their log-probs `teacher_topk_log_probs` [B, j, topk].
         """
         return reduce(DataProto.union, self._infer_roles(batch))
 
@@ -52,9 +51,10 @@ class RoleWorker(TrainingWorker):
         """Return the columns of each role that is here."""
         parts = []
         inputs = batch.select(["input_ids", "responses"], [])  # the experts are those of the policy
-        for role, column in _LOG_PROBS.items():
-            if (engine := self._roles.get(role)) is not None:
-                parts.append(engine.infer_batch(inputs).rename("log_probs", column))
+        if (reference := self._roles.get("reference")) is not None:
+            parts.append(reference.infer_batch(inputs).rename("log_probs", "ref_log_prob"))
+        if (teacher := self._roles.get("teacher")) is not None:
+            parts.append(infer_teacher(teacher, inputs, self._config.teacher.topk))
         if (critic := self._roles.get("critic")) is not None:
             parts.append(critic.infer_batch(inputs))
         if (reward_model := self._roles.get("reward_model")) is not None:
@@ -74,6 +74,12 @@ class RoleWorker(TrainingWorker):
     def _trained(self) -> dict[str, BaseEngine]:
         critic = self._roles.get("critic")
         return super()._trained() | ({} if critic is None else {"critic": critic})
+
+
+def infer_teacher(teacher: BaseEngine, inputs: DataProto, topk: int | None) -> DataProto:
+    """Return the columns of the teacher; see `RoleWorker.infer`."""
+    found = teacher.infer_batch(inputs, top_k=topk).rename("log_probs", "teacher_log_prob")
+    return found if topk is None else found.rename("topk_log_probs", "teacher_topk_log_probs")
 
 
 def prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:

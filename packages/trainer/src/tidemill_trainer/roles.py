@@ -15,13 +15,16 @@ from tidemill_trainer.run_config import RunConfig
 Role = Literal["reference", "critic", "teacher", "reward_model"]
 """The roles besides the policy."""
 
-COLUMNS: Mapping[Role, str] = {
-    "reference": "ref_log_prob",
-    "critic": "values",
-    "teacher": "teacher_log_prob",
-    "reward_model": "rm_scores",
+TEACHER_TOPK = frozenset({"topk_ids", "teacher_topk_log_probs"})
+"""The columns that the teacher computes with `teacher.topk`."""
+
+COLUMNS: Mapping[Role, frozenset[str]] = {
+    "reference": frozenset({"ref_log_prob"}),
+    "critic": frozenset({"values"}),
+    "teacher": TEACHER_TOPK | {"teacher_log_prob"},
+    "reward_model": frozenset({"rm_scores"}),
 }
-"""The column that each role computes."""
+"""The columns that each role computes."""
 
 
 def build_policy(config: RunConfig) -> BaseEngine:
@@ -99,7 +102,7 @@ def needed_roles(config: Config) -> list[Role]:
     read = {*algorithm.columns, *algorithm.loss_columns}
     read |= {"ref_log_prob"} if config.algorithm.kl_coef > 0 else set()
     read |= {"rm_scores"} if config.reward_model.path is not None else set()
-    return [role for role, column in COLUMNS.items() if column in read]
+    return [role for role, columns in COLUMNS.items() if not columns.isdisjoint(read)]
 
 
 def has_adapter_reference(config: Config) -> bool:
