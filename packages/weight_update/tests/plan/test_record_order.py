@@ -1,4 +1,4 @@
-"""Order of recorded writes: the last write wins, elements that nothing writes are reported."""
+"""Elements that are written more than once are left to the loader; elements that nothing writes are reported."""
 
 import random
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def random_load(seed: int) -> tuple[dict[str, Tensor], Load, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("block", range(20))
-def test_replay_keeps_last_write(block):
+def test_replay_of_random_writes_equals_the_load(block):
     for seed in range(block * 30, block * 30 + 30):
         parameters, load, tensors = random_load(seed)
         blank = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -62,18 +62,24 @@ def overlapping(parameters, name, tensor):
     parameters["p"].narrow(0, start, size).copy_(tensor)
 
 
-def test_completely_overwritten_source_is_not_copied():
-    sizes = {"whole": 6, "first": 3, "last": 3}
-    plan = check_plan({"p": torch.empty(6)}, overlapping, {name: torch.randn(n) for name, n in sizes.items()})
-    assert [copy.name for copy in plan.copies] == ["first", "last"]
-    assert (plan.overwritten, plan.unused, plan.through_loader) == ({"p": 6}, ("whole",), {})
+@pytest.mark.parametrize(("names", "overwritten"), [(("whole", "first", "last"), 6), (("first", "last", "middle"), 2)])
+def test_sources_that_overwrite_each_other_go_through_loader(names, overwritten):
+    sizes = {"whole": 6, "first": 3, "last": 3, "middle": 2}
+    plan = check_plan({"p": torch.empty(6)}, overlapping, {name: torch.randn(sizes[name]) for name in names})
+    assert (tuple(plan.through_loader), plan.copies, plan.overwritten) == (names, (), {"p": overwritten})
+    assert plan.through_loader[names[0]] == "elements of 'p' are written more than once"
 
 
-def test_partly_overwritten_source_goes_through_loader():
-    sizes = {"first": 3, "last": 3, "middle": 2}
-    plan = check_plan({"p": torch.empty(6)}, overlapping, {name: torch.randn(n) for name, n in sizes.items()})
-    assert list(plan.through_loader) == ["first", "middle"]
-    assert [copy.name for copy in plan.copies] == ["last"]  # "middle" is loaded after the copies
+def test_constant_that_a_source_overwrites_goes_through_loader():
+    def load(parameters, name, tensor):
+        if name == "p":
+            parameters["p"].fill_(7)
+            parameters["p"][:2].copy_(tensor)
+        else:
+            parameters["q"].copy_(tensor)
+
+    plan = check_plan({"p": torch.empty(3), "q": torch.empty(3)}, load, {"p": torch.randn(2), "q": torch.randn(3)})
+    assert (list(plan.through_loader), [copy.name for copy in plan.copies]) == (["p"], ["q"])
     assert plan.overwritten == {"p": 2}
 
 

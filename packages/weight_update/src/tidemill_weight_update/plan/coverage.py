@@ -1,4 +1,4 @@
-"""Coverage: which elements of the parameters are written, how often, and by which write last. Pure, numpy only."""
+"""Coverage: which elements of the parameters are written, and which more than once. Pure, numpy only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,27 +47,22 @@ class Write:
 
 @dataclass(slots=True)
 class Coverage:
-    """The effect of a sequence of writes on the parameters.
+    """The elements of the parameters that writes hit.
 
     Attributes:
         uncovered: parameter -> number of elements that nothing writes, or only code that runs before or after the
             sources are loaded.
-        overwritten: parameter -> number of elements that more than one write from sources hits.
-        hidden: indices of copies and fills that later ones overwrite completely.
-        overlaps: pairs of indices, the earlier first, of writes that hit the same elements. A pair is omitted where
-            writes between the two overwrite all shared elements.
+        overwritten: parameter -> number of elements that more than one write hits.
         unknown: parameters that are too large and written in too scattered a way to check.
     """
 
     uncovered: dict[str, int] = field(default_factory=dict)
     overwritten: dict[str, int] = field(default_factory=dict)
-    hidden: set[int] = field(default_factory=set)
-    overlaps: set[tuple[int, int]] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
 
 
 def survey(places: Mapping[str, Place], writes: Sequence[Write]) -> Coverage:
-    """Analyze `writes` in their order, exactly for each element. No write may hit an element twice by itself."""
+    """Count writes, exactly for each element. No write may hit an element twice by itself."""
     of_parameter: dict[str, list[int]] = {name: [] for name in places}
     for index, write in enumerate(writes):
         of_parameter[write.parameter].append(index)
@@ -167,71 +162,40 @@ def _survey_parameter(coverage: Coverage, name: str, place: Place, writes: Mappi
     except UntraceableError:
         coverage.unknown.add(name)
         return
-    last = np.full(grid.shape, -1, np.int64)
-    visible = last.copy()  # writes of kind "loader" may depend on previous values, so they hide nothing
-    sources = np.zeros(grid.shape, np.int8)  # number of writes from sources, at most 2
+    count = np.zeros(grid.shape, np.int8)  # number of writes, at most 2
     covered = np.zeros(grid.shape, bool)
     for index, write in writes.items():
-        for view in grid.hit(index, last):
-            coverage.overlaps.update((int(before), index) for before in np.unique(view) if before not in (-1, index))
-            view[...] = index
-        if write.kind != "loader":
-            for view in grid.hit(index, visible):
-                view[...] = index
-        if write.names:
-            for view in grid.hit(index, sources):
-                np.minimum(view + 1, 2, out=view)
+        for view in grid.hit(index, count):
+            np.minimum(view + 1, 2, out=view)
         if write.names or write.kind == "fill" or write.during is not None:
             for view in grid.hit(index, covered):
                 view[...] = True
-    remaining = set(np.unique(visible[grid.numel > 0]).tolist())
-    coverage.hidden.update(
-        index for index, write in writes.items() if write.kind != "loader" and index not in remaining
-    )
     if uncovered := int(grid.numel[~covered].sum()):
         coverage.uncovered[name] = uncovered
-    if overwritten := int(grid.numel[sources > 1].sum()):
+    if overwritten := int(grid.numel[count > 1].sum()):
         coverage.overwritten[name] = overwritten
 
 
 def left_to_loader(coverage: Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
     """Return name -> reason for the sources that `load_weights` must load, so that a replay has the same result.
 
-    A replay writes the fills, then the copies that are not hidden, then calls `load_weights` with these names. It must
-    not change the order of two writes that share elements.
+    A replay writes the fills, then the copies, then calls `load_weights` with these names. That changes the order of
+    writes, so all writes to a parameter are left to `load_weights` if two of them hit the same element.
 
     Args:
         names: sources that are already left to `load_weights`.
     """
     left = dict(names)
     for write in writes:
-        if write.kind == "loader" and not write.names and write.during is not None:
-            left.setdefault(write.during, f"loading it writes values to {write.parameter!r} that are not copies")
-        if write.parameter in coverage.unknown:
-            for name in write.names:
-                left.setdefault(name, f"{write.parameter!r} is too large to check its scattered writes")
-    known = -1
-    while len(left) > known:
-        known = len(left)
-        for before, after in sorted(coverage.overlaps):
-            first, second = writes[before], writes[after]
-            stage, next_stage = _replay_stage(first, left), _replay_stage(second, left)
-            if before in coverage.hidden and stage == 1 and next_stage is not None:
-                continue
-            moved: tuple[Write, ...] = ()
-            if stage == 1 and (next_stage is None or next_stage <= 1):
-                moved = first, second
-            elif stage is not None and next_stage is not None and stage > next_stage:
-                moved = (second,)
-            for write in moved:
-                for name in write.names or (() if write.during is None else (write.during,)):
-                    left.setdefault(name, f"it shares elements of {write.parameter!r} with another write")
+        loading = write.names or (() if write.during is None else (write.during,))
+        if write.kind == "loader" and not write.names:
+            reason = f"loading it writes values to {write.parameter!r} that are not copies"
+        elif write.parameter in coverage.unknown:
+            reason = f"{write.parameter!r} is too large to check its scattered writes"
+        elif write.parameter in coverage.overwritten:
+            reason = f"elements of {write.parameter!r} are written more than once"
+        else:
+            continue
+        for name in loading:
+            left.setdefault(name, reason)
     return left
-
-
-def _replay_stage(write: Write, left: Mapping[str, str]) -> int | None:
-    """Return when a replay does this write: 0 with the fills, 1 with the copies, 2 in `load_weights`, None never."""
-    by_name = not left.keys().isdisjoint(write.names) if write.names else write.during in left
-    if by_name or (left and not write.names and write.during is None):
-        return 2
-    return {"fill": 0, "copy": 1, "loader": None}[write.kind]

@@ -49,7 +49,7 @@ class CopyPlan:
         converted: names in `through_loader` that loading would cast between integers and floating-point numbers.
         unused: names that loading does not copy anywhere: experts of other ranks, `lm_head` of a tied model.
         uncovered: parameter -> number of elements that nothing writes.
-        overwritten: parameter -> number of elements that more than one source writes. The last write counts.
+        overwritten: parameter -> number of elements that are written more than once, in `load_weights`.
     """
 
     copies: tuple[Copy, ...]

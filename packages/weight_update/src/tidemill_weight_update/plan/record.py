@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from tidemill_weight_update.plan.coverage import left_to_loader, survey
-from tidemill_weight_update.plan.plan import CopyPlan, Fill
+from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill
 from tidemill_weight_update.plan.traced import Traced, Watch
 from tidemill_weight_update.plan.tracer import Tracer
 from tidemill_weight_update.tensors.spec import SourceSpec
@@ -97,23 +97,13 @@ def _layout(tensor: Tensor) -> tuple:
 
 def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
     coverage = survey(tracer.places, tracer.writes)
-    groups = _merged(tracer.groups)
-    left, known = dict(tracer.untraceable), -1
-    while len(left) > known:
-        known = len(left)
-        for group in groups:
-            if reasons := [left[name] for name in group if name in left]:
-                for name in group:
-                    left.setdefault(name, f"it is loaded together with a tensor that is not copied: {reasons[0]}")
-        left = left_to_loader(coverage, tracer.writes, left)
-    copies, fills = [], []
-    for index, replay in enumerate(tracer.replays):
-        if index in coverage.hidden or replay is None:
-            continue
-        if isinstance(replay, Fill):
-            fills.append(replay)
-        elif replay.name not in left:
-            copies.append(replay)
+    left = left_to_loader(coverage, tracer.writes, tracer.untraceable)
+    for group in _merged(tracer.groups):
+        if reasons := [left[name] for name in group if name in left]:
+            for name in group:
+                left.setdefault(name, f"it is loaded together with a tensor that is not copied: {reasons[0]}")
+    fills = [replay for replay in tracer.replays if isinstance(replay, Fill)]
+    copies = [replay for replay in tracer.replays if isinstance(replay, Copy) and replay.name not in left]
     copied = {copy.name for copy in copies}
     return CopyPlan(
         copies=tuple(copies),
