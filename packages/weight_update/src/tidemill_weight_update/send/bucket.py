@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.memory.handle import TensorEntry
-from tidemill_weight_update.send.modules import by_module, whole_modules
+from tidemill_weight_update.send.modules import by_module, in_buckets, whole_modules
 from tidemill_weight_update.tensors.shards import ShardLike, check_dense, sent_dtype
 from tidemill_weight_update.tensors.source import NamedTensors, checked_item
 
@@ -55,20 +55,13 @@ def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dt
     """
     seen: set[str] = set()
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
-    items: list[tuple[str, Tensor]] = []
-    used = index = 0
     grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
-    for module in grouped(checked, lambda item: item[0]):
-        room = _end(module, dtype, 0)
-        if items and aligned(used) + room > bucket_bytes:
-            yield _bucket(index, items, dtype, is_last=False)
-            items, used = [], 0
-            index += 1
-        items += module
-        used = _end(module, dtype, used)
-    if not items:
+    modules = grouped(checked, lambda item: item[0])
+    buckets = in_buckets(modules, lambda item: _num_bytes(item[1], dtype), bucket_bytes, splits_modules=False)
+    for index, (items, is_last) in enumerate(buckets):
+        yield _bucket(index, items, dtype, is_last=is_last)
+    if not seen:
         raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
-    yield _bucket(index, items, dtype, is_last=True)
 
 
 def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:
@@ -76,17 +69,15 @@ def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype 
     end = 0
     for name, tensor in items:
         start = aligned(end)
+        end = start + _num_bytes(tensor, dtype)
         to = sent_dtype(tensor, dtype)
-        end = start + tensor.numel() * to.itemsize
         entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=end))
     tensors = tuple(tensor for _, tensor in items)
     return Bucket(index=index, entries=tuple(entries), tensors=tensors, num_bytes=end, is_last=is_last)
 
 
-def _end(items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, used: int) -> int:
-    for _, tensor in items:
-        used = aligned(used) + tensor.numel() * sent_dtype(tensor, dtype).itemsize
-    return used
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * sent_dtype(tensor, dtype).itemsize
 
 
 def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:

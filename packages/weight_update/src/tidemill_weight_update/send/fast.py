@@ -11,9 +11,8 @@ from tidemill_weight_update.control.mailbox import Mailbox, path_of
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.allocation import allocations
-from tidemill_weight_update.send.fast_bucket import in_place
+from tidemill_weight_update.send.fast_bucket import in_place, pack
 from tidemill_weight_update.send.fingerprint import Fingerprint
-from tidemill_weight_update.send.packing import pack
 from tidemill_weight_update.send.sender import PreparedBucket, Sender
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.tensors.plain_names import PlainNames

@@ -1,6 +1,6 @@
 """A bucket of the fast path, as the trainer rank that sends it sees it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.plan.plan import Copy
+from tidemill_weight_update.send.modules import by_module, in_buckets
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 from tidemill_weight_update.tensors.shards import Piece
 from tidemill_weight_update.tensors.spec import SourceSpec
@@ -67,6 +68,28 @@ class FastBucket:
         """Return a key that is equal for buckets with equal `descriptor` and equal `tables()`."""
         own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
         return own, self.descriptor.memories, self.places if self.descriptor.memories else self.descriptor.sources
+
+
+def pack(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[FastBucket]:
+    """Pack pieces into buckets of at most `bucket_bytes`, in their order, reading one module ahead.
+
+    The tensors of one module (`layers.0.self_attn.q_proj.weight`, `...k_proj.weight`) share a bucket if they fit;
+    otherwise the first of their buckets announces all of them, so that an engine that combines them records them
+    together.
+    """
+    modules = (_announced(module, bucket_bytes) for module in by_module(pieces, lambda piece: piece.spec.name))
+    buckets = in_buckets(
+        modules, lambda item: item[0].box.numel * item[0].spec.dtype.itemsize, bucket_bytes, splits_modules=True
+    )
+    for bucket, _ in buckets:
+        yield in_arena([part for part, _ in bucket], [spec for _, specs in bucket for spec in specs])
+
+
+def _announced(module: Sequence[Piece], max_bytes: int) -> list[tuple[Piece, list[SourceSpec]]]:
+    """Return the parts of at most `max_bytes` of a module's pieces, the first one with the specs of all."""
+    parts = [part for piece in module for part in split(piece, max_bytes)]
+    specs = [piece.spec for piece in module]
+    return [(part, [] if index else specs) for index, part in enumerate(parts)]
 
 
 def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> FastBucket:
