@@ -3,6 +3,7 @@
     python bench/presets.py [PRESET ...] [-- section.key=value ...]
 
 Every preset sees the same problems, 512 episodes a step, in two optimizer steps each. It stops at an accuracy of 0.9.
+The teacher of distillation has a longer warm-up on the correct responses.
 """
 
 import json
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo", "dapo", "gspo", "cispo", "opd")
+PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo", "dapo", "gspo", "cispo", "opd", "distill_topk")
 TUNED = {
     "ppo": ["critic.optimizer.lr=1e-3"],
     "dapo": ["algorithm.overlong_buffer_len=2"],  # of 6 tokens
@@ -34,6 +35,16 @@ def newest_model(folder: Path, name: str, step: str = "*") -> Path:
     return max((folder / name / "checkpoints").glob(f"step_{step}/huggingface"))
 
 
+def teacher_model(folder: Path) -> Path:
+    """Return the teacher of all presets, a model with a longer warm-up."""
+    if not (folder / "teacher").exists():
+        longer = ["warmup.max_steps=4000", "warmup.until_accuracy=0.95"]
+        rows = demo(folder, "teacher", "trainer.total_steps=1", "trainer.test_freq=1", *longer)
+        accuracy = [row["val/accuracy"] for row in rows if row["phase"] == "sft" and "val/accuracy" in row][-1]
+        print(f"accuracy of the teacher: {accuracy:.2f}", flush=True)
+    return newest_model(folder, "teacher", "000000")
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -44,9 +55,8 @@ def main() -> None:
     print(f"runs in {folder}\n{'preset':22} {'accuracy':>8} {'steps':>6} {'s/step':>7} {'seconds':>8}", flush=True)
     for name in names:
         extra = [*TUNED.get(name, [])]
-        if name == "opd":
-            teacher = next(other for other in ("ppo", "dapo", "gspo") if (folder / other).exists())
-            extra += [f"teacher.path={newest_model(folder, teacher)}", "trainer.stop_at_accuracy=0.88"]
+        if name in ("opd", "distill_topk"):
+            extra += [f"teacher.path={teacher_model(folder)}"]
         began = time.monotonic()
         limits = ["trainer.total_steps=200", f"model.path={model}"]
         rows = demo(folder, name, str(RECIPES / f"{name}.toml"), *COMMON, *limits, *extra, *overrides)
