@@ -7,7 +7,6 @@ import pytest
 import torch
 from stock_engine import StockToyEngine, assert_same
 from tidemill_weight_update import BucketHandle, WeightUpdater
-from tidemill_weight_update.send.gather import GatheredPiece
 from tidemill_weight_update.sglang.payload import stock_payload
 
 
@@ -136,20 +135,22 @@ def test_engine_that_cannot_be_paused_is_not_loaded(others):
     assert engines[0].calls == ["pause abort", "resume"]  # it may be paused in spite of the error
 
 
-@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
-def test_bucket_that_fails_to_fill_is_not_loaded(monkeypatch, fails_at, calls):
-    """The version would be sent with the last bucket."""
-    copied = []
+class Uncopyable(torch.Tensor):
+    """A tensor that cannot be copied."""
 
-    def copy_to(self, arena, original=GatheredPiece.copy_to):
-        copied.append(self)
-        if len(copied) > fails_at:
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
             raise RuntimeError("out of memory")
-        original(self, arena)
+        return super().__torch_function__(func, types, args, kwargs)
 
-    monkeypatch.setattr(GatheredPiece, "copy_to", copy_to)
+
+@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
+def test_bucket_that_fails_to_fill_is_not_loaded(fails_at, calls):
+    """The version would be sent with the last bucket."""
     engine = StockToyEngine()
-    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at + 1)]
+    items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at)]
+    items.append((f"t{fails_at}", torch.zeros(8).as_subclass(Uncopyable)))
     with pytest.raises(RuntimeError, match="out of memory"):
         WeightUpdater([engine], bucket_bytes=32).update(items, 1)
     assert (engine.calls, engine.version) == (calls, "default")

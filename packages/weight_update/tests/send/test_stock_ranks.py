@@ -126,7 +126,7 @@ def _wrong_local_shape(bad_rank: int):
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_wrong_local_shape_on_one_rank_is_an_error_on_all(bad_rank):
     results = run_ranks(_wrong_local_shape, 2, bad_rank, timeout_s=60)
-    message = "ValueError: tensor 'uneven' has local shape (5, 3) on this rank, but its placements"
+    message = f"ValueError: tensor 'uneven' has local shape (5, 3) on rank {bad_rank}, but its placements"
     assert results[bad_rank][0].startswith(message)
     assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {message}")
     assert results[0][1] == ["load 0 None", "pause abort", "load 0 2", "flush", "resume"]

@@ -63,13 +63,10 @@ class AdapterPath:
             self._ranks.agree(failure.error, digest, description)
             assert bucket is not None
             with failure:
-                with stages("gather"):
-                    pieces = gather(bucket, self._ranks.owner)
-                if arena is not None:
-                    with stages("fill"):
-                        for piece in pieces:
-                            piece.copy_to(arena.data)
-                        self._check_finite(bucket, arena)
+                gather(bucket, None if arena is None else arena.data, failure, stages)
+            if arena is not None and failure.error is None:
+                with failure, stages("fill"):
+                    self._check_finite(bucket, arena)
             self._ranks.exchange(failure.error, [])
             if arena is not None:
                 handle = BucketHandle(index=0, entries=bucket.entries, memory=arena.publish(), weight_version=None)

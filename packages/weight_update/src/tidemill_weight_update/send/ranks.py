@@ -32,7 +32,7 @@ class Ranks:
     They communicate over their own gloo group, which all of them create together here. So every wait has a timeout
     whatever the backend of `process_group`, and `process_group` itself can still be used after a timeout. The default
     timeout is that of `process_group`. Without torch.distributed, or in a group of one, nothing is communicated. `rank`
-    is the rank in the group, `owner` the global rank of the group's rank 0.
+    is the rank in the group.
 
     Raises:
         ValueError: this process is not a member.
@@ -45,7 +45,6 @@ class Ranks:
         self.size = dist.get_world_size(process_group) if distributed else 1
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; only its members may update weights")
-        self.owner = dist.get_process_group_ranks(process_group)[0] if distributed else 0
         self._group = _own_group(process_group) if self.size > 1 else None
 
     def close(self) -> None:

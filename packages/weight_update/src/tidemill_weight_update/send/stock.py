@@ -61,14 +61,10 @@ class StockPath:
             self._agree(failure, bucket, version)
             assert bucket is not None
             with failure:
-                with stages("gather"):
-                    pieces = gather(bucket, self._ranks.owner)
-                if arena is not None:
-                    with stages("fill"):
-                        for piece in pieces:
-                            piece.copy_to(arena.data)
-                    with stages("load"):
-                        self._load(bucket, arena, version, members, alone)
+                gather(bucket, None if arena is None else arena.data, failure, stages)
+            if arena is not None and failure.error is None:
+                with failure, stages("load"):
+                    self._load(bucket, arena, version, members, alone)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes

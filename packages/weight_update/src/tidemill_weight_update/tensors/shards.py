@@ -200,13 +200,30 @@ def has_partial_sums(tensor: "DTensor") -> bool:
 
 
 def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Piece | None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.tensor import Replicate
 
     if has_partial_sums(tensor):
         tensor = tensor.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         )
+    placed = box_of_dtensor(name, tensor)
+    if placed is None:
+        return None
+    box, replica = placed
+    return _piece(name, tensor.to_local(), tuple(tensor.shape), box, dtype, replica)
+
+
+def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] | None:
+    """Return the indices that this rank's part of a DTensor without partial sums covers, and index and number of its
+    equal copies; None if this rank holds no part.
+
+    Raises:
+        TypeError: an unsupported placement.
+        ValueError: the local values do not fit the placements.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -240,7 +257,7 @@ def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -
             f"{tensor.placements} of {tuple(tensor.shape)} require {box.shape} (split as torch.chunk does); pass "
             f"parts of other sizes as LocalShard(start=...)"
         )
-    return _piece(name, local, tuple(tensor.shape), box, dtype, (replica, num_replicas))
+    return box, (replica, num_replicas)
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
