@@ -325,3 +325,19 @@ def test_prompt_that_opens_reasoning_is_recognized(family, is_open, bpe):
     template = ChatTemplate(tokenizer)
     text = template.render([user("<think>")], None, add_generation_prompt=True)
     assert template.opens_reasoning(template.encode(text)) == is_open
+
+
+def test_generation_blocks_mark_the_tokens_of_replies(bpe):
+    template = ChatTemplate(CHATML.tokenizer(bpe))
+    assert not template.marks_replies
+    body = "{{ message.content }}<|im_end|>\n"
+    template.tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+        f"{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}{{% endfor %}}"
+    )
+    assert template.marks_replies
+    messages = [user("hello"), {"role": "assistant", "content": "world"}, user("again")]
+    ids, mask = template.encode_marked(messages, None)
+    assert ids == template.encode(template.render(messages, None, add_generation_prompt=False))
+    trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert template.tokenizer.decode(trained) == "world<|im_end|>\n"

@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from tidemill_rollout.engine import Generation
 from tidemill_rollout.errors import TemplateError
 from tidemill_rollout.fork import Fork, fork
-from tidemill_rollout.messages import Message, for_template
+from tidemill_rollout.messages import Message, clean_message, for_template
 
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 _NUM_CACHED_PROMPTS = 32  # all samples of a group start with the same prompt
 _OPEN_REASONING = re.compile(r"<think>\s*\Z")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Fingerprint = tuple[int, int]
 """Length and hash of the text of a prompt without reasoning blocks that make no difference."""
@@ -120,6 +121,28 @@ class ChatTemplate:
                 f"{found.expected!r}, got {found.received!r}"
             )
         return self.encode(body.removeprefix(prompt) + (closing or str(self.tokenizer.eos_token)))
+
+    @property
+    def marks_replies(self) -> bool:
+        """Whether the template marks the replies of the assistant with `{% generation %}`, for `encode_marked`."""
+        return self.source is not None and _GENERATION.search(self.source) is not None
+
+    def encode_marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation, and for each 1 if it is in a `{% generation %}` block, else 0.
+
+        Raises:
+            TemplateError: the template rejects the messages.
+        """
+        cleaned = [clean_message(message, number) for number, message in enumerate(messages)]
+        self.render(cleaned, tools, add_generation_prompt=False)  # raises if the template rejects them
+        encoded = self.tokenizer.apply_chat_template(
+            [for_template(message, has_developer="developer" in str(self.source)) for message in cleaned],
+            tools=list(tools) if tools else None,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._kwargs,
+        )
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])  # type: ignore[index]
 
     def fingerprint(self, prompt: str) -> Fingerprint:
         """Return what `suffix` needs to know of the text of the prompt that the reply was sampled for."""
