@@ -8,3 +8,14 @@ def test_step_line_aligns_speed_with_the_header(mfu, shown, progress, terminal):
     for title, value in (("s/step", "1.50"), ("tok/s", "12346"), ("MFU", shown)):
         end = header.index(title) + len(title)
         assert line[:end].endswith(value or " ")
+
+
+def test_steps_of_fine_tuning_are_shown_if_validated_or_two_seconds_apart(progress, terminal):
+    timing = {"timing_s/step": 0.1}
+    progress.sft_step(0, {"val/loss": 3.0})
+    for step in (1, 2):
+        progress.sft_step(step, {"train/loss": 2.5, "train/epoch": 0.5} | timing)
+    progress.sft_step(3, {"train/loss": 2.0, "train/epoch": 1.0, "val/loss": 2.25} | timing)
+    header, *lines = terminal.getvalue().splitlines()
+    assert [line.split()[2] for line in lines] == ["0", "3"]
+    assert lines[1][: header.index("val loss") + len("val loss")].endswith("2.0000    2.2500")

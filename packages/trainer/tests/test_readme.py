@@ -7,6 +7,7 @@ import pytest
 from tidemill_trainer.algorithm_config import AlgorithmConfig, CriticConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, section_in
+from tidemill_trainer.sft.config import SFTConfig
 
 _README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -44,6 +45,9 @@ def _sections():
             yield from ((f'`[engine]` with `backend = "{name}"`', cls) for name, cls in BACKENDS.items())
         else:
             yield f"`[{field.name}]`", section_in(hints[field.name])
+    hints = get_type_hints(SFTConfig)
+    for name in ("data", "dpo", "actor", "trainer"):  # the others are those of `Config`
+        yield f"`[{name}]` of `tidemill sft`", section_in(hints[name])
 
 
 @pytest.mark.parametrize(("title", "cls"), list(_sections()))

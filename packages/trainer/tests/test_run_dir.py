@@ -122,12 +122,12 @@ def test_run_in_use_is_rejected_and_unchanged(tmp_path, resume):
 
 def test_message_of_a_stopped_run_explains_how_to_continue(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
-    assert f"before its first step. Start it again with: tidemill train {run.config}" in run.how_to_continue()
+    assert f"before its first step. Start it again with: tidemill train {run.config}" in run.how_to_continue("train")
     assert _open(load_config(run.config), "config", resume=False).path == run.path
     _begin(run, saved=False)
-    assert re.search(r"a stopped after step 1 and has no checkpoint .*trainer\.save_freq", run.how_to_continue())
+    assert re.search(r"a stopped after step 1 and has no checkpoint .*trainer\.save_freq", run.how_to_continue("train"))
     _begin(run)
-    assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue()
+    assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue("train")
 
 
 def _hold(config, opened):

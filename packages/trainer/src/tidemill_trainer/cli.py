@@ -10,7 +10,7 @@ from pathlib import Path
 
 _RECIPES = Path(__file__).parent / "recipes"
 DEMO_CONFIG = _RECIPES / "demo.toml"
-DEMO_CONFIGS = {"addition": DEMO_CONFIG, "tools": _RECIPES / "demo_tools.toml"}
+DEMO_CONFIGS = {"addition": DEMO_CONFIG, "tools": _RECIPES / "demo_tools.toml", "sft": _RECIPES / "demo_sft.toml"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run.demo(args.task, args.config or DEMO_CONFIGS[args.task], overrides)
         if args.command == "eval":
             return run.evaluate(args.target, overrides, n=args.n, greedy=args.n == 1 and not args.sample)
+        if args.command == "sft":
+            return run.sft(args.config, overrides, resume=args.resume)
         return run.train(args.config, overrides, resume=args.resume)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
@@ -77,8 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a tiny model on this machine, without a GPU or a download",
-        usage="%(prog)s [-h] [--config CONFIG.toml] [--shuffle-rewards] [{addition,tools}] [MORE.toml] [key=value ...]",
-        description="addition (default): the model learns to add two numbers. tools: it learns to call a tool.",
+        usage="%(prog)s [-h] [--config CONFIG.toml] [--shuffle-rewards] [{addition,tools,sft}] [MORE.toml] "
+        "[key=value ...]",
+        description="addition (default): the model learns to add two numbers. tools: it learns to call a tool. "
+        "sft: it learns the same from demonstrations alone.",
         allow_abbrev=False,
     )
     demo.add_argument(
@@ -88,8 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         help="use this configuration instead of the built-in one",
     )
     train = commands.add_parser("train", help="train with your own configuration", allow_abbrev=False)
-    train.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of the run")
-    train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    sft = commands.add_parser(
+        "sft", help="supervised fine-tuning on conversations, or DPO on preferences", allow_abbrev=False
+    )
+    for command in (train, sft):
+        command.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of the run")
+        command.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     evaluate = commands.add_parser("eval", help="measure the accuracy of a model or checkpoint", allow_abbrev=False)
     evaluate.add_argument(
         "target",
@@ -99,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--n", type=_count, default=1, help="samples per problem (default: 1, greedy)")
     evaluate.add_argument("--sample", action="store_true", help="sample also with --n 1, instead of decoding greedily")
-    for command in (demo, train, evaluate):
+    for command in (demo, train, sft, evaluate):
         command.add_argument(
             "overrides",
             nargs="*",

@@ -1,14 +1,6 @@
 """The processes of a run: Ray, the training workers and the SGLang engines."""
 
-import getpass
-import logging
-import os
-import signal
-import socket
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,9 +9,9 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.gpus import check_gpus, gpus_per_engine, on_gpu
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout import EngineFiles, RolloutWorker
@@ -29,8 +21,6 @@ from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
 from tidemill_trainer.stalls.watch import Watch
 from tidemill_trainer.waits import Waits, waits_of
-
-_CONNECT_S = 10.0
 
 
 class Cluster:
@@ -71,7 +61,10 @@ class Cluster:
     def __enter__(self) -> Self:
         try:
             with self._progress.waiting("starting Ray"):
-                self._start_ray()
+                config = self._config
+                num_processes = config.rollout.num_engines + config.episode.num_workers
+                num_processes += sum(config.training_workers().values())
+                self._owns_ray = start_ray(config.trainer.ray_address, num_processes)
             self._start_groups()
         except BaseException:
             self.close()
@@ -89,7 +82,7 @@ class Cluster:
         files, self._files = self._files, None
         pool, self._pool = self._pool, None
         owns_ray, self._owns_ray = self._owns_ray, False
-        with _signals_ignored(), ExitStack() as stack:  # runs all callbacks, last one first, even if one raises
+        with signals_ignored(), ExitStack() as stack:  # runs all callbacks, last one first, even if one raises
             if owns_ray:
                 stack.callback(ray.shutdown)
             if files is not None:
@@ -99,47 +92,13 @@ class Cluster:
             if pool is not None:
                 stack.callback(pool.shutdown)
 
-    def _start_ray(self) -> None:
-        if ray.is_initialized():
-            return
-        config = self._config
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
-        address = config.trainer.ray_address
-        if address is not None:
-            _check_reachable(address)
-        self._owns_ray = True
-        num_processes = config.rollout.num_engines + config.episode.num_workers
-        num_processes += sum(config.training_workers().values())
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local" if address is None else address,
-            # For Ray this is only the number of processes to start, which may exceed the number of cores.
-            num_cpus=num_processes if address is None else None,
-            include_dashboard=False if address is None else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init has replaced it
-
     def _start_groups(self) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         check_gpus(config, num_gpus, has_training=self._has_training)
         forget(self._run.logs)
         self._files = EngineFiles.create()
-        # Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores
-        # in /dev/shm; wandb and cuda.tile empty temporary folders. The compile cache remains where other runs find it.
-        inductor = os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
-        )
-        no_leftovers = {
-            "JOBLIB_MULTIPROCESSING": "0",
-            "TMPDIR": str(self._files.folder),
-            "TORCHINDUCTOR_CACHE_DIR": inductor,
-        }
+        no_leftovers = worker_environment(self._files.folder)
         env_vars = dict(no_leftovers)
         if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
@@ -173,16 +132,13 @@ class Cluster:
         config, logs = self._config, str(self._run.logs.resolve())
 
         def start(name: str, worker: RayClassWithInitArgs, num_workers: int, num_gpus: float) -> RayWorkerGroup:
-            group = RayWorkerGroup(
-                RayResourcePool(
-                    process_on_nodes=[num_workers],
-                    num_gpus_per_worker=num_gpus if has_gpu else 0,
-                ),
+            group = start_training(
+                name,
                 worker,
-                name_prefix=name,
-                env_vars=env_vars | {"OMP_NUM_THREADS": str(config.actor.omp_num_threads)},
-                timeout_s=config.actor.timeout_s,
-                blocking=False,
+                config.actor,
+                num_workers=num_workers,
+                num_gpus_per_worker=num_gpus if has_gpu else 0,
+                env_vars=env_vars,
             )
             self._groups.append(group)
             return group
@@ -214,34 +170,3 @@ class Cluster:
         engines = {role(f"rollout_{rank}"): worker for rank, worker in enumerate(self.rollout.workers)}
         episodes = {role(f"episodes_{number}"): worker for number, worker in enumerate(self.episodes.workers)}
         return {owner: worker.queue.remote() for owner, worker in (engines | episodes).items()}
-
-
-def _check_reachable(address: str) -> None:
-    """Check that a server listens at "host:port", because Ray itself would wait for minutes.
-
-    Raises:
-        ConfigError: no server answers.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():  # such as "auto"
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}; start it, or remove the key"
-        ) from error
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM during cleanup, so that a second Ctrl-C does not leave processes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,6 +12,7 @@ from tidemill_rollout import ChatTemplate, Problem, Trajectory, demonstration
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
+from tidemill_trainer.sft.example import Example, to_batch
 
 
 class DataError(ValueError):
@@ -53,9 +54,12 @@ def load_prompts(
     }
     num_skipped = 0
     for file in files:
-        for number, row in enumerate(_read_rows(Path(file)), start=1):
+        for number, row in enumerate(read_rows(Path(file)), start=1):
             where = f"{file}, row {number}"
-            ids = _encode_prompt(row, tokenizer, where)
+            try:
+                ids = encode_prompt(row, tokenizer)
+            except ValueError as error:
+                raise DataError(f"{where}: {error}") from error
             if len(ids) > config.max_prompt_length:
                 if config.overlong_prompts == "skip":
                     num_skipped += 1
@@ -82,6 +86,20 @@ def load_prompts(
     return DataProto.from_dict({"prompts": ragged.ragged_from_list(prompts)}, columns), num_skipped
 
 
+def shuffled_rows(size: int, seed: int, start: int, count: int) -> np.ndarray:
+    """Return the numbers, int64 [count], of the rows from the ordinal `start` on in an endless sequence of epochs.
+
+    Each epoch has all `size` rows, in an order given by the seed and the epoch.
+    """
+    positions = np.arange(start, start + count)
+    rows = np.empty(count, dtype=np.int64)
+    for epoch in np.unique(positions // size):
+        order = np.random.default_rng([seed, int(epoch)]).permutation(size)
+        here = positions // size == epoch
+        rows[here] = order[positions[here] % size]
+    return rows
+
+
 class PromptLoader:
     """Draw batches of problems. The batch of a step is a function of seed and step, so there is no state to save.
 
@@ -102,14 +120,7 @@ class PromptLoader:
 
     def rows_at(self, start: int, count: int) -> np.ndarray:
         """Return the row numbers of `count` problems from the ordinal `start` on, int64 [count]."""
-        size = len(self._dataset)
-        positions = np.arange(start, start + count)
-        rows = np.empty(count, dtype=np.int64)
-        for epoch in np.unique(positions // size):
-            order = np.random.default_rng([self._seed, int(epoch)]).permutation(size)
-            here = positions // size == epoch
-            rows[here] = order[positions[here] % size]
-        return rows
+        return shuffled_rows(len(self._dataset), self._seed, start, count)
 
     def batch(self, step: int) -> DataProto:
         """Return the problems of `step`."""
@@ -144,28 +155,23 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
     Raises:
         DataError: a row has no `response`.
     """
-    rows: list[torch.Tensor] = []
-    mask: list[float] = []
-    for response in batch.non_tensor_batch["response"]:
+    examples = []
+    for prompt, response in zip(batch["prompts"].unbind(), batch.non_tensor_batch["response"], strict=True):
         if response is None:
             raise DataError("the warm-up requires a `response` in every row; add it, or set warmup.max_steps=0")
         if isinstance(response, Trajectory):
-            ids = list(response.response_ids)
-            mask += response.response_mask
+            examples.append(Example.of_trajectory(response))
         else:
-            ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-            mask += [1.0] * len(ids)
-        rows.append(torch.tensor(ids, dtype=torch.int64))
-    responses = ragged.ragged_from_list(rows)
-    columns = {
-        "responses": responses,
-        "response_mask": ragged.like(torch.tensor(mask, dtype=torch.float32), responses),
-        "input_ids": ragged.concat_rows(batch["prompts"], responses),
-    }
-    return DataProto.from_dict(columns)
+            examples.append(Example.of_text(prompt.tolist(), response, tokenizer))
+    return to_batch(examples)
 
 
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `.jsonl` or `.parquet` file as dicts.
+
+    Raises:
+        DataError: the file is missing or cannot be read; the message names file and row.
+    """
     if not path.is_file():
         raise DataError(f"data file {path.absolute()} does not exist; check data.train_files and data.val_files")
     if path.suffix == ".parquet":
@@ -188,7 +194,12 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+def encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of the `prompt` of a row: a text, or messages with the start of a reply.
+
+    Raises:
+        ValueError: there is no prompt, it is empty, or the chat template rejects it.
+    """
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -198,12 +209,12 @@ def _encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, wher
                 prompt, tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as error:  # a template can raise any error, also if the tokenizer has none
-            raise DataError(f"{where}: the chat template of the model rejects these messages: {error}") from error
+            raise ValueError(f"the chat template of the model rejects these messages: {error}") from error
         ids = encoded["input_ids"]  # type: ignore[index]
     else:
-        raise DataError(f"{where}: expected `prompt` as a string or a list of messages, got {prompt!r}")
+        raise ValueError(f"expected `prompt` as a string or a list of messages, got {prompt!r}")
     if not ids:
-        raise DataError(f"{where}: expected a `prompt` with at least one token, got {prompt!r}")
+        raise ValueError(f"expected a `prompt` with at least one token, got {prompt!r}")
     return [int(token) for token in ids]
 
 

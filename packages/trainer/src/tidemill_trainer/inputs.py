@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tidemill_dataproto import DataProto
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.data import DataError, load_prompts
 from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.preflight import check_machine, check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import needs_ground_truth
 from tidemill_trainer.role_checks import check_roles
+from tidemill_trainer.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +44,7 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
     check_machine(config, progress)
     check_model(config)
     create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
-    tokenizer = _load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model)
     check_roles(config, tokenizer)
 
     def load(files: Sequence[str]) -> DataProto:
@@ -79,19 +78,6 @@ def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> 
             f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is larger than the {num_steps} optimizer steps of "
             "the run: the learning rate never reaches optimizer.lr"
         )
-
-
-def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    path = Path(config.model.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
-        raise ConfigError(f"config key model.path: cannot load a tokenizer from {path}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"config key model.path: the tokenizer in {path} has no end token; set eos_token in tokenizer_config.json"
-        )
-    return tokenizer
 
 
 def _load_problems(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tidemill_algorithms import AdaptiveKLController, FixedKLController, kl_penalty, overlong_penalty
-from tidemill_dataproto import DataProto, balance_rows, ragged
+from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch.ray import RayWorkerGroup
 
 from tidemill_trainer.algorithm import Algorithm
@@ -20,7 +20,7 @@ from tidemill_trainer.metrics import critic_metrics, mean_metrics
 from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.roles import Role, path_of, required_roles
 from tidemill_trainer.rollout.routed_experts import COLUMN as ROUTED_EXPERTS
-from tidemill_trainer.training_worker import MESH
+from tidemill_trainer.sft.objective import balanced_order
 
 _INPUTS = ("input_ids", "responses")
 _SFT = (*_INPUTS, "response_mask")
@@ -183,11 +183,6 @@ class Learner:
         workers = self._groups.actor
         return self._mini_batches(batch, step, columns, config.ppo_epochs, algorithm.add_weights, workers)
 
-    def update_sft(self, batch: DataProto) -> dict[str, float]:
-        """Make one optimizer step of supervised fine-tuning of the policy."""
-        workers = self._groups.actor
-        return workers.update_sft(_balanced(batch.select([*_SFT]), workers))[0]
-
     def save_checkpoint(self, folder: Path) -> None:
         """Save the states of policy and critic to subfolders of `folder`, and the coefficient of the KL penalty."""
         self._groups.save_checkpoint(str(folder.resolve()))
@@ -225,7 +220,7 @@ class Learner:
 
 def _balanced(batch: DataProto, workers: RayWorkerGroup) -> DataProto:
     """Reorder the rows so that every data-parallel rank of the workers gets about the same number of tokens."""
-    return batch.reorder(balance_rows(ragged.lengths(batch["input_ids"]), workers.dp_size(MESH)))
+    return batch.reorder(balanced_order(batch, workers))
 
 
 def _kl_controller(config: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:

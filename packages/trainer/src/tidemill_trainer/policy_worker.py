@@ -1,14 +1,12 @@
 """The training worker of the policy: a Ray actor with one rank of its engine."""
 
-from dataclasses import replace
-from typing import Literal
-
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, register
 from tidemill_engines import BaseEngine, sft_loss
+from tidemill_engines.config import OptimizerConfig
 
-from tidemill_trainer.config import Config
 from tidemill_trainer.roles import build_policy
+from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.training_worker import TrainingWorker, compute
 
 
@@ -21,7 +19,7 @@ class PolicyWorker(TrainingWorker):
         group: name of the group of workers, in the name of the log.
     """
 
-    def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
+    def __init__(self, config: RunConfig, log_dir: str, group: str = "actor") -> None:
         super().__init__(config, log_dir, group)
         self._engine = build_policy(config)
 
@@ -31,11 +29,8 @@ class PolicyWorker(TrainingWorker):
         self._initialize(self._engine)
 
     @register(Dispatch.ONE_TO_ALL)
-    def reset_optimizer(self, phase: Literal["warmup", "rl"]) -> None:
-        """Reset the optimizer and its schedule for the warm-up or for reinforcement learning."""
-        optimizer = self._config.optimizer
-        if phase == "warmup":
-            optimizer = replace(optimizer, lr=self._config.warmup.lr, lr_scheduler="constant", total_steps=None)
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Reset the optimizer and its schedule."""
         self._engine.reset_optimizer(optimizer)
 
     @register(compute)

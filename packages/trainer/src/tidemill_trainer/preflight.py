@@ -11,6 +11,7 @@ from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_config import RunConfig
 
 # More workers per CPU are almost certainly a typo and would exhaust memory.
 _MAX_WORKERS_PER_CPU = 8
@@ -18,6 +19,27 @@ _MAX_WORKERS_PER_CPU = 8
 
 def check_model(config: Config) -> None:
     """Check the folder of the model, and that lengths and parallel sizes match the model.
+
+    Raises:
+        ConfigError: a check failed; the message names the keys.
+    """
+    longest = config.data.max_prompt_length + config.rollout.response_length
+    model = check_policy(config, longest, "data.max_prompt_length + rollout.response_length")
+    heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
+    if heads is not None and heads % size:
+        raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
+
+
+def check_policy(config: RunConfig, longest: int, keys: str) -> dict[str, Any]:
+    """Check the folder of the model, and that it supports rows of `longest` tokens and the training engine.
+
+    Args:
+        config: configuration of the run.
+        longest: maximum length of a row in tokens.
+        keys: keys that set it.
+
+    Returns:
+        The content of the model's `config.json`.
 
     Raises:
         ConfigError: a check failed; the message names the keys.
@@ -30,16 +52,9 @@ def check_model(config: Config) -> None:
             f"{'' if path.exists() else hub}"
         )
     model = _read_config(path / "config.json")
-    longest = config.data.max_prompt_length + config.rollout.response_length
     limit = model.get("max_position_embeddings")
     if limit is not None and longest > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.response_length must be <= {limit}, the number of positions of the "
-            f"model, got {longest}; lower one of them"
-        )
-    heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
-    if heads is not None and heads % size:
-        raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
+        raise ConfigError(f"{keys} must be <= {limit}, the number of positions of the model, got {longest}; lower it")
     try:
         config.engine.check(config.model, config.optimizer, config.actor.num_workers)
     except ValueError as error:
@@ -50,9 +65,10 @@ def check_model(config: Config) -> None:
                 pass
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(f"config key model.path: {error}") from error
+    return model
 
 
-def check_machine(config: Config, progress: Progress) -> None:
+def check_machine(config: RunConfig, progress: Progress) -> None:
     """Check devices and CPUs, unless the run uses a remote cluster (`trainer.ray_address`).
 
     Raises:
@@ -62,7 +78,10 @@ def check_machine(config: Config, progress: Progress) -> None:
     if config.trainer.ray_address is not None:
         return
     has_gpu = torch.cuda.is_available()
-    for key, device in (("engine.device", config.engine.device), ("rollout.device", config.rollout.device)):
+    devices = {"engine.device": config.engine.device}
+    if isinstance(config, Config):
+        devices["rollout.device"] = config.rollout.device
+    for key, device in devices.items():
         if device == "cuda" and not has_gpu:
             raise ConfigError(f'{key}="cuda" requires a GPU, but torch finds no CUDA device; use "auto" or "cpu"')
     if config.engine.device == "cuda" or (config.engine.device == "auto" and has_gpu):

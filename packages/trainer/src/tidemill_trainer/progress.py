@@ -1,5 +1,6 @@
 """The terminal output of a run: one line per step, and the current activity."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ _HEADER = (
     f"{'stage':>6} {'step':>5} {'reward':>7} {'accuracy':>9} {'length':>7} {'s/step':>7} {'tok/s':>7} {'MFU':>5}   "
     "seconds per phase"
 )
+_SFT_HEADER = f"{'step':>5} {'epoch':>6} {'loss':>8} {'val loss':>9} {'s/step':>7} {'tok/s':>7} {'MFU':>5}"
+_SFT_EVERY_S = 2.0
 
 
 class Progress:
@@ -28,6 +31,7 @@ class Progress:
         self.console = Console() if console is None else console
         self._started = time.monotonic()
         self._header_shown = False
+        self._last_line = -math.inf
 
     def seconds(self) -> float:
         """Return the seconds since this object was created."""
@@ -82,6 +86,27 @@ class Progress:
             f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
             f"{seconds:>7.2f} {_number(metrics.get('perf/tokens_per_s/actor'), 0):>7} "
             f"{_number(None if mfu is None else 100 * mfu, 1, '%'):>5}   [dim]{phases}[/]"
+        )
+
+    def sft_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print one line for a step of `tidemill sft`, at most every 2 s unless it was validated.
+
+        Args:
+            step: number of the step.
+            metrics: its metrics, with their names in metrics.jsonl.
+        """
+        if "val/loss" not in metrics and self.seconds() < self._last_line + _SFT_EVERY_S:
+            return
+        self._last_line = self.seconds()
+        if not self._header_shown:
+            self.console.print(f"         {_SFT_HEADER}", style="bold", highlight=False, soft_wrap=True)
+            self._header_shown = True
+        mfu = metrics.get("perf/mfu/actor")
+        self._print(
+            f"{step:>5} {_number(metrics.get('train/epoch'), 2):>6} {_number(metrics.get('train/loss'), 4):>8} "
+            f"[bold green]{_number(metrics.get('val/loss'), 4):>9}[/] {_number(metrics.get('timing_s/step'), 2):>7} "
+            f"{_number(metrics.get('perf/tokens_per_s/actor'), 0):>7} "
+            f"{_number(None if mfu is None else 100 * mfu, 1, '%'):>5}"
         )
 
 

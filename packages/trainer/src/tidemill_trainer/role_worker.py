@@ -25,6 +25,7 @@ class RoleWorker(TrainingWorker):
 
     def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
         super().__init__(config, log_dir, group)
+        self._config = config
         self._roles: dict[Role, BaseEngine] = {}
         self._value_loss = CriticLoss(cliprange_value=config.critic.cliprange_value)
 

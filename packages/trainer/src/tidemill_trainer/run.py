@@ -1,20 +1,21 @@
-"""The commands `tidemill demo`, `train` and `eval`, from configuration to final message."""
+"""The commands `tidemill demo`, `train`, `sft` and `eval`, from configuration to final message."""
 
 import gc
 import logging
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 
-from tidemill_trainer.checkpoints import CheckpointError
+from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.config_file import ConfigError, ConfigT, read_config
 from tidemill_trainer.data import DataError
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.evaluate import evaluate_run, evaluation_config
@@ -24,7 +25,10 @@ from tidemill_trainer.logs import tail
 from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
+from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir, open_run
+from tidemill_trainer.sft.config import SFTConfig
+from tidemill_trainer.sft.inputs import SFTInputs, load_sft_inputs
 from tidemill_trainer.stalls.report import StallError
 
 _INPUT_ERRORS = (ConfigError, DataError, CheckpointError)
@@ -36,8 +40,9 @@ def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
     """Run `tidemill demo`: create model and problems of a task in the folder of the run, and train on them."""
     progress = Progress()
     _quiet_libraries()
+    kind = SFTConfig if task == "sft" else Config
     try:
-        config = load_config(config_path, overrides)
+        config = read_config(kind, config_path, overrides)
         name = config.trainer.name or f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(config.trainer.run_dir) / name
         try:
@@ -46,14 +51,15 @@ def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
             raise ConfigError(f"the folder {folder} exists already; choose another trainer.name") from None
         try:
             assets = _make_assets(task, folder / "assets", config.trainer.seed, progress)
-            config = load_config(config_path, [*assets, *overrides, f"trainer.name={name}"])
+            config = read_config(kind, config_path, [*assets, *overrides, f"trainer.name={name}"])
         except BaseException:  # including Ctrl-C: an incomplete folder would block the next attempt
             shutil.rmtree(folder, ignore_errors=True)
             raise
     except (ConfigError, OSError) as error:
         progress.fail(str(error))
         return 1
-    return _run(config, "demo", progress, _training())
+    work = _sft(config, progress) if isinstance(config, SFTConfig) else _training(config, progress)
+    return _run(config, "demo", progress, work)
 
 
 def _make_assets(task: str, folder: Path, seed: int, progress: Progress) -> list[str]:
@@ -76,14 +82,12 @@ def _make_assets(task: str, folder: Path, seed: int, progress: Progress) -> list
 
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """Run `tidemill train CONFIG.toml`."""
-    progress = Progress()
-    _quiet_libraries()
-    try:
-        config = load_config(config_path, overrides)
-    except ConfigError as error:
-        progress.fail(str(error))
-        return 1
-    return _run(config, config_path.stem, progress, _training(), resume=resume)
+    return _train(Config, _training, config_path, overrides, resume=resume)
+
+
+def sft(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
+    """Run `tidemill sft CONFIG.toml`."""
+    return _train(SFTConfig, _sft, config_path, overrides, resume=resume)
 
 
 def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) -> int:
@@ -96,41 +100,70 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
         progress.fail(str(error))
         return 1
 
-    def work(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:
-        evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
+    def prepare() -> Callable[[RunDir], None]:
+        inputs = load_inputs(config, progress, has_training=False)
+        return lambda run: evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
 
     def how_to_repeat(run: RunDir) -> str:
         return f"The files of the evaluation are in {run.path}; the same command repeats it."
 
-    return _run(config, stem, progress, _Work(run=work, has_training=False, after_stop=how_to_repeat))
+    return _run(config, stem, progress, _Work(prepare=prepare, after_stop=how_to_repeat))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """What a command does in the folder of its run.
+    """What a command does.
 
     Attributes:
-        run: the work.
-        has_training: whether it needs the training problems.
+        prepare: loads and checks all inputs before any process starts, and returns the work in the folder of the run.
         after_stop: returns what the user can do after it stopped early.
     """
 
-    run: Callable[[Config, Inputs, RunDir, Progress], None]
-    has_training: bool
+    prepare: Callable[[], Callable[[RunDir], None]]
     after_stop: Callable[[RunDir], str]
 
 
-def _training() -> _Work:
-    return _Work(run=_fit, has_training=True, after_stop=RunDir.how_to_continue)
+def _training(config: Config, progress: Progress) -> _Work:
+    def prepare() -> Callable[[RunDir], None]:
+        inputs = load_inputs(config, progress)
+        return lambda run: _fit(config, inputs, run, progress)
+
+    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("train"))
 
 
-def _run(config: Config, stem: str, progress: Progress, work: _Work, *, resume: bool = False) -> int:
+def _sft(config: SFTConfig, progress: Progress) -> _Work:
+    def prepare() -> Callable[[RunDir], None]:
+        inputs = load_sft_inputs(config, progress)
+        return lambda run: _fit_sft(config, inputs, run, progress)
+
+    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("sft"))
+
+
+def _train(
+    kind: type[ConfigT],
+    work: Callable[[ConfigT, Progress], _Work],
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+) -> int:
+    progress = Progress()
+    _quiet_libraries()
+    try:
+        config = read_config(kind, config_path, overrides)
+    except ConfigError as error:
+        progress.fail(str(error))
+        return 1
+    return _run(config, config_path.stem, progress, work(config, progress), resume=resume)
+
+
+def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resume: bool = False) -> int:
     """Do the work of a command; report any error as one message and return the exit status."""
     run: RunDir | None = None
     try:
-        inputs = load_inputs(config, progress, has_training=work.has_training)
+        do = work.prepare()
         with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
-            work.run(config, inputs, run, progress)
+            do(run)
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1
@@ -157,19 +190,43 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
     with Cluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
         gc.freeze()  # otherwise full collections visit all objects that the imports created
-        try:
+        with _reported(run, progress):
             result = Trainer(config, cluster, inputs, run, progress).fit()
-        finally:
-            try:
-                write_report(run)
-            except OSError as error:  # such as a full disk; the error that stopped the training is more important
-                progress.warn(f"cannot write the report: {error}")
     accuracy = ""
     if result.accuracy is not None and result.accuracy_before is not None:
         accuracy = f"held-out accuracy went from {result.accuracy_before:.2f} to {result.accuracy:.2f} "
     progress.info(
         f"{accuracy}in {result.steps} steps and {progress.seconds():.0f} s; the run is in {run.path}", style="bold"
     )
+
+
+def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progress) -> None:
+    from tidemill_trainer.sft.cluster import SFTCluster
+    from tidemill_trainer.sft.trainer import SFTTrainer
+
+    with SFTCluster(config, run, progress) as cluster, cluster.watch():
+        cluster.wait_ready()
+        with _reported(run, progress):
+            result = SFTTrainer(config, cluster, inputs, run, progress).fit()
+    loss = ""
+    if result.loss is not None and result.loss_before is not None:
+        loss = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f} "
+    folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / "huggingface"
+    progress.info(
+        f"{loss}in {result.steps} steps and {progress.seconds():.0f} s; the model is in {folder}", style="bold"
+    )
+
+
+@contextmanager
+def _reported(run: RunDir, progress: Progress) -> Iterator[None]:
+    """Write the report of a run after the block, also after an error."""
+    try:
+        yield
+    finally:
+        try:
+            write_report(run)
+        except OSError as error:  # such as a full disk; the error that stopped the training is more important
+            progress.warn(f"cannot write the report: {error}")
 
 
 def _summary(error: Exception) -> str:

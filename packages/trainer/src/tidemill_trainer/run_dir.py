@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tidemill_trainer.checkpoints import Checkpoints
-from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, config_to_dict, load_config, save_config, with_absolute_paths
+from tidemill_trainer.config_file import (
+    ConfigError,
+    config_to_dict,
+    read_config,
+    save_config,
+    with_absolute_paths,
+)
+from tidemill_trainer.run_config import RunConfig
 
 
 class RunDir:
@@ -88,18 +94,17 @@ class RunDir:
                 "another trainer.name to start a new run"
             )
 
-    def how_to_continue(self) -> str:
-        """Return how to continue a run that stopped early, for the user."""
+    def how_to_continue(self, command: str) -> str:
+        """Return how to continue a run of `tidemill {command}` that stopped early, for the user."""
         done = max((row["step"] for row in self.read_metrics()), default=0)
         saved = self.newest_checkpoint()
         text = f"The run in {self.path} stopped after step {done}"
+        again = f"tidemill {command} {self.config}"
         if saved is not None:
-            return f"{text}. Continue from the checkpoint of step {saved} with: tidemill train {self.config} --resume"
+            return f"{text}. Continue from the checkpoint of step {saved} with: {again} --resume"
         if self.has_data():
             return f"{text} and has no checkpoint to continue from. Set trainer.save_freq to save checkpoints earlier."
-        return (
-            f"The run in {self.path} stopped before its first step. Start it again with: tidemill train {self.config}"
-        )
+        return f"The run in {self.path} stopped before its first step. Start it again with: {again}"
 
     def remove_after(self, step: int) -> None:
         """Remove metrics, rollouts and forks of steps after `step`, which a resumed run repeats."""
@@ -111,7 +116,7 @@ class RunDir:
 
 
 @contextmanager
-def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
+def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
     """Create the folder of a new run, or find the one to resume, and lock it.
 
     A folder without metrics and checkpoints is used again, with any configuration.
@@ -130,7 +135,7 @@ def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
         if run.has_data():
             run.check_resumable()
             if resume:
-                _check_same(config, load_config(run.config), run)
+                _check_same(config, read_config(type(config), run.config), run)
             else:
                 raise ConfigError(
                     f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
@@ -140,13 +145,13 @@ def open_run(config: Config, stem: str, *, resume: bool) -> Iterator[RunDir]:
         yield run
 
 
-def _create(config: Config, stem: str) -> RunDir:
+def _create(config: RunConfig, stem: str) -> RunDir:
     run = RunDir(Path(config.trainer.run_dir) / (config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
     run.path.mkdir(parents=True, exist_ok=True)
     return run
 
 
-def _find(config: Config, stem: str) -> RunDir:
+def _find(config: RunConfig, stem: str) -> RunDir:
     parent, name = Path(config.trainer.run_dir), config.trainer.name
     dated = re.compile(re.escape(stem) + r"-\d{8}-\d{6}")
     folders = [parent / name] if name else sorted(path for path in parent.glob("*") if dated.fullmatch(path.name))
@@ -191,7 +196,7 @@ _MAY_CHANGE = frozenset(
 )
 
 
-def _check_same(new: Config, old: Config, run: RunDir) -> None:
+def _check_same(new: RunConfig, old: RunConfig, run: RunDir) -> None:
     """Reject resuming with a configuration that changes the experiment."""
     before, after = config_to_dict(old), config_to_dict(new)
     changed = [

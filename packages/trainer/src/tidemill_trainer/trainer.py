@@ -1,9 +1,6 @@
 """The training loop."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
-from tidemill_trainer.data import PromptLoader, with_responses
+from tidemill_trainer.data import with_responses
 from tidemill_trainer.episode_record import episode_record
 from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.inputs import Inputs
@@ -25,7 +22,9 @@ from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
-from tidemill_trainer.waits import Waits
+from tidemill_trainer.sft.batches import Batches
+from tidemill_trainer.sft.objective import SFT
+from tidemill_trainer.timing import Timing, is_due
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,8 @@ class Trainer:
         self._gate = MismatchGate(
             config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype)
         )
-        self._warmup_loader = PromptLoader(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
+        self._sft = SFT(cluster.actor)
+        self._sft_batches = Batches(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._progress = progress
@@ -113,10 +113,10 @@ class Trainer:
                 with timing("update_weights"):
                     metrics |= self._engines.update_weights(step)
                 is_last = step == config.total_steps
-                if is_last or _is_due(step, config.test_freq):
+                if is_last or is_due(step, config.test_freq):
                     with timing("testing"):
                         metrics |= self._validate()
-                is_saved = is_last or _is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy)
+                is_saved = is_last or is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy)
                 if is_saved:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
@@ -164,17 +164,17 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Fine-tune until the held-out accuracy is reached; the optimizer is reset before and after."""
-        config = self._config.warmup
-        self._actor.reset_optimizer("warmup")
+        config, optimizer = self._config.warmup, self._config.optimizer
+        self._actor.reset_optimizer(replace(optimizer, lr=config.lr, lr_scheduler="constant", total_steps=None))
         for step in range(1, config.max_steps + 1):
             timing = Timing(self._waits)
             with timing("step"):
-                batch = with_responses(self._warmup_loader.batch(step), self._tokenizer)
+                batch = with_responses(self._sft_batches.batch(step), self._tokenizer)
                 with self._waits("sft"):
-                    metrics = self._learner.update_sft(batch)
+                    metrics = self._sft.update(batch)
                 loss = {f"sft/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
                 metrics = loss | performance_metrics([metrics])
-                is_tested = step == config.max_steps or _is_due(step, config.test_freq)
+                is_tested = step == config.max_steps or is_due(step, config.test_freq)
                 if is_tested:
                     with self._waits("update_weights"):
                         self._engines.update_weights(f"warmup-{step}")
@@ -185,7 +185,7 @@ class Trainer:
                 self._progress.step("sft", metrics | timing.metrics() | {"step": step}, metrics.get("val/accuracy"))
             if is_tested and self._reached(config.until_accuracy):
                 break
-        self._actor.reset_optimizer("rl")
+        self._actor.reset_optimizer(optimizer)
 
     def _score(self, episodes: Episodes, step: int) -> DataProto:
         """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes.
@@ -236,9 +236,7 @@ class Trainer:
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy
 
-    def _log(
-        self, step: int, metrics: dict[str, float], batch: DataProto, episodes: Episodes, timing: "Timing"
-    ) -> None:
+    def _log(self, step: int, metrics: dict[str, float], batch: DataProto, episodes: Episodes, timing: Timing) -> None:
         seconds, num_workers = timing.seconds["step"], sum(self._config.training_workers().values())
         metrics |= timing.metrics() | {
             "perf/time_per_step": seconds,
@@ -255,25 +253,3 @@ class Trainer:
             self._accuracy = row.get("val/accuracy", self._accuracy)
             if row["step"] == 0:
                 self._accuracy_before = self._accuracy
-
-
-class Timing:
-    """Accumulates the wall time of each phase of a step, and records that the driver waits for it."""
-
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self._waits(phase):
-            yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def metrics(self) -> dict[str, float]:
-        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -4,7 +4,7 @@ import torch
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine
 
-from tidemill_trainer.config import Config
+from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.stalls.member import join_run
 
 MESH = "training"
@@ -22,9 +22,8 @@ class TrainingWorker(Worker):
         group: name of the group of workers, in the name of the log.
     """
 
-    def __init__(self, config: Config, log_dir: str, group: str = "actor") -> None:
+    def __init__(self, config: RunConfig, log_dir: str, group: str = "actor") -> None:
         join_run(log_dir, f"{group}_{self.rank}")
-        self._config = config
         torch.set_num_threads(config.actor.omp_num_threads)
         torch.manual_seed(config.trainer.seed)
 

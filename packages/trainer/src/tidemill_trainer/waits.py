@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,22 @@ def waits_of(config: Config) -> Mapping[str, Wait]:
         "save_checkpoint": Wait(name="the checkpoint", on=training, limits=(call, collective)),
         "load_checkpoint": Wait(name="loading the checkpoint", on=training, limits=(call, collective)),
         "sft": Wait(name="the step of the warm-up", on=training, limits=(call, collective)),
+    }
+
+
+def training_waits(config: RunConfig) -> Mapping[str, Wait]:
+    """Return the waits of a run without engines by phase."""
+    call = Limit(key="actor.timeout_s", seconds=config.actor.timeout_s)
+    collective = Limit(key="engine.timeout_s", seconds=config.engine.timeout_s)
+    on = "the training workers"
+    return {
+        "start": Wait(name="the start of the model", on=on, limits=(call,)),
+        "reference": Wait(name="the log-probs of the reference", on=on, limits=(call, collective)),
+        "step": Wait(name="the step", on="its phases"),
+        "update_actor": Wait(name="the update of the policy", on=on, limits=(call, collective)),
+        "testing": Wait(name="the validation", on=on, limits=(call, collective)),
+        "save_checkpoint": Wait(name="the checkpoint", on=on, limits=(call, collective)),
+        "load_checkpoint": Wait(name="loading the checkpoint", on=on, limits=(call, collective)),
     }
 
 

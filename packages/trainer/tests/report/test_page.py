@@ -79,3 +79,15 @@ def test_report_shows_performance_only_if_the_engine_reports_it(tmp_path):
         page = run.report.read_text()
         for title in ("Training speed", "Training MFU", "Peak training memory"):
             assert (title in page) is (name == "with")
+
+
+def test_report_of_fine_tuning_shows_both_losses_and_no_episodes(tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text("")
+    run.append_metrics({"step": 0, "val/loss": 3.0})
+    run.append_metrics({"step": 1, "train/loss": 2.0, "train/grad_norm": 1.0, "val/loss": 1.5})
+    write_report(run)
+    page = run.report.read_text()
+    assert "1 steps, validation loss 3.000 before and 1.500 after training" in page
+    assert page.count("<svg") == 2
+    assert "Episodes" not in page

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill_trainer.demo.addition import CHARACTERS, addition_rows
-from tidemill_trainer.demo.shop import PIECES, shop_rows
+from tidemill_trainer.demo.shop import PIECES, conversation_rows, shop_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +59,21 @@ def _tools(seed: int) -> _Task:
     )
 
 
-_TASKS = {"addition": _addition, "tools": _tools}
+def _sft(seed: int) -> _Task:
+    from tidemill_trainer.demo.chat import chat_tokenizer
+
+    train, val = conversation_rows(num_train=2048, num_val=256, seed=seed)
+    return _Task(
+        tokenizer=chat_tokenizer(PIECES),
+        max_length=128,
+        train=train,
+        val=val,
+        about="Conversations in which the assistant scans the items of a customer with a tool, and answers with the "
+        "total. Only the assistant's messages are trained on.",
+    )
+
+
+_TASKS = {"addition": _addition, "tools": _tools, "sft": _sft}
 
 
 def write_assets(folder: Path, seed: int = 0, task: str = "addition") -> list[str]:
@@ -68,7 +82,7 @@ def write_assets(folder: Path, seed: int = 0, task: str = "addition") -> list[st
     Args:
         folder: folder to create.
         seed: seed of the weights and the problems.
-        task: "addition" or "tools".
+        task: "addition", "tools" or "sft".
 
     Returns:
         `key=value` overrides with the paths of these files.

@@ -79,6 +79,18 @@ def shop_rows(num_train: int, num_val: int, seed: int, *, hasty_share: float) ->
     return train, [_customer(rng) for _ in range(num_val)]
 
 
+def conversation_rows(num_train: int, num_val: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Draw conversations in which the assistant scans every item and answers with the total, for `tidemill sft`."""
+    rng = random.Random(seed)
+    tools = [Tool(Register({}).scan).schema]
+    rows = []
+    for _ in range(num_train + num_val):
+        customer = _customer(rng)
+        prices = customer["extra_info"]
+        rows.append({"messages": [*customer["prompt"], *_served(prices, list(prices))], "tools": tools})
+    return rows[:num_train], rows[num_train:]
+
+
 def _customer(rng: random.Random) -> dict[str, Any]:
     count = rng.randint(1, MAX_ITEMS)
     prices = {item: rng.choice(PRICES) for item in rng.sample(ITEMS, count)}

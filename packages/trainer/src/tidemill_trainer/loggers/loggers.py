@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, config_to_dict
 from tidemill_trainer.loggers.contract import RL_AXIS, WARMUP_AXIS, Experiment, Logger
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir
 
 
@@ -65,7 +65,7 @@ class _Row:
 class _Forwarder:
     """One logger of a run, and the file with its run's id and the last step that it has of each axis."""
 
-    def __init__(self, name: str, run: RunDir, config: Config) -> None:
+    def __init__(self, name: str, run: RunDir, config: RunConfig) -> None:
         self._file = run.path / "loggers" / f"{name}.json"
         state = json.loads(self._file.read_text()) if self._file.is_file() else {}
         self._last: dict[str, int] = state.get("last", {})
@@ -95,7 +95,7 @@ class _Forwarder:
 
 
 @contextmanager
-def open_loggers(config: Config, run: RunDir, progress: Progress) -> Iterator[None]:
+def open_loggers(config: RunConfig, run: RunDir, progress: Progress) -> Iterator[None]:
     """Start the loggers of `trainer.logger`, and forward each line of metrics to them during the block.
 
     A resumed run continues the run of each logger, which first receives the lines that it lacks. A logger that fails
@@ -131,7 +131,7 @@ def open_loggers(config: Config, run: RunDir, progress: Progress) -> Iterator[No
                 progress.warn(f"the logger {name} could not send everything: {_describe(error)}")
 
 
-def _start(name: str, run: RunDir, config: Config) -> _Forwarder:
+def _start(name: str, run: RunDir, config: RunConfig) -> _Forwarder:
     try:
         return _Forwarder(name, run, config)
     except ModuleNotFoundError as error:

@@ -12,6 +12,17 @@ _IF_REPORTED = (  # title, label and metric
     ("Peak training memory (GiB, largest rank)", "memory", "perf/max_memory_allocated_gb"),
     ("Share of the sampled tokens that is trained on", "share", "rollout/trained_token_share"),
 )
+_SFT = (  # title, metrics by label
+    ("Loss", {"training": "train/loss", "validation": "val/loss"}),
+    ("Rewards of DPO", {kind: f"val/rewards/{kind}" for kind in ("chosen", "rejected", "margins")}),
+    (
+        "Pairs with a positive margin (share)",
+        {"training": "train/rewards/accuracies", "validation": "val/rewards/accuracies"},
+    ),
+    ("Learning rate", {"lr": "train/lr"}),
+    ("Gradient norm (before clipping)", {"norm": "train/grad_norm"}),
+    *((title, {label: name}) for title, label, name in _IF_REPORTED),
+)
 _IF_ANY = (  # title, and metrics by label; shown if a number is above 0
     ("Failed rewards", {"training": "reward/num_errors", "validation": "val/num_errors"}),
     (
@@ -28,6 +39,9 @@ def charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> 
         metrics: lines of `metrics.jsonl`.
         links: addresses of steps, for clicks in the charts.
     """
+    if is_sft(metrics):
+        found = [(title, {label: _points(metrics, name) for label, name in names.items()}) for title, names in _SFT]
+        return [line_chart(title, lines) for title, lines in found if any(lines.values())]
     rl = [row for row in metrics if row.get("phase") == "rl"]
     warmup = [row for row in metrics if row.get("phase") == "sft"]
 
@@ -55,6 +69,11 @@ def charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> 
         loss = _points(warmup, "sft/loss", lambda row: row["sft/step"])
         shown.append(line_chart("Warm-up: SFT loss", {"loss": loss}))
     return shown
+
+
+def is_sft(metrics: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the metrics are those of `tidemill sft`."""
+    return any("train/loss" in row for row in metrics)
 
 
 def _points(

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from tidemill_trainer import report
-from tidemill_trainer.report.charts import charts
+from tidemill_trainer.report.charts import charts, is_sft
 from tidemill_trainer.report.episode import Episode, Outcome, choose
 from tidemill_trainer.report.episodes import episodes_html, step_anchor
 from tidemill_trainer.report.tables import forks_html, ledger_table, outcome_tables
@@ -21,30 +21,24 @@ _PAGE = """<!doctype html>
 {style}</style></head><body>
 <h1>{title}</h1><p class="sub">{summary}</p>
 <div class="charts">{charts}</div>
-<p class="sub">A click in a chart goes to the saved episodes of the nearest marked step.</p>
-{tables}<h2>Episodes</h2>{about}{episodes}
+{content}
 <h2>Configuration</h2><pre>{config}</pre>
 </body></html>
 """
+_CLICK = '<p class="sub">A click in a chart goes to the saved episodes of the nearest marked step.</p>'
 
 
 def write_report(run: RunDir) -> None:
     """Write `run.report` from metrics, episodes, forks and configuration of the run."""
     metrics = run.read_metrics()
-    # Episodes with all their tokens may not fit into memory, so the file is read twice.
-    outcomes = [Outcome.of(line) for line in run.iter_rollouts()]
-    chosen = choose(outcomes)
-    episodes = [Episode.of(line) for index, line in enumerate(run.iter_rollouts()) if index in chosen]
-    links = {float(episode.outcome.step): f"#{step_anchor(episode.outcome.step)}" for episode in episodes}
-    tables = outcome_tables(outcomes, metrics) + ledger_table(metrics) + forks_html(run.read_forks(), metrics)
+    about = f"<p>{escape(run.about.read_text())}</p>" if run.about.is_file() else ""
+    links, content = ({}, about) if is_sft(metrics) else _episodes(run, metrics, about)
     page = _PAGE.format(
         title=escape(run.path.name),
         style=files(report).joinpath("report.css").read_text(encoding="utf-8"),
         summary=escape(_summary(metrics)),
         charts="".join(charts(metrics, links)),
-        tables=tables,
-        about=f"<p>{escape(run.about.read_text())}</p>" if run.about.is_file() else "",
-        episodes=episodes_html(episodes, len(outcomes), {row["step"]: row for row in metrics}),
+        content=content,
         config=escape(run.config.read_text()),
     )
     partial = run.report.with_suffix(".partial")
@@ -53,7 +47,23 @@ def write_report(run: RunDir) -> None:
     partial.replace(run.report)
 
 
+def _episodes(run: RunDir, metrics: Sequence[Mapping[str, Any]], about: str) -> tuple[dict[float, str], str]:
+    """Return the addresses of steps, and the HTML of tables and episodes."""
+    # Episodes with all their tokens may not fit into memory, so the file is read twice.
+    outcomes = [Outcome.of(line) for line in run.iter_rollouts()]
+    chosen = choose(outcomes)
+    episodes = [Episode.of(line) for index, line in enumerate(run.iter_rollouts()) if index in chosen]
+    links = {float(episode.outcome.step): f"#{step_anchor(episode.outcome.step)}" for episode in episodes}
+    tables = outcome_tables(outcomes, metrics) + ledger_table(metrics) + forks_html(run.read_forks(), metrics)
+    shown = episodes_html(episodes, len(outcomes), {row["step"]: row for row in metrics})
+    return links, f"{_CLICK}\n{tables}<h2>Episodes</h2>{about}{shown}"
+
+
 def _summary(metrics: Sequence[Mapping[str, Any]]) -> str:
+    if is_sft(metrics):
+        text = f"{max(row['step'] for row in metrics)} steps"
+        losses = [row["val/loss"] for row in metrics if row.get("val/loss") is not None]
+        return f"{text}, validation loss {losses[0]:.3f} before and {losses[-1]:.3f} after training" if losses else text
     steps = [row["step"] for row in metrics if row.get("phase") == "rl"]
     accuracies = [(row["step"], row["val/accuracy"]) for row in metrics if row.get("val/accuracy") is not None]
     text = f"{max(steps, default=0)} steps"

@@ -1,0 +1,129 @@
+"""Ray and the training workers of a run."""
+
+import getpass
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.run_config import WorkersConfig
+
+_CONNECT_S = 10.0
+
+
+def start_ray(address: str | None, num_processes: int) -> bool:
+    """Start a Ray cluster on this machine, or connect to the one at `address`, unless this process has one.
+
+    Args:
+        address: address of a running cluster; None starts one.
+        num_processes: number of the run's processes.
+
+    Returns:
+        Whether the caller must shut it down.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
+    if address is not None:
+        _check_reachable(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address="local" if address is None else address,
+            # For Ray this is only the number of processes to start, which may exceed the number of cores.
+            num_cpus=num_processes if address is None else None,
+            include_dashboard=False if address is None else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except BaseException:
+        with signals_ignored():
+            ray.shutdown()
+        raise
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init has replaced it
+    return True
+
+
+def worker_environment(folder: Path) -> dict[str, str]:
+    """Return the environment variables with which workers leave no files behind outside of `folder`.
+
+    Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores in
+    /dev/shm; wandb and cuda.tile empty temporary folders. The compile cache remains where other runs find it.
+    """
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    return {"JOBLIB_MULTIPROCESSING": "0", "TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": inductor}
+
+
+def start_training(
+    name: str,
+    worker: RayClassWithInitArgs,
+    config: WorkersConfig,
+    *,
+    num_workers: int,
+    num_gpus_per_worker: float,
+    env_vars: Mapping[str, str],
+) -> RayWorkerGroup:
+    """Start a group of training workers.
+
+    Args:
+        name: name of the group.
+        worker: class and arguments of the workers.
+        config: threads and timeout.
+        num_workers: number of processes.
+        num_gpus_per_worker: GPUs that Ray reserves for each of them.
+        env_vars: environment variables of the workers.
+    """
+    return RayWorkerGroup(
+        RayResourcePool(process_on_nodes=[num_workers], num_gpus_per_worker=num_gpus_per_worker),
+        worker,
+        name_prefix=name,
+        env_vars={**env_vars, "OMP_NUM_THREADS": str(config.omp_num_threads)},
+        timeout_s=config.timeout_s,
+        blocking=False,
+    )
+
+
+def _check_reachable(address: str) -> None:
+    """Check that a server listens at "host:port", because Ray itself would wait for minutes.
+
+    Raises:
+        ConfigError: no server answers.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # such as "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}; start it, or remove the key"
+        ) from error
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM during cleanup, so that a second Ctrl-C does not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning and direct preference optimization: `tidemill sft`."""

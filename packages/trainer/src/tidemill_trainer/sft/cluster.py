@@ -1,0 +1,84 @@
+"""The processes of `tidemill sft`: Ray and the training workers."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import ray
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
+
+from tidemill_trainer.gpus import on_gpu
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
+from tidemill_trainer.rollout.engine_files import EngineFiles
+from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.sft.config import SFTConfig
+from tidemill_trainer.sft.worker import SFTWorker
+from tidemill_trainer.stalls.process import forget
+from tidemill_trainer.stalls.watch import Watch
+from tidemill_trainer.waits import Waits, training_waits
+
+
+class SFTCluster:
+    """Start the processes on entry and stop them on exit, also after an error.
+
+    Args:
+        config: configuration of the run.
+        run: folder of the run, for the logs.
+        progress: terminal output.
+
+    Attributes:
+        workers: the group of `SFTWorker`s, one per training process.
+        watch: the watch over the waits of the driver; the caller enters it.
+    """
+
+    workers: RayWorkerGroup
+
+    def __init__(self, config: SFTConfig, run: RunDir, progress: Progress) -> None:
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self.watch = Watch(Waits(training_waits(config)), run.logs, progress)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            with self._progress.waiting("starting Ray"):
+                if start_ray(self._config.trainer.ray_address, self._config.actor.num_workers):
+                    self._stack.callback(ray.shutdown)
+            self._start_workers()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all processes of the run. A second call does nothing."""
+        with signals_ignored():
+            self._stack.close()
+
+    def _start_workers(self) -> None:
+        config, logs = self._config, self._run.logs
+        forget(logs)
+        files = EngineFiles.create()
+        self._stack.callback(files.remove)
+        has_gpu = on_gpu(config.engine.device, ray.cluster_resources().get("GPU", 0.0))
+        self.workers = start_training(
+            "actor",
+            RayClassWithInitArgs(SFTWorker, config, str(logs.resolve())),
+            config.actor,
+            num_workers=config.actor.num_workers,
+            num_gpus_per_worker=config.actor.num_gpus_per_worker if has_gpu else 0,
+            env_vars=worker_environment(files.folder),
+        )
+        self._stack.callback(self.workers.shutdown)
+
+    def wait_ready(self) -> None:
+        """Wait until the workers have loaded the model."""
+        with self.watch.waits("start"), self._progress.waiting("starting the training workers"):
+            self.workers.init_model().get()
