@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tidemill_trainer.config import Config
-from tidemill_trainer.run_config import RunConfig
+if TYPE_CHECKING:  # a task on another node inspects its processes; importing the configuration takes seconds
+    from tidemill_trainer.config import Config
+    from tidemill_trainer.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class ActiveWait:
         return time.monotonic() - self.since_s
 
 
-def waits_of(config: Config) -> Mapping[str, Wait]:
+def waits_of(config: "Config") -> Mapping[str, Wait]:
     """Return the waits of a run by phase. The phases of a step have their names in `timing_s/*`."""
     start = Limit(key="rollout.timeout_s", seconds=config.rollout.timeout_s)
     call = Limit(key="actor.timeout_s", seconds=config.actor.timeout_s)
@@ -100,7 +102,7 @@ def waits_of(config: Config) -> Mapping[str, Wait]:
     }
 
 
-def training_waits(config: RunConfig) -> Mapping[str, Wait]:
+def training_waits(config: "RunConfig") -> Mapping[str, Wait]:
     """Return the waits of a run without engines by phase."""
     call = Limit(key="actor.timeout_s", seconds=config.actor.timeout_s)
     collective = Limit(key="engine.timeout_s", seconds=config.engine.timeout_s)
