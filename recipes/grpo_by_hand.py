@@ -4,8 +4,6 @@ A tiny Qwen3 with random weights receives a number and earns reward for answerin
 Two FSDP2 ranks (Ray actors) train it and a stock SGLang server samples, on CPUs, in about a minute.
 """
 
-import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -100,7 +98,6 @@ def main(path: str) -> None:
     torch.manual_seed(0)
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": VOCAB}
     Qwen3ForCausalLM(Qwen3Config(**tiny, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(path)
-    os.environ["TIDEMILL_WEIGHT_TOKEN"] = secrets.token_hex(32)  # signs the messages between updater and server
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     actors = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Actor, path), name_prefix="actor")
     with actors, sglang_server(path) as url:

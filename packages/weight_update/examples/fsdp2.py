@@ -1,6 +1,5 @@
 """Train a model with FSDP2 and update a running SGLang server after each step, with this package alone.
 
-    export TIDEMILL_WEIGHT_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))")
     python -m sglang.launch_server --model-path MODEL --port 30000 --api-key KEY \
         --custom-weight-loader tidemill_weight_update.sglang.loader.load &
     torchrun --nproc-per-node 2 fsdp2.py MODEL http://127.0.0.1:30000 KEY

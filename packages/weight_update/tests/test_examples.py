@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 API_KEY = "example"
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    return os.environ | {TOKEN_VARIABLE: new_token(), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ class EngineClient(Protocol):
         ...
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Pass `request`, signed with the run's token, to the tidemill loader on all ranks of the engine.
+        """Pass `request` to the tidemill loader on all ranks of the engine.
 
         Return when all ranks have processed it, successfully or not: the ranks report their results to the trainer
         themselves. With `flush_cache`, empty the prefix cache before the engine accepts the next request. Do not use

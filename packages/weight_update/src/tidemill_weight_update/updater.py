@@ -58,7 +58,7 @@ class WeightUpdater:
             flushed; pass the version as `extra_key` of your requests.
         allow_non_finite: whether infinite and NaN elements may be sent (checked on the fast path and for adapters).
         link: connection to engines on other machines, and between trainer ranks on several machines; the same on all
-            ranks. All ranks and engines need the run's token.
+            ranks.
         timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
             the other engines load without it; `update` returns, and paused engines resume, when its client has timed
             out too. Must be less than the clients' timeouts; otherwise the clients of healthy engines time out while

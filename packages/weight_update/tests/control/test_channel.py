@@ -13,7 +13,7 @@ import pytest
 from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox, fitting
 from tidemill_weight_update.remote.store_mailbox import StoreMailbox
-from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 from torch.distributed import TCPStore
 
 
@@ -37,8 +37,8 @@ def client(server: TCPStore, timeout_s: float = 5) -> TCPStore:
     return TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=timeout_s), False)
 
 
-def signed(store, session: str = "session", token: str = "token") -> SignedStore:
-    return SignedStore(store, session, token)
+def link(store, session: str = "session") -> LinkStore:
+    return LinkStore(store, session)
 
 
 @pytest.fixture(params=["memory", "store"])
@@ -48,10 +48,10 @@ def sides(request) -> Iterator[Sides]:
         engines = Mailbox.open(trainer.path), Mailbox.open(trainer.path)
     else:
         server = request.getfixturevalue("server")
-        trainer = StoreMailbox(signed(server), "path", 0)
+        trainer = StoreMailbox(link(server), "path", 0)
         trainer.make_room(8)
         trainer.begin(0)
-        engines = tuple(StoreMailbox(signed(client(server)), "path", 0) for _ in range(2))
+        engines = tuple(StoreMailbox(link(client(server)), "path", 0) for _ in range(2))
     yield Sides(trainer, engines)
     for box in (trainer, *engines):
         box.close()
@@ -192,44 +192,29 @@ def test_exited_engine_rank_is_detected(sides, monkeypatch):
 
 def test_process_of_another_machine_is_never_considered_exited(server, monkeypatch):
     """A process id that is unused here may be in use there."""
-    box = StoreMailbox(signed(server), "path", 0)
+    box = StoreMailbox(link(server), "path", 0)
     box.make_room(1)
     box.begin(1)
     monkeypatch.setattr("tidemill_weight_update.remote.store_mailbox.here", lambda: "another machine")
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
-    StoreMailbox(signed(client(server)), "path", 0).report(1, 0, ATTACHED, {})
+    StoreMailbox(link(client(server)), "path", 0).report(1, 0, ATTACHED, {})
     monkeypatch.undo()
     assert box.receiver_pid(1, 0) == 2**22 + 1
     assert not box.receiver_has_exited(1, 0)
 
 
-# The signed store below.
+# The store below.
 
 
-def test_values_signed_for_another_run_key_or_session_are_refused(server):
-    ours = signed(server)
-    ours.set("one", b"value")
-    assert ours.get("one") == b"value"
-    raw = client(server)
-    with pytest.raises(LinkError, match="refused the value of 'one' in the link's store: not signed"):
-        signed(raw, token="another").get("one")
-    stored = raw.get("session/one")
-    raw.set("session/two", stored)
-    with pytest.raises(LinkError, match="'two'"):
-        ours.get("two")
-    raw.set("another session/one", stored)
-    with pytest.raises(LinkError, match="'one'"):
-        signed(raw, session="another session").get("one")
-    raw.set("session/one", stored[:-1] + b"!")
-    with pytest.raises(LinkError, match="'one'"):
-        ours.multi_get(["one"])
-    raw.set("session/one", b"short")
-    with pytest.raises(LinkError, match="'one'"):
-        ours.get("one")
+def test_values_of_another_link_are_not_found(server):
+    link(server, "first").set("one", b"value")
+    assert link(client(server), "first").get("one") == b"value"
+    with pytest.raises(LinkError, match="does not respond"):
+        link(client(server, timeout_s=0.2), "second").get("one")
 
 
 def test_unresponsive_store_is_an_error_and_marked_broken(server):
-    store = signed(client(server, timeout_s=0.2))
+    store = link(client(server, timeout_s=0.2))
     assert not store.is_broken
     with pytest.raises(LinkError, match="does not respond"):
         store.get("never set")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from remote_engines import RankProcess, RemoteEngine, resources, settled, steady
 from tidemill_testing import ranks
 from tidemill_weight_update import GroupLink, LocalShard, WeightUpdater
-from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from torch import Tensor
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 
@@ -78,8 +77,7 @@ class Outcome:
     versions: list[str]
 
 
-def _main(plan: Plan, rank: int, token: str, result: Connection) -> None:
-    os.environ[TOKEN_VARIABLE] = token
+def _main(plan: Plan, rank: int, result: Connection) -> None:
     torch.set_num_threads(1)
     pid_file = Path(plan.folder) / f"rank {rank}"
     pid_file.write_text(str(os.getpid()))
@@ -144,7 +142,7 @@ def run(
     )
     pipes = [ranks.context().Pipe(duplex=False) for _ in range(world_size)]
     trainers = [
-        ranks.context().Process(target=_main, args=(plan, rank, os.environ[TOKEN_VARIABLE], pipe), daemon=True)
+        ranks.context().Process(target=_main, args=(plan, rank, pipe), daemon=True)
         for rank, (_, pipe) in enumerate(pipes)
     ]
     for trainer, (_, pipe) in zip(trainers, pipes, strict=True):

@@ -19,7 +19,6 @@ import torch
 from engine_state import LoaderState
 from tidemill_testing import ranks
 from tidemill_weight_update import Request
-from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.remote import location, store_mailbox
@@ -138,8 +137,7 @@ class RankProcess:
         self._start(device, is_remote)
 
     def _start(self, device: str, is_remote: bool) -> None:
-        args = (self.path, device, is_remote, os.environ[TOKEN_VARIABLE])
-        self._process = ranks.context().Process(target=main, args=args, daemon=True)
+        self._process = ranks.context().Process(target=main, args=(self.path, device, is_remote), daemon=True)
         self._process.start()
 
     @property
@@ -254,8 +252,7 @@ def steady(read: Callable[[], Any]) -> Any:
     return value
 
 
-def main(path: str, device: str, is_remote: bool, token: str) -> None:
-    os.environ[TOKEN_VARIABLE] = token
+def main(path: str, device: str, is_remote: bool) -> None:
     torch.set_num_threads(1)
     if is_remote:
         _pretend_to_be_remote()
@@ -263,4 +260,4 @@ def main(path: str, device: str, is_remote: bool, token: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], False, os.environ[TOKEN_VARIABLE])
+    main(sys.argv[1], sys.argv[2], False)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from remote_engines import NamespacedRankProcess, RankProcess, RemoteEngine, listening, resources, settled, steady
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
-from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from tidemill_weight_update.send import sender
 from toy_engines import MODES, ToyEngine, as_mode, freshly_loaded, same, tensors
 
@@ -24,8 +23,6 @@ def holds(engine: RemoteEngine, checkpoint: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[list[RankProcess]]:
     """Three rank processes of engines on another machine, and one of an engine on this machine."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv(TOKEN_VARIABLE, "the token of this run")
     folder = tmp_path_factory.mktemp("ranks")
     started = [RankProcess(folder, f"remote{i}") for i in range(3)] + [RankProcess(folder, "local", is_remote=False)]
     for rank in started:
@@ -33,7 +30,6 @@ def ranks(tmp_path_factory) -> Iterator[list[RankProcess]]:
     yield started
     for rank in started:
         rank.kill()
-    patch.undo()
 
 
 @pytest.fixture
@@ -316,14 +312,6 @@ def test_host_of_another_machine_is_an_error(closing, remote):
         updater.update(tensors(1).items(), 1)
 
 
-def test_another_token_is_refused(closing, remote, monkeypatch):
-    engine = closing(RemoteEngine, remote[:1])
-    monkeypatch.setenv(TOKEN_VARIABLE, "another run's")
-    updater = closing(WeightUpdater, [engine], link=GroupLink(), timeout_s=5)
-    with pytest.raises(RuntimeError, match="did not report"):
-        updater.update(tensors(1).items(), 1)
-
-
 def test_error_without_link_recommends_group_link(closing, remote):
     engine = closing(RemoteEngine, remote[:1])
     updater = closing(WeightUpdater, [engine], timeout_s=5)
@@ -331,11 +319,10 @@ def test_error_without_link_recommends_group_link(closing, remote):
         updater.update(tensors(1).items(), 1)
 
 
-def test_engine_in_another_pid_namespace_is_updated(closing, tmp_path, monkeypatch):
+def test_engine_in_another_pid_namespace_is_updated(closing, tmp_path):
     """In a real namespace: its /proc does not show the trainer."""
     if subprocess.run([*NamespacedRankProcess.COMMAND, "true"], capture_output=True).returncode:
         pytest.skip("this user may not create PID namespaces")
-    monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
     rank = NamespacedRankProcess(tmp_path, "apart")
     try:
         rank.wait_until_up()

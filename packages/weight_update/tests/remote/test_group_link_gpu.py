@@ -8,7 +8,6 @@ import torch
 from interrupted_trainer import check_survivor, check_usable, run
 from remote_engines import RankProcess, RemoteEngine, resources, settled, steady
 from tidemill_weight_update import GroupLink, WeightUpdater
-from tidemill_weight_update.control.request import TOKEN_VARIABLE
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
 
 pytestmark = [
@@ -19,8 +18,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def rank(tmp_path, monkeypatch) -> Iterator[RankProcess]:
-    monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
+def rank(tmp_path) -> Iterator[RankProcess]:
     started = RankProcess(tmp_path, "remote", "cuda:1")
     started.wait_until_up()
     yield started

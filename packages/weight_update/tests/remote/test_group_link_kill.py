@@ -6,13 +6,11 @@ from collections.abc import Iterator
 import pytest
 from interrupted_trainer import check_survivor, check_usable, run
 from remote_engines import RankProcess
-from tidemill_weight_update.control.request import TOKEN_VARIABLE
 
 
 @pytest.fixture
-def ranks(tmp_path, monkeypatch) -> Iterator[list[RankProcess]]:
+def ranks(tmp_path) -> Iterator[list[RankProcess]]:
     """Two ranks of one engine, and the rank of another."""
-    monkeypatch.setenv(TOKEN_VARIABLE, "the token of this run")
     started = [RankProcess(tmp_path, f"remote{i}") for i in range(3)]
     for rank in started:
         rank.wait_until_up()

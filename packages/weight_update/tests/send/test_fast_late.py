@@ -8,7 +8,7 @@ import pytest
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.control.mailbox import UNCHANGED, Mailbox
 from tidemill_weight_update.receive.receiver import Receiver
-from tidemill_weight_update.transport.signed_store import LinkError
+from tidemill_weight_update.transport.link_store import LinkError
 from toy_engines import ToyEngine, holds, same, state, tensors
 
 EXCLUDED = "the trainer excluded this rank"

@@ -20,7 +20,6 @@ from sglang_server import HEADERS, Server, serving
 from tidemill_testing import tiny_model
 from tidemill_testing.sglang_server import API_KEY
 from tidemill_weight_update import GroupLink, WeightUpdater
-from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 from tidemill_weight_update.sglang import HttpEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -200,12 +199,9 @@ def updater(server, models) -> Iterator[WeightUpdater]:
     updater.close()
 
 
-def test_refused_update_leaves_the_server_running(updater, models, monkeypatch):
+def test_refused_update_leaves_the_server_running(updater, models):
     with pytest.raises(RuntimeError, match="no tensor was sent for these parameters"):
         updater.update(state(models[1])[1:], "bad")
-    monkeypatch.setenv(TOKEN_VARIABLE, new_token())
-    with pytest.raises(RuntimeError, match="its ranks did not report: the loader refused the request"):
-        updater.update(state(models[1]), "bad")
 
 
 def test_trainer_that_fails_during_an_update_leaves_the_server_paused(server, updater, models):

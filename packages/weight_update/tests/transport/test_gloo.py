@@ -5,13 +5,13 @@ import threading
 import pytest
 from remote_engines import resources, settled, steady
 from tidemill_weight_update.transport.gloo import GlooWire
-from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 from tidemill_weight_update.transport.wire import ENGINE, TRAINER
 from torch.distributed import HashStore
 
 
 def connected(name: str) -> list[GlooWire]:
-    store = SignedStore(HashStore(), "session", "the token of this run")
+    store = LinkStore(HashStore(), "session")
     wires: dict[int, GlooWire] = {}
 
     def connect(rank: int) -> None:
@@ -37,7 +37,7 @@ def test_close_releases_files_sockets_and_threads_of_a_wire_that_is_referenced()
 
 
 def test_closed_store_is_refused():
-    store = SignedStore(HashStore(), "session", "the token of this run")
+    store = LinkStore(HashStore(), "session")
     store.set("key", b"value")
     store.close()
     with pytest.raises(LinkError, match="closed"):

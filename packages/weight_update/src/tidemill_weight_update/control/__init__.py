@@ -1,1 +1,1 @@
-"""Control messages between trainer ranks and engine ranks: mailboxes, bucket descriptors, signed requests."""
+"""Control messages between trainer ranks and engine ranks: mailboxes, bucket descriptors, requests."""

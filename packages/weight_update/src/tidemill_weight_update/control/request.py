@@ -1,19 +1,7 @@
-"""The request that an engine receives once per update: signed JSON, read by the tidemill loader in each engine rank."""
+"""The request that an engine receives once per update: JSON, read by the tidemill loader in each engine rank."""
 
-import hashlib
-import hmac
 import json
-import os
-import secrets
 from dataclasses import asdict, dataclass
-from typing import Any
-
-TOKEN_VARIABLE = "TIDEMILL_WEIGHT_TOKEN"
-"""Environment variable with a run's token, in the processes of the trainer and of its engines."""
-
-
-class TokenError(Exception):
-    """The run's token is missing, or a request was not signed with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,47 +30,22 @@ class Request:
     timeout_s: float
 
 
-def new_token() -> str:
-    return secrets.token_hex(32)
+def request_to_json(request: Request) -> str:
+    """Return the text that is sent to the engine."""
+    return json.dumps(asdict(request), separators=(",", ":"))
 
 
-def run_token() -> str:
-    """Return the token from this process's environment.
-
-    Raises:
-        TokenError: it is not set.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        raise TokenError(
-            f"no run token: set {TOKEN_VARIABLE} to the same secret for the trainer and the engine, or launch the "
-            f"engine with **sglang_launch_args(), which creates one"
-        )
-    return token
-
-
-def sign(request: Request, token: str) -> str:
-    """Return the signed text that is sent to the engine."""
-    body = json.dumps(asdict(request), separators=(",", ":"))
-    return f"{_mac(body, token)} {body}"
-
-
-def verify(text: str, token: str) -> Request:
+def request_from_json(text: str) -> Request:
     """Return the request inside `text`.
 
     Raises:
-        TokenError: it was not signed with `token`.
+        ValueError: it is not the text of a request of this version of the package.
     """
-    mac, _, body = text.partition(" ")
-    if not hmac.compare_digest(mac.encode(), _mac(body, token).encode()):
-        raise TokenError(
-            f"refused a weight update that was not signed with this run's token; set {TOKEN_VARIABLE} to the same "
-            f"value for the trainer and the engine"
-        )
-    fields: dict[str, Any] = json.loads(body)
-    fields["mailboxes"] = tuple(fields["mailboxes"])
-    return Request(**fields)
-
-
-def _mac(body: str, token: str) -> str:
-    return hmac.new(token.encode(), body.encode(), hashlib.sha256).hexdigest()
+    try:
+        fields = json.loads(text)
+        return Request(**fields | {"mailboxes": tuple(fields["mailboxes"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"expected a weight update of this version of tidemill_weight_update, got {text[:80]!r}; install the same "
+            f"version for the trainer and the engine"
+        ) from error

@@ -19,7 +19,7 @@ from tidemill_weight_update.control.channel import Place, RemoteInput
 from tidemill_weight_update.control.mailbox import IDLE, reply_to_json
 from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.remote.location import here
-from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 
 _KEPT_BYTES = 4096
 """Journal texts up to this length are cached: descriptions of memory, which are read with every bucket."""
@@ -93,7 +93,7 @@ class StoreMailbox:
         rank: the trainer rank.
     """
 
-    def __init__(self, store: SignedStore, path: str, rank: int) -> None:
+    def __init__(self, store: LinkStore, path: str, rank: int) -> None:
         self.path = path
         self.rank = rank
         self.store = store

@@ -6,12 +6,11 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from tidemill_weight_update.control.request import run_token
 from tidemill_weight_update.remote.connections import Connections
 from tidemill_weight_update.remote.delivery import RemoteReaders, Staging
 from tidemill_weight_update.remote.group_link import GroupLink, LinkAddress, listen
 from tidemill_weight_update.remote.store_mailbox import StoreMailbox
-from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
+from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 
 
 class TrainerLink:
@@ -72,7 +71,6 @@ class TrainerLink:
 
         Raises:
             RuntimeError: rank 0 cannot be reached.
-            TokenError: this process has no run token.
         """
         if self._mailbox is None:
             self._identity = port, session = identity
@@ -121,7 +119,7 @@ class TrainerLink:
         self._identity = (0, 0)
 
 
-def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> SignedStore:
+def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> LinkStore:
     """Return a client of a link's store.
 
     Args:
@@ -130,7 +128,6 @@ def open_store(address: LinkAddress, timeout_s: float, server: Store | None = No
     Raises:
         LinkError: it cannot be reached.
     """
-    token = run_token()
     if server is None:
         try:
             timeout = timedelta(seconds=timeout_s)
@@ -140,4 +137,4 @@ def open_store(address: LinkAddress, timeout_s: float, server: Store | None = No
                 f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer "
                 f"is running and that GroupLink(host=...) is an address this machine can reach"
             ) from error
-    return SignedStore(server, address.session, token)
+    return LinkStore(server, address.session)

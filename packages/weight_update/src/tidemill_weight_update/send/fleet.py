@@ -208,8 +208,8 @@ class Fleet:
         if not any(states):
             raise RuntimeError(
                 "its ranks did not report: the loader refused the request (see the engine's log), for example because "
-                "the engine was launched with another TIDEMILL_WEIGHT_TOKEN, or runs on another machine and "
-                "WeightUpdater has no link=GroupLink(...) to it"
+                "the engine runs on another machine and WeightUpdater has no link=GroupLink(...) to it, or has another "
+                "version of this package"
             )
         # The reply of a rank that has not reported is that of an earlier update.
         replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]

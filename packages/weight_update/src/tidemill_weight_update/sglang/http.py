@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from tidemill_weight_update.client import PauseMode
-from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.flush import DRAIN_S, FLUSH_WAIT_FRACTION
@@ -80,9 +80,8 @@ class HttpEngine:
 
         Raises:
             RuntimeError: the server is down, refused it, or did not respond in time.
-            TokenError: this process has no run token.
         """
-        self._update(request_payload(request, run_token()), LOADER)
+        self._update(request_payload(request), LOADER)
         if flush_cache:
             self.flush_cache()
 

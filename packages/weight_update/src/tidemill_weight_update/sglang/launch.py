@@ -1,10 +1,7 @@
 """Launch arguments that an engine needs for the fast path."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from tidemill_weight_update.control.request import TOKEN_VARIABLE, new_token
 
 LOADER = "tidemill_weight_update.sglang.loader.load"
 
@@ -12,16 +9,12 @@ LOADER = "tidemill_weight_update.sglang.loader.load"
 def sglang_launch_args(custom_weight_loader: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return arguments for `sglang.Engine(...)` or `ServerArgs(...)`: `Engine(model_path=..., **sglang_launch_args())`.
 
-    The engine's processes inherit the run's token from the environment variable TIDEMILL_WEIGHT_TOKEN of this process;
-    if it is not set, a new token is created. A trainer in other processes needs the same variable.
-
-    To launch a server from the command line: `TIDEMILL_WEIGHT_TOKEN=... python -m sglang.launch_server ...
-    --custom-weight-loader tidemill_weight_update.sglang.loader.load`.
+    To launch a server from the command line: `python -m sglang.launch_server ... --custom-weight-loader
+    tidemill_weight_update.sglang.loader.load`.
 
     Args:
         custom_weight_loader: further custom loaders.
     """
-    os.environ.setdefault(TOKEN_VARIABLE, new_token())
     return {"custom_weight_loader": [*custom_weight_loader, LOADER]}
 
 

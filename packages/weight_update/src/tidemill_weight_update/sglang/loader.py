@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tidemill_weight_update.control.request import run_token, verify
+from tidemill_weight_update.control.request import request_from_json
 from tidemill_weight_update.plan.record import finish_load
 from tidemill_weight_update.receive.receiver import Receiver
 
@@ -22,7 +22,7 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     trainer's mailbox; if it cannot even do that, its state stays unchanged, which the trainer treats as a failure too.
     """
     try:
-        request = verify(named_tensors[0][0], run_token())
+        request = request_from_json(named_tensors[0][0])
         receiver = _receivers.get(model)
         if receiver is None:
             receiver = _receivers[model] = _new_receiver(model)

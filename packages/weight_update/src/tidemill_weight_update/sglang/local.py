@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill_weight_update.client import PauseMode
-from tidemill_weight_update.control.request import Request, run_token
+from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.flush import DRAIN_S, FLUSH_WAIT_FRACTION
@@ -66,9 +66,8 @@ class LocalEngine:
 
         Raises:
             RuntimeError: the engine refused it or did not respond in time.
-            TokenError: this process has no run token.
         """
-        payload = request_payload(request, run_token())
+        payload = request_payload(request)
         self._wait(self._update(payload, LOADER) if not flush_cache else self._update_and_flush(payload, LOADER))
 
     def load_bucket(self, bucket: BucketHandle) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from tidemill_weight_update.control.request import Request, sign
+from tidemill_weight_update.control.request import Request, request_to_json
 from tidemill_weight_update.memory.handle import BucketHandle, HostMemory
 
 LOAD_FORMAT = "flattened_bucket"
@@ -72,8 +72,8 @@ def stock_payload(bucket: BucketHandle) -> bytes:
     return pickle.dumps(payload, protocol=4)
 
 
-def request_payload(request: Request, token: str) -> bytes:
-    """Return the payload that passes `request` to the tidemill loader: one (name, tensor), whose name is the signed
+def request_payload(request: Request) -> bytes:
+    """Return the payload that passes `request` to the tidemill loader: one (name, tensor), whose name is the
     request.
     """
-    return pickle.dumps([(sign(request, token), _Call(torch.empty, 0))], protocol=4)
+    return pickle.dumps([(request_to_json(request), _Call(torch.empty, 0))], protocol=4)

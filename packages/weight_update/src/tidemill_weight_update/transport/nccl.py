@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.wait import PollingWait
+from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 from tidemill_weight_update.transport.nccl_library import Communicator, NcclError, unique_id
-from tidemill_weight_update.transport.signed_store import LinkError, SignedStore
 from tidemill_weight_update.transport.wire import TRAINER, WireError
 
 
@@ -25,7 +25,7 @@ class NcclWire:
         timeout_s: longest wait for the other side.
     """
 
-    def __init__(self, store: SignedStore, name: str, rank: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: LinkStore, name: str, rank: int, device: torch.device, timeout_s: float) -> None:
         self._device = device
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
