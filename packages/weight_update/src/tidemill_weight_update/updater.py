@@ -161,7 +161,8 @@ class WeightUpdater:
         with failure:
             self._check_ready(version)
             fleet = self._assemble(engines, "update", self._in_flight, catches_up=not partial or engines is not None)
-            begun = self._fast.begin(self._sequence)
+            linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
+            begun = self._fast.begin(self._sequence, linked)
         is_stream = isinstance(named_tensors, Iterator)
         rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), is_stream])
         _, _, num_receivers, num_stock, _ = rows[0]
@@ -290,12 +291,14 @@ class WeightUpdater:
             fleet.pause()
             yield
         except BaseException as error:
+            self._fast.is_link_broken = True
             fleet.fail_changed(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
             raise
         finally:
             try:
                 fleet.resume()
             finally:
+                self._fast.is_link_broken |= bool(fleet.failures())
                 self._quarantine.record_outcome(fleet, operation)
 
     def _report(

@@ -207,8 +207,8 @@ class RemoteEngine(LoaderState):
         assert connection.poll(60), "the engine rank does not answer"
         return connection.recv()
 
-    def ask_all(self, command: str) -> list[Any]:
-        return [self._ask(connection, command) for connection in self._connections]
+    def ask_all(self, command: str, *args: Any) -> list[Any]:
+        return [self._ask(connection, command, *args) for connection in self._connections]
 
     def state(self) -> list[dict[str, Tensor]]:
         return self.ask_all("state")

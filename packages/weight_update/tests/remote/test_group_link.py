@@ -198,14 +198,28 @@ def test_connections_are_reused_and_reopened_when_engines_change(closing, remote
 
     assert connections_in_update(1) == 1
     assert connections_in_update(2) == 0
-    assert connections_in_update(3, engines=[first, second]) == 2  # the engine that joins has two ranks
+    assert connections_in_update(3, engines=[first, second]) == 3  # an engine with two ranks joins: the link is reopened
     assert connections_in_update(4) == 0
-    assert connections_in_update(5, engines=[second]) == 0  # in other rows than before
-    assert connections_in_update(6) == 1  # the first engine missed one update
-    first.close()
-    restarted = closing(RemoteEngine, remote[:1], "restarted")
-    assert connections_in_update(7, engines=[second, restarted]) == 1
+    assert connections_in_update(5, engines=[second]) == 2
+    assert connections_in_update(6) == 3
+    assert connections_in_update(7) == 0
+    first.ask_all("new", 0, 1)  # as if its process had been restarted
+    assert connections_in_update(8) == 1
     assert len(set(made)) == len(made)
+
+
+def test_link_is_reopened_after_a_failed_update(closing, remote):
+    engine = closing(RemoteEngine, remote[:2])
+    updater = linked(closing, [engine])
+    checkpoint = tensors(1)
+    ports = []
+    for version in range(4):
+        if version == 2:
+            with pytest.raises(RuntimeError, match="no parameter for these tensors: 'strange'"):
+                updater.update([*checkpoint.items(), ("strange", torch.ones(3))], "refused")
+        assert updater.update(checkpoint.items(), version, engines=[engine]).verified
+        ports.append(updater._fast.mailbox.path)
+    assert ports[0] == ports[1] != ports[2] == ports[3]
 
 
 def test_close_releases_files_sockets_and_threads(closing, remote):

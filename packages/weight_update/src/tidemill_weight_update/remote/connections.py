@@ -1,7 +1,6 @@
 """The wires of a trainer rank to engine ranks, kept between updates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,20 +41,11 @@ class Message:
         self._gpu_copier.run([arena.data_ptr()], [place.data_ptr()])
 
 
-@dataclass(slots=True)
-class _Partner:
-    generation: int
-    wire: Wire | None = None
-    parts: dict[int, bytes] = field(default_factory=dict)
-    was_used: bool = True
-
-
 class Connections:
-    """Wires to engine ranks and the parts they read, kept from one update to the next.
+    """The wires of a trainer rank to the engine ranks of a link, and the messages for them, kept between updates.
 
-    An engine rank is identified by a random name, because its row may change between updates. Both sides discard their
-    state together: the trainer rank lists the names it remembers in its status, and an engine rank that is not listed,
-    or whose wire broke, starts a new generation.
+    The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
+    opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
 
     Args:
         mailbox: mailbox of this trainer rank.
@@ -67,59 +57,44 @@ class Connections:
         self._mailbox = mailbox
         self._address = address
         self._timeout_s = timeout_s
-        self._partners: dict[str, _Partner] = {}
-        self._messages: dict[tuple[Place, bytes], Message] = {}
-
-    def begin(self) -> None:
-        """Drop engine ranks that did not take part in the last update, and publish the remaining names."""
-        for name in [name for name, partner in self._partners.items() if not partner.was_used]:
-            self.drop(name)
-        for partner in self._partners.values():
-            partner.was_used = False
-        self._mailbox.set_partners(self._partners)
+        self._wires: dict[int, tuple[int, Wire]] = {}
+        self._messages: dict[tuple[Place, Place], Message] = {}
 
     def message(self, status: ReceiverStatus, place: Place, descriptor: BucketDescriptor) -> Message:
         """Return the message for what the engine rank reads of the descriptor at `place`."""
-        partner = self._partner(status)
-        number, length = status.parts
-        if number not in partner.parts:
-            key = f"parts{self._mailbox.rank}/{status.partner}/{status.generation}/{number}"
-            partner.parts[number] = self._mailbox.store.read(key, length)
-            self._mailbox.store.drop(key, length)
-        parts = partner.parts[number]
-        if (place, parts) not in self._messages:
-            self._messages[place, parts] = Message(descriptor, parts)
-        return self._messages[place, parts]
+        key = place, status.parts
+        if key not in self._messages:
+            number, length = status.parts
+            self._messages[key] = Message(descriptor, self._mailbox.store.read(f"parts/{number}", length))
+        return self._messages[key]
 
-    def wire(self, status: ReceiverStatus, device: torch.device) -> Wire:
-        """Return the wire to the engine rank; connect if there is none.
+    def wire(self, row: int, status: ReceiverStatus, device: torch.device) -> Wire:
+        """Return the wire to the engine rank in `row`; connect if there is none.
 
         Raises:
             WireError: it could not be connected.
         """
-        partner = self._partner(status)
-        if partner.wire is None:
-            name = f"wire{self._mailbox.rank}/{status.partner}/{status.generation}"
-            partner.wire = connect(self._mailbox.store, name, TRAINER, device, self._address, self._timeout_s)
-        return partner.wire
+        if row in self._wires and self._wires[row][0] != status.wire:
+            self.drop(row)
+        if row not in self._wires:
+            name = wire_name(self._mailbox.rank, row, status.wire)
+            wire = connect(self._mailbox.store, name, TRAINER, device, self._address, self._timeout_s)
+            self._wires[row] = status.wire, wire
+        return self._wires[row][1]
 
-    def drop(self, name: str) -> None:
-        """Close the wire to an engine rank and forget it."""
-        partner = self._partners.pop(name, None)
-        if partner is not None and partner.wire is not None:
-            partner.wire.close()
+    def drop(self, row: int) -> None:
+        """Close the wire to an engine rank."""
+        if row in self._wires:
+            self._wires.pop(row)[1].close()
 
     def close_all(self) -> None:
-        for name in list(self._partners):
-            self.drop(name)
+        for row in list(self._wires):
+            self.drop(row)
 
-    def _partner(self, status: ReceiverStatus) -> _Partner:
-        partner = self._partners.get(status.partner)
-        if partner is None or partner.generation != status.generation:
-            self.drop(status.partner)
-            partner = self._partners[status.partner] = _Partner(status.generation)
-        partner.was_used = True
-        return partner
+
+def wire_name(rank: int, row: int, number: int) -> str:
+    """Return the name under which a trainer rank and the engine rank in `row` find each other."""
+    return f"wire/{rank}/{row}/{number}"
 
 
 def batches(messages: Sequence[Message], max_bytes: int) -> list[list[Message]]:

@@ -105,25 +105,25 @@ class RemoteReaders(Readers):
         sending = {}
         for row, data in packed.items():
             try:
-                sending[row] = self._connections.wire(waiting[row], data.device)
+                sending[row] = self._connections.wire(row, waiting[row], data.device)
                 sending[row].send(data)
             except WireError:
-                self._drop(row, waiting[row])
+                self._drop(row)
                 sending.pop(row, None)
         deadline = time.monotonic() + self.max_wait_s
         for row, wire in sending.items():
             try:
                 wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
             except WireError:
-                self._drop(row, waiting[row])
+                self._drop(row)
 
     def _check(self, row: int) -> None:
         self._drop_exited()
         if row not in self._rows:
             raise WireError("was closed because its engine failed")
 
-    def _drop(self, row: int, status: ReceiverStatus) -> None:
-        self._connections.drop(status.partner)
+    def _drop(self, row: int) -> None:
+        self._connections.drop(row)
         self._rows.discard(row)
 
 

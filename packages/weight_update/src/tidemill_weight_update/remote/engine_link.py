@@ -1,5 +1,6 @@
 """The engine rank's side of links: receives what it cannot map."""
 
+import hashlib
 import secrets
 from collections.abc import Callable, Iterable
 
@@ -10,6 +11,7 @@ from tidemill_weight_update.control.channel import Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
+from tidemill_weight_update.remote.connections import wire_name
 from tidemill_weight_update.remote.group_link import LinkAddress
 from tidemill_weight_update.remote.location import can_map
 from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
@@ -28,7 +30,7 @@ class EngineLink:
         timeout_s: longest wait for a response of the store.
 
     Attributes:
-        partner: random name by which trainer ranks identify this engine rank.
+        written: hashes of the lists of parts that are in the store.
 
     Raises:
         LinkError: the store cannot be reached.
@@ -39,7 +41,7 @@ class EngineLink:
         self.address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
-        self.partner = secrets.token_hex(8)
+        self.written: set[int] = set()
         self._memory: Tensor | None = None
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -58,42 +60,28 @@ class StoreInput:
         self._link = link
         self._mailbox = mailbox
         self._wire: Wire | None = None
-        self._generation = 0
-        self._known_in_update = 0
-        self._packed: dict[Place, tuple[bytes, int]] = {}
-        self._part_numbers: dict[bytes, int] = {}
+        self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
+        self._packed: dict[Place, tuple[Place, int]] = {}
 
     def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         parts = parts_of(descriptor, plan)
         packed = pack_descriptor(descriptor, parts)
-        self._packed[place] = parts_to_json(parts), packed.num_bytes
+        self._packed[place] = self._write(parts_to_json(parts)), packed.num_bytes
         return packed.descriptor
 
     def receive(
         self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
     ) -> Tensor:
         device = self._device_for(memory)
-        if self._known_in_update != sequence:
-            self._reset_if_forgotten()
-            self._known_in_update = sequence
         parts, num_bytes = self._packed[place]
-        number = self._number_of(parts)
-        self._mailbox.request_bucket(
-            sequence,
-            receiver,
-            bucket,
-            partner=self._link.partner,
-            generation=self._generation,
-            parts=(number, len(parts)),
-        )
+        self._mailbox.request_bucket(sequence, receiver, bucket, wire=self._wire_number, parts=parts)
         data = self._link.memory(num_bytes, device)
         if num_bytes:
-            self._receive_into(data, check)
+            self._receive_into(data, receiver, check)
         return data
 
     def close(self) -> None:
-        """Close the wire; the next `receive` connects a new one."""
-        self._known_in_update = 0
+        """Close the wire. The update fails if it still needs it, and the trainer opens a new link."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -106,27 +94,19 @@ class StoreInput:
             raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
         return self._link.device
 
-    def _reset_if_forgotten(self) -> None:
-        if self._known_in_update and self._link.partner in self._mailbox.sender_status().partners:
-            return
-        self.close()
-        self._generation += 1
-        self._part_numbers.clear()
+    def _write(self, parts: bytes) -> Place:
+        """Write a list of parts to the store, under its hash; return hash and length."""
+        number = int.from_bytes(hashlib.blake2b(parts, digest_size=7).digest())
+        if number not in self._link.written:
+            self._mailbox.store.write(f"parts/{number}", parts)
+            self._link.written.add(number)
+        return number, len(parts)
 
-    def _number_of(self, parts: bytes) -> int:
-        """Return the id of these parts in requests to the trainer rank; write them to the store if they are new."""
-        if parts not in self._part_numbers:
-            number = len(self._part_numbers)
-            key = f"parts{self._mailbox.rank}/{self._link.partner}/{self._generation}/{number}"
-            self._mailbox.store.write(key, parts)
-            self._part_numbers[parts] = number
-        return self._part_numbers[parts]
-
-    def _receive_into(self, data: Tensor, check: Callable[[], None]) -> None:
+    def _receive_into(self, data: Tensor, receiver: int, check: Callable[[], None]) -> None:
         link = self._link
         try:
             if self._wire is None:
-                name = f"wire{self._mailbox.rank}/{link.partner}/{self._generation}"
+                name = wire_name(self._mailbox.rank, receiver, self._wire_number)
                 self._wire = connect(link.store, name, ENGINE, data.device, link.address, link.timeout_s)
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire

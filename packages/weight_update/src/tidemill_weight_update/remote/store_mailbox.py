@@ -8,7 +8,7 @@ raw bytes.
 import json
 import os
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,6 @@ class SenderStatus:
         listing: place of the list of all descriptors, if they are known.
         total: number of buckets of the update, if it is known.
         slots: last even-numbered and last odd-numbered bucket: number, place of its descriptor, place of its memory.
-        partners: names of the engine ranks it remembers from earlier updates; see `Connections`.
     """
 
     location: str
@@ -49,7 +48,6 @@ class SenderStatus:
     listing: Place | None = None
     total: int | None = None
     slots: tuple[tuple[int, Place, Place | None] | None, ...] = (None, None)
-    partners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +59,15 @@ class ReceiverStatus:
         released: number of buckets that it no longer needs.
         maps: whether it maps the trainer's memory.
         wanted: index of the bucket that it waits for, -1 for none.
-        partner: name of the engine rank.
-        generation: how often it has reconnected; everything agreed on in an earlier generation is invalid.
-        parts: number and length of the text that lists the parts it reads of the bucket.
+        wire: number of its wire to the trainer rank.
+        parts: hash and length of the text that lists the parts it reads of the bucket.
     """
 
     sequence: int = 0
     released: int = 0
     maps: bool = False
     wanted: int = -1
-    partner: str = ""
-    generation: int = 0
+    wire: int = 0
     parts: Place = (0, 0)
 
 
@@ -127,15 +123,7 @@ class StoreMailbox:
         self._num_receivers = max(self._num_receivers, num_receivers)
 
     def begin(self, sequence: int) -> None:
-        self._write_sender_status(
-            SenderStatus(
-                self._sender_status.location, self._sender_status.pid, sequence, partners=self._sender_status.partners
-            )
-        )
-
-    def set_partners(self, partners: Iterable[str]) -> None:
-        """Set the engine ranks that this trainer rank remembers; the next `begin` publishes them."""
-        self._sender_status = replace(self._sender_status, partners=tuple(partners))
+        self._write_sender_status(SenderStatus(self._sender_status.location, self._sender_status.pid, sequence))
 
     def write_journal(self, offset: int, text: bytes) -> None:
         self.store.write(f"journal{self.rank}/{offset}", text)
@@ -174,14 +162,10 @@ class StoreMailbox:
             receiver, replace(self._receiver_status, sequence=sequence, released=num_buckets, maps=maps, wanted=-1)
         )
 
-    def request_bucket(
-        self, sequence: int, receiver: int, bucket: int, *, partner: str, generation: int, parts: Place
-    ) -> None:
+    def request_bucket(self, sequence: int, receiver: int, bucket: int, *, wire: int, parts: Place) -> None:
         """Request a bucket; see `ReceiverStatus`."""
         released = self._receiver_status.released if self._receiver_status.sequence == sequence else 0
-        self._write_receiver_status(
-            receiver, ReceiverStatus(sequence, released, False, bucket, partner, generation, parts)
-        )
+        self._write_receiver_status(receiver, ReceiverStatus(sequence, released, False, bucket, wire, parts))
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
         report = _Report(sequence, state, here(), os.getpid(), json.loads(reply_to_json(reply)))

@@ -82,7 +82,6 @@ class TrainerLink:
             self._connections = Connections(self._mailbox, self._address.own_address(), self._timeout_s / 2)
         assert self._connections is not None
         self._mailbox.make_room(num_receivers)
-        self._connections.begin()
         return self._mailbox
 
     def paths(self, num_ranks: int) -> tuple[str, ...]:

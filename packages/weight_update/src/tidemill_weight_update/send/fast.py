@@ -38,6 +38,7 @@ class FastPath:
 
     Attributes:
         plain: names of the plain tensors of the last update.
+        is_link_broken: whether an engine or a rank failed, so that the next update opens the link anew; set on rank 0.
     """
 
     def __init__(
@@ -72,15 +73,23 @@ class FastPath:
         self._num_freed: int | None = None
         self._is_being_read = False
         self._others_mostly_unused = False
+        self._engines: Sequence[tuple[int, range]] = ()
+        self.is_link_broken = False
 
-    def begin(self, sequence: int) -> tuple[int, int]:
-        """Start an update; return what the other ranks need for `connect`."""
+    def begin(self, sequence: int, engines: Sequence[tuple[int, range]]) -> tuple[int, int]:
+        """Start an update; return what the other ranks need for `connect`.
+
+        Args:
+            engines: identity and rows of each engine, on rank 0; a link is opened anew for other engines.
+        """
         self._sequence = sequence
         self._is_being_read = False  # may be True after an interrupt
         is_mostly_unused = self._sender is not None and self._sender.is_mostly_unused
         if self._link is not None and self._group_rank > 0:
             return int(is_mostly_unused), 0
-        if is_mostly_unused or self._others_mostly_unused:
+        is_other_link = self._link is not None and (engines != self._engines or self.is_link_broken)
+        self._engines, self.is_link_broken = engines, False
+        if is_mostly_unused or self._others_mostly_unused or is_other_link:
             self.close()  # a new mailbox (with a link: a new link for all ranks) makes engines drop their caches too
         if self._link is not None:
             return self._link.open()

@@ -63,15 +63,11 @@ class LinkStore:
 
     def read(self, key: str, num_bytes: int) -> bytes:
         """Return a value that was set by `write`."""
-        value = b"".join(self.get(name) for name in _parts(key, num_bytes))
+        parts = range(-(-num_bytes // _PART_BYTES))
+        value = b"".join(self.get(f"{key}/{index}") for index in parts)
         if len(value) != num_bytes:
             raise LinkError(f"expected {num_bytes} bytes for key {key!r} of the link's store, got {len(value)}")
         return value
-
-    def drop(self, key: str, num_bytes: int) -> None:
-        """Delete a value that was set by `write`."""
-        for name in _parts(key, num_bytes):
-            self._attempt(lambda store, name=name: store.delete_key(name))
 
     def close(self) -> None:
         """Release the store, with its connection and port, even if the traceback of an error keeps this object."""
@@ -83,7 +79,3 @@ class LinkStore:
         except DistError as error:
             self.is_broken = True
             raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error
-
-
-def _parts(key: str, num_bytes: int) -> list[str]:
-    return [f"{key}/{index}" for index in range(-(-num_bytes // _PART_BYTES))]
