@@ -97,11 +97,11 @@ def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: flo
     failures: list[tuple[float, int, str]] = []
     while len(values) < world_size:
         try:
-            rank, failed_at, value = results.get(timeout=0.2)
+            rank, failed_at, value = results.get(timeout=0.5)
         except queue.Empty:
             if failures:  # ranks that waited for the failed one have had time to report
-                _, rank, text = min(failures)
-                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{text}") from None
+                texts = [f"rank {rank} of {world_size} failed:\n{text}" for _, rank, text in sorted(failures)]
+                raise RuntimeError("\n".join(texts)) from None
             missing = sorted(set(range(world_size)) - set(values))
             dead = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
             if dead:
