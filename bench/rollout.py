@@ -7,7 +7,8 @@
 
 The model is a tiny Qwen3 with random weights and Qwen3's chat template. The bare engine receives the same requests
 through `Engine.async_generate`, in alternating rounds; each number is the minimum of all rounds. The overhead is that
-of the process that runs the sessions, in CPU time, which other jobs on the machine hardly change, and in wall time.
+of the process that runs the sessions, in CPU time, which other jobs on the machine hardly change, and in wall time. An
+idle engine needs longer for its next request, so for one session the wall time outside the engine is printed too.
 """
 
 import argparse
@@ -81,15 +82,19 @@ class ReadyEngine:
 
 
 class RecordingEngine:
-    """Pass requests on and keep them, by session."""
+    """Pass requests on; keep them by session, and the seconds that each took in `engine`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.requests: dict[str, list[tuple[Sequence[int], SamplingParams]]] = {}
+        self.seconds: list[float] = []
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         self.requests.setdefault(session_id, []).append((token_ids, sampling))
-        return await self._engine.generate(token_ids, sampling, session_id=session_id)
+        started = time.perf_counter()
+        generation = await self._engine.generate(token_ids, sampling, session_id=session_id)
+        self.seconds.append(time.perf_counter() - started)
+        return generation
 
 
 def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -246,7 +251,29 @@ async def throughput(
         for size, episodes in comparisons:
             for name, ms in (await compare(engine, tokenizer, size, rounds, episodes)).items():
                 worst[name] = max(worst.get(name, ms), ms)
+        print("\none session at a time, median wall time per turn in ms")
+        for name, episode in {"two turns": two_turns, "two turns, HTTP": http}.items():
+            ms = await outside_engine(engine, tokenizer, name, episode, 8 * rounds)
+            worst[name] = max(worst[name], ms)
     return worst
+
+
+async def outside_engine(
+    engine: Any, tokenizer: PreTrainedTokenizerFast, name: str, episode: EpisodeOf, num_episodes: int
+) -> float:
+    """Print and return the median wall time of a turn in ms without the time that its request is in the engine."""
+    recording = RecordingEngine(SGLangEngine(engine))
+    policy = Policy(recording, tokenizer, SessionConfig(sampling=SAMPLING))
+    outside, inside = [], []
+    for seed in range(num_episodes):
+        recording.seconds.clear()
+        started = time.perf_counter()
+        await episode(policy, seed)
+        inside.append(statistics.mean(recording.seconds))
+        outside.append((time.perf_counter() - started) / len(recording.seconds) - inside[-1])
+    ms = 1e3 * statistics.median(outside)
+    print(f"{name:16} outside the engine {ms:.2f}, in the engine {1e3 * statistics.median(inside):.1f}")
+    return ms
 
 
 async def overhead(tokenizer: PreTrainedTokenizerFast, rounds: int, num_sessions: int) -> None:
@@ -349,7 +376,7 @@ def main() -> int:
     print()
     for name, limit in LIMITS_MS.items():
         result = "ok" if worst[name] <= limit else "MISSED"
-        print(f"{name}: at most {worst[name]:.2f} ms more CPU time per turn than bare, limit {limit} ms: {result}")
+        print(f"{name}: at most {worst[name]:.2f} ms per turn more than the engine, limit {limit} ms: {result}")
     return 0 if all(worst[name] <= limit for name, limit in LIMITS_MS.items()) else 1
 
 
