@@ -198,7 +198,7 @@ def test_connections_are_reused_and_reopened_when_engines_change(closing, remote
 
     assert connections_in_update(1) == 1
     assert connections_in_update(2) == 0
-    assert connections_in_update(3, engines=[first, second]) == 3  # an engine with two ranks joins: the link is reopened
+    assert connections_in_update(3, engines=[first, second]) == 3  # an engine with two ranks joins, the link reopens
     assert connections_in_update(4) == 0
     assert connections_in_update(5, engines=[second]) == 2
     assert connections_in_update(6) == 3
