@@ -43,7 +43,7 @@ def test_recognized_tensors_are_kept_alive_only_while_they_are_sent():
         alive.append(views.num_alive())
 
     for sequence in (1, 2):
-        fast.begin(sequence)
+        fast.begin(sequence, [])
         lines = fast.prepare(views, Stages(), lambda _: None)
         if sequence == 1:
             fast._fingerprint, fast._prepared = Fingerprint(list(views)), lines
