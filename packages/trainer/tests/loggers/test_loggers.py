@@ -227,7 +227,7 @@ def kill_wandb(run):
 def wandb_restarts():
     """Let later tests start another service of wandb."""
     yield
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError, RuntimeError):  # the service was killed; uvloop raises RuntimeError
         wandb.teardown()
 
 
