@@ -1,10 +1,14 @@
-"""A `transformers.Trainer` callback that updates a running SGLang server during training.
+"""A `transformers.Trainer` callback: after every `every` optimizer steps, a running SGLang server has the new weights.
 
-Start the server as described in `fsdp2.py`, then run: python hf_trainer.py MODEL http://127.0.0.1:30000 KEY
+    python -m sglang.launch_server --model-path MODEL --port 30000 --api-key KEY \
+        --custom-weight-loader tidemill_weight_update.sglang.loader.load &
+    pip install accelerate  # for transformers.Trainer
+    python transformers_callback.py MODEL http://127.0.0.1:30000 KEY OUTPUT
+
+With `torchrun` the same file trains on several ranks (DDP); rank 0 then sends.
 """
 
 import sys
-import tempfile
 
 import torch
 from tidemill_weight_update import WeightUpdater
@@ -21,9 +25,10 @@ class UpdateWeights(TrainerCallback):
         self.every = every
 
     def on_step_end(self, args, state, control, *, model, **kwargs):
-        if state.global_step % self.every == 0:
+        if state.global_step % self.every == 0:  # each rank calls `update`
             stats = self.updater.update(list(model.named_parameters()), weight_version=state.global_step)
-            print(f"version {stats.weight_version} after {stats.seconds:.3f} s, verified: {stats.verified}")
+            if state.is_world_process_zero:
+                print(f"version {stats.weight_version} after {stats.seconds:.3f} s, verified: {stats.verified}")
 
     def on_train_end(self, args, state, control, **kwargs):
         self.updater.close()
@@ -33,7 +38,7 @@ class RandomTokens(Dataset):
     """Random tokens; replace by your data."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.tokens = torch.randint(vocab_size, (24, 32))
+        self.tokens = torch.randint(vocab_size, (64, 32))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,12 +47,15 @@ class RandomTokens(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def main(path: str, url: str, api_key: str) -> None:
+def main(path: str, url: str, api_key: str, output: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(output_dir=folder, max_steps=3, report_to="none", save_strategy="no")
-        callbacks = [UpdateWeights([HttpEngine(url, api_key)])]
-        Trainer(model, arguments, train_dataset=RandomTokens(model.config.vocab_size), callbacks=callbacks).train()
+    on_cpu = not torch.cuda.is_available()
+    arguments = TrainingArguments(output, max_steps=4, learning_rate=1e-3, report_to="none", use_cpu=on_cpu)
+    callback = UpdateWeights([HttpEngine(url, api_key)] if arguments.process_index == 0 else [], every=2)
+    data = RandomTokens(model.config.vocab_size)
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    trainer.save_model()
 
 
 if __name__ == "__main__":

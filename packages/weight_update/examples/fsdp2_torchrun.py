@@ -2,7 +2,7 @@
 
     python -m sglang.launch_server --model-path MODEL --port 30000 --api-key KEY \
         --custom-weight-loader tidemill_weight_update.sglang.loader.load &
-    torchrun --nproc-per-node 2 fsdp2.py MODEL http://127.0.0.1:30000 KEY
+    torchrun --nproc-per-node 2 fsdp2_torchrun.py MODEL http://127.0.0.1:30000 KEY
 """
 
 import os
