@@ -1,6 +1,9 @@
 """Examples, run as a user does, against an SGLang server."""
 
 import os
+import re
+import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ import transformers
 from reference_answers import most_likely
 from sglang_server import PROMPT, Server, serving
 from tidemill_testing.sglang_server import API_KEY
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
@@ -56,3 +60,28 @@ def test_server_has_weights_of_transformers_trainer(server, checkpoint, tmp_path
     assert not serves(server, checkpoint)
     assert serves(server, tmp_path / "trained")
     assert server.generate()["meta_info"]["weight_version"] == "4"
+
+
+@pytest.fixture(scope="module")
+def checkpoint_with_words(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`checkpoint` with a tokenizer in which every other token is a number."""
+    path = tmp_path_factory.mktemp("words") / "model"
+    shutil.copytree(checkpoint, path)
+    words = [str(i) if i % 2 else chr(ord("一") + i) for i in range(128)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[4]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    special = {"pad_token": words[0], "eos_token": words[2], "unk_token": words[4]}  # as in the model's config
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one rank", "two ranks"])
+def test_reward_of_trl_grpo_increases(server, checkpoint_with_words, tmp_path, launcher):
+    """Completions are sampled by the server alone, so the reward increases only if the server gets the new weights."""
+    script = str(EXAMPLES / "trl_grpo.py")
+    output = run(*launcher, script, str(checkpoint_with_words), server.url, API_KEY, str(tmp_path))
+    assert output.count("verified: True") == 20
+    rewards = [float(reward) for reward in re.findall(r"'reward': '([\d.]+)'", output)]
+    assert len(rewards) == 20
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:3]) + 0.1, rewards
+    assert server.generate()["meta_info"]["weight_version"] == "19"
