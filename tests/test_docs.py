@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/*.md"), ROOT / "testing/README.md"]
+PATTERNS = ["*.md", "docs/*.md", "packages/*/*.md", "packages/*/docs/*.md", "testing/README.md"]
+DOCS = [path for pattern in PATTERNS for path in ROOT.glob(pattern)]
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))

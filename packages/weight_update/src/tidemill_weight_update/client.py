@@ -26,11 +26,11 @@ class EngineClient(Protocol):
 
     @property
     def has_loader(self) -> bool:
-        """Whether the engine was launched with `sglang_launch_args()`."""
+        """Whether the engine has a `Receiver` in each rank; SGLang: was launched with `sglang_launch_args()`."""
         ...
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Pass `request` to the tidemill loader on all ranks of the engine.
+        """Pass `request` to `Receiver.handle` on all ranks of the engine (SGLang: to the tidemill loader).
 
         Return when all ranks have processed it, successfully or not: the ranks report their results to the trainer
         themselves. With `flush_cache`, empty the prefix cache before the engine accepts the next request. Do not use

@@ -5,8 +5,8 @@ from contextlib import closing
 import torch
 from engine_state import LoaderState
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.plan.record import finish_load
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.sglang.loader import finish_load
 
 
 class RankEngine(LoaderState):

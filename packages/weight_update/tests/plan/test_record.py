@@ -5,7 +5,7 @@ import concurrent.futures
 import pytest
 import torch
 from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.plan.record import finish_load, record
+from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.tensors.spec import SourceSpec
 from torch import Tensor
 from toy_modules import ToyModule, check_plan, replay, same, specs, state
@@ -312,14 +312,3 @@ def test_sources_that_are_not_iterated_are_unused():
     model = First({"p": torch.ones(3)}, lambda p, name, t: p["p"].copy_(t))
     plan = record(model, [SourceSpec(name, (3,), torch.float32) for name in "abc"])
     assert ([copy.name for copy in plan.copies], plan.unused) == (["a"], ("b", "c"))
-
-
-def test_derived_tensors_are_recomputed_after_load():
-    class Deriving(ToyModule):
-        def post_load_weights(self):
-            self.doubled = self.get_parameter("p") * 2
-
-    model = Deriving({"p": torch.ones(3)}, lambda p, name, t: p["p"].copy_(t))
-    finish_load(model)
-    assert torch.equal(model.doubled, torch.full((3,), 2.0))
-    finish_load(ToyModule({}, model.load))

@@ -20,7 +20,7 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     The tensors passed to `load_weights` claim to be on the meta device, because SGLang moves CPU tensors to other
     threads. Copies of sources are recorded in any thread, but constants that another thread writes to a parameter are
     written for real. Values that loading computes from parameters, such as MLA's absorbed matrices, keep their values,
-    because the parameters have not changed; see `finish_load`.
+    because the parameters have not changed; they are recomputed after an update (`finish` of `Receiver`).
 
     Raises:
         ValueError: a duplicate source.
@@ -130,15 +130,3 @@ def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None
     for fill in fills:
         data = parameters[fill.parameter].detach()
         data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)
-
-
-def finish_load(model: nn.Module) -> None:
-    """Recompute what a model derives from its weights. Call it after the copies and after `load_weights`.
-
-    This is SGLang's protocol for loaders that do not call `load_weights` (`_post_load_weights` in
-    `srt/model_loader/loader.py` of 0.5.17): a model that derives tensors from its parameters, such as MLA models that
-    split kv_b_proj into w_kc and w_vc, has a method `post_load_weights`.
-    """
-    post_load_weights = getattr(model, "post_load_weights", None)
-    if post_load_weights is not None:
-        post_load_weights()

@@ -35,7 +35,7 @@ class Receiver:
     """Loads what trainer ranks publish into a model.
 
     Args:
-        model: model with SGLang's `load_weights`. Its parameters may move between updates.
+        model: model with a `load_weights` that takes (name, tensor) pairs. Its parameters may move between updates.
         rank: rank of this process in its engine.
         num_ranks: number of ranks of the engine.
         may_ignore: returns whether a name that no parameter reads is expected (`lm_head.weight` of a model with tied

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tidemill_weight_update.control.request import request_from_json
-from tidemill_weight_update.plan.record import finish_load
-from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.receive import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -47,3 +46,15 @@ def _new_receiver(model: nn.Module) -> Receiver:
         may_ignore,
         lambda: finish_load(model),
     )
+
+
+def finish_load(model: nn.Module) -> None:
+    """Recompute what a model derives from its weights. Call it after the copies and after `load_weights`.
+
+    This is SGLang's protocol for loaders that do not call `load_weights` (`_post_load_weights` in
+    `srt/model_loader/loader.py` of 0.5.17): a model that derives tensors from its parameters, such as MLA models that
+    split kv_b_proj into w_kc and w_vc, has a method `post_load_weights`.
+    """
+    post_load_weights = getattr(model, "post_load_weights", None)
+    if post_load_weights is not None:
+        post_load_weights()
