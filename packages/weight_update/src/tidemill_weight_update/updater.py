@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient
-from tidemill_weight_update.control.mailbox import MAX_RECEIVERS
+from tidemill_weight_update.control.board import MAX_RECEIVERS
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.lora.config import LoraConfig

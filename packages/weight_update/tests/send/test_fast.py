@@ -304,7 +304,7 @@ def test_descriptions_of_reordered_tensors_are_dropped(monkeypatch):
         updater.update([(name, checkpoint[name]) for name in names], version)
         assert holds(engine, checkpoint)
         sizes.append(updater._fast._sender._end)
-        mailboxes.append(updater._fast._mailbox)
+        mailboxes.append(updater._fast._board)
     assert max(sizes) < 6 * min(sizes)
     assert 2 < len(set(map(id, mailboxes))) < 10
     assert all(len(receiver._parsed) < 6 and len(receiver._bucket_copies) < 6 for receiver in engine.receivers)

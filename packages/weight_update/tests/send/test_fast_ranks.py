@@ -78,7 +78,7 @@ def _reordered() -> int:
             random.Random(version).shuffle(held)
         updater.update(held, version)
         assert all(holds(engine, checkpoint) for engine in engines), version
-        mailboxes.append(updater._fast._mailbox)
+        mailboxes.append(updater._fast._board)
     updater.close()
     return len(set(map(id, mailboxes)))
 

@@ -2,16 +2,14 @@
 
 import threading
 
-import pytest
 from remote_engines import resources, settled, steady
 from tidemill_weight_update.transport.gloo import GlooWire
-from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 from tidemill_weight_update.transport.wire import ENGINE, TRAINER
 from torch.distributed import HashStore
 
 
 def connected(name: str) -> list[GlooWire]:
-    store = LinkStore(HashStore(), "session")
+    store = HashStore()
     wires: dict[int, GlooWire] = {}
 
     def connect(rank: int) -> None:
@@ -34,11 +32,3 @@ def test_close_releases_files_sockets_and_threads_of_a_wire_that_is_referenced()
     for wire in wires:
         wire.close()
     assert settled(resources, before.__eq__) == before
-
-
-def test_closed_store_is_refused():
-    store = LinkStore(HashStore(), "session")
-    store.set("key", b"value")
-    store.close()
-    with pytest.raises(LinkError, match="closed"):
-        store.get("key")

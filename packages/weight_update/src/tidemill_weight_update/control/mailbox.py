@@ -1,64 +1,107 @@
-"""The mailbox of one trainer rank in shared memory, through which it and all engine ranks exchange their progress.
+"""The protocol between one trainer rank and all engine ranks; PROTOCOL.md describes a whole update.
 
-A mailbox is a memfd, so nothing is left behind when a process exits. Other processes of the same user open it as
-`/proc/<pid>/fd/<n>` and compare its inode, because the descriptor number may belong to a later mailbox. It is large and
-sparse: pages exist once they are written.
-
-Every word has one writer. A word that announces something carries the sequence number of the update in its upper half
-and is written after what it announces, by aligned 8-byte stores; readers read what it announces after it.
+The first word of a record is a stamp: the number of the update in its upper half, and a state, a number, or both in its
+lower half. What belongs to another update is not seen.
 """
 
 import json
-import mmap
-import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tidemill_weight_update.control.channel import RemoteInput
-from tidemill_weight_update.control.wait import has_exited
+from tidemill_weight_update.control.board import MAX_TENSORS, NUM_SLOTS, REPLY_BYTES, Board, LinkError, SharedBoard
+from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.wait import has_exited, own_process
+from tidemill_weight_update.memory.handle import Memory
+from tidemill_weight_update.plan.plan import CopyPlan
 
-MAX_RECEIVERS = 256
-MAX_TENSORS = 1 << 18
-_REPLY_BYTES = 1 << 16
-_ROW_WORDS = 8
-_ROWS = 4096  # bytes
-_REPLIES = 1 << 20
-_CHECKSUMS = 128 << 20
-_JOURNAL = 256 << 20
-_TOTALS = 1 << 30
-_TOTALS_STRIDE = 2 * MAX_TENSORS * 8
-_SIZE = _TOTALS + MAX_RECEIVERS * _TOTALS_STRIDE
+Place = tuple[int, int]
+"""Offset and length of a text in the journal of a trainer rank."""
 
-# Words written by the sender.
-_PID, _TOTAL, _FAILED, _OPEN, _LISTING, _SLOTS = 0, 1, 2, 3, 4, 8
-# Words of a receiver's row, written by the receiver.
-_ACK, _STATE, _RECEIVER_PID, _REPLY_LENGTH = 0, 1, 2, 3
-_OUT = 7  # excluded; written by trainer rank 0 in its own mailbox
 
-IDLE, ATTACHED, CHECKED, COPIED, LOADED, UNCHANGED, MIXED = range(7)
-"""States of a receiver. The last two mean failure: UNCHANGED before it changed any parameter; MIXED if it may hold a
-mix of old and new weights.
-"""
+class TrainerState(IntEnum):
+    """States of a trainer rank in an update."""
+
+    NONE = 0
+    BEGUN = 1
+    OPEN = 2
+    SENT = 3
+    FAILED = 4
+
+
+class EngineState(IntEnum):
+    """States of an engine rank in an update.
+
+    The last two mean failure: UNCHANGED before it changed any parameter; MIXED if it may hold a mix of old and new
+    weights.
+    """
+
+    IDLE = 0
+    ATTACHED = 1
+    CHECKED = 2
+    COPIED = 3
+    LOADED = 4
+    UNCHANGED = 5
+    MIXED = 6
+
+
+IDLE, ATTACHED, CHECKED, COPIED, LOADED, UNCHANGED, MIXED = EngineState
+
+
+class ReaderState(IntEnum):
+    """How an engine rank reads the buckets of a trainer rank that are not in place."""
+
+    NONE = 0
+    MAPS = 1
+    RECEIVES = 2
+    WAITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What an engine rank wrote for one trainer rank.
+
+    Attributes:
+        released: number of buckets that it no longer needs.
+        state: how it reads; with WAITS, it waits for bucket `released`.
+        wire: number of its wire to the trainer rank.
+        parts: hash and length of the text that lists the parts it reads of the bucket.
+    """
+
+    released: int = 0
+    state: ReaderState = ReaderState.NONE
+    wire: int = 0
+    parts: Place = (0, 0)
+
+    def waits_for(self, bucket: int) -> bool:
+        return self.state == ReaderState.WAITS and self.released == bucket
+
 
 _LOW = (1 << 32) - 1
+
+
+def _stamp(sequence: int, value: int) -> int:
+    return sequence << 32 | value
 
 
 def reply_to_json(reply: dict[str, Any]) -> bytes:
     """Encode a reply. A long error is truncated; pass other long values through `fitting` first."""
     text = json.dumps(reply).encode()
-    if len(text) > _REPLY_BYTES and "error" in reply:
+    if len(text) > REPLY_BYTES and "error" in reply:
         text = json.dumps(reply | {"error": reply["error"][:4096]}).encode()
-    assert len(text) <= _REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {_REPLY_BYTES}"
+    assert len(text) <= REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {REPLY_BYTES}"
     return text
 
 
 def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
     """Return as many name -> reason entries as fit into a reply; the last reason counts the omitted names."""
     kept: dict[str, str] = {}
-    room = _REPLY_BYTES - 4096  # space for the other entries of the reply
+    room = REPLY_BYTES - 4096  # space for the other entries of the reply
     for name, reason in reasons.items():
         room -= len(json.dumps({name: reason}))
         if kept and room < 0:
@@ -68,200 +111,233 @@ def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _stamp(sequence: int, value: int) -> int:
-    return sequence << 32 | value
+class RemoteInput(Protocol):
+    """How an engine rank receives what is in memory that it cannot map."""
 
+    def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+        """Return the descriptor at `place`, reduced to what `plan` reads of it and packed together."""
+        ...
 
-def path_of(identity: tuple[int, int]) -> str:
-    """Return the path by which other processes open the mailbox with this `Mailbox.identity`."""
-    where, inode = identity
-    return f"/proc/{where >> 32}/fd/{where & _LOW}#{inode}"
+    def receive(
+        self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
+    ) -> Tensor:
+        """Receive the bytes that the descriptor from `pack` describes: uint8 in memory of this process, valid until the
+        next call.
+
+        Args:
+            memory: where the trainer keeps the bucket.
+            check: raises if the wait has become pointless.
+
+        Raises:
+            RuntimeError: the connection broke, or nothing arrived in time.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 class Mailbox:
-    """One process's view of a mailbox, from `create` or `open`. `Channel` documents the other methods."""
+    """One process's view of the mailbox of a trainer rank. Engine ranks report in that of trainer rank 0.
 
-    remote_input: RemoteInput | None = None  # a process that opens a mailbox can also map what it announces
+    Args:
+        board: board of the trainer rank.
+        remote_input: on an engine rank, how it receives memory that it cannot map; None if it maps the trainer's
+            memory.
+    """
 
-    def __init__(self, fd: int, path: str) -> None:
-        self.path = path
-        self._fd = fd
-        self._map = mmap.mmap(fd, _SIZE)
-        self._words = np.frombuffer(self._map, dtype=np.int64, count=_REPLIES // 8)
-        self._rows = self._words[_ROWS // 8 :][: MAX_RECEIVERS * _ROW_WORDS].reshape(MAX_RECEIVERS, _ROW_WORDS)
-        self.checksums = np.frombuffer(self._map, dtype=np.int64, count=(_JOURNAL - _CHECKSUMS) // 8, offset=_CHECKSUMS)
+    def __init__(self, board: Board, remote_input: RemoteInput | None = None) -> None:
+        self.board = board
+        self.path = board.path
+        self.remote_input = remote_input
+        self._listing: Place = (0, 0)
 
     @classmethod
     def create(cls) -> "Mailbox":
-        fd = os.memfd_create("tidemill-mailbox")
-        os.ftruncate(fd, _SIZE)
-        box = cls(fd, path_of((os.getpid() << 32 | fd, os.fstat(fd).st_ino)))
-        box._words[_PID] = os.getpid()
-        return box
+        """Return a mailbox of this process in shared memory."""
+        return cls(SharedBoard.create())
 
     @classmethod
     def open(cls, path: str) -> "Mailbox":
-        """Open the mailbox of another process.
-
-        Raises:
-            RuntimeError: that process has exited or closed it, or runs on another machine, in another container or as
-                another user.
-        """
-        file, _, inode = path.partition("#")
-        try:
-            fd = os.open(file, os.O_RDWR)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot open the trainer's memory {file} ({error.strerror}): engine and trainer must run on one "
-                f"machine, in one PID namespace and as one user, and the trainer must be alive; for engines on other "
-                f"machines pass link=GroupLink(...) to WeightUpdater"
-            ) from error
-        if str(os.fstat(fd).st_ino) != inode:
-            os.close(fd)
-            raise RuntimeError(
-                f"the trainer's memory {file} is closed (its file descriptor was reused): the WeightUpdater was "
-                f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
-                f"link=GroupLink(...)"
-            )
-        return cls(fd, path)
-
-    def close(self) -> None:
-        del self._words, self._rows, self.checksums
-        self._map.close()
-        os.close(self._fd)
+        """Open the mailbox of another process in shared memory; for errors see `SharedBoard.open`."""
+        return cls(SharedBoard.open(path))
 
     def is_current(self) -> bool:
         """Return whether `path` still leads to this mailbox."""
-        file, _, inode = self.path.partition("#")
+        return self.board.is_current()
+
+    def close(self) -> None:
+        if self.remote_input is not None:
+            self.remote_input.close()
+            self.remote_input = None  # breaks a reference cycle that would keep the board open until garbage collection
+        self.board.close()
+
+    # The trainer rank writes.
+
+    def begin(self, sequence: int) -> None:
+        """Start an update. Engine ranks of earlier updates no longer count."""
+        self._listing = (0, 0)
+        self._put_trainer(sequence, TrainerState.BEGUN)
+
+    def write_journal(self, offset: int, text: bytes) -> None:
+        """Write a text into the journal; it never changes afterwards."""
+        self.board.write("journal", offset, text)
+
+    def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
+        """Write the checksums of a bucket, before it is published."""
+        self.board.write("checksums", first, checksums)
+
+    def announce(self, sequence: int, listing: Place | None) -> None:
+        """Open the update. `listing` is the place of the list of all its descriptors, if they are known."""
+        self._listing = (0, 0) if listing is None else listing
+        self._put_trainer(sequence, TrainerState.OPEN)
+
+    def publish(self, sequence: int, bucket: int, place: Place, arena: Place | None) -> None:
+        """Announce a bucket: the place of its descriptor and of the description of its memory (None: the descriptor has
+        it).
+        """
+        self.board.put("bucket", bucket % NUM_SLOTS, _stamp(sequence, bucket + 1), *place, *(arena or (0, 0)))
+
+    def finish(self, sequence: int, num_buckets: int) -> None:
+        """Write the number of buckets of the update."""
+        self._put_trainer(sequence, TrainerState.SENT, num_buckets)
+
+    def fail(self, sequence: int) -> None:
+        """Announce that no more buckets follow. If the board cannot be reached, the engines time out: the caller raises
+        the first error.
+        """
         try:
-            return str(os.stat(file).st_ino) == inode
-        except OSError:
-            return False
+            self._put_trainer(sequence, TrainerState.FAILED)
+        except LinkError:
+            return
+
+    def exclude(self, sequence: int, receiver: int) -> None:
+        """Mark `receiver` as excluded, in rank 0's mailbox: nobody waits for it any more."""
+        self.board.put("excluded", receiver, _stamp(sequence, 1))
+
+    def _put_trainer(self, sequence: int, state: TrainerState, num_buckets: int = 0) -> None:
+        self.board.put("trainer", 0, _stamp(sequence, num_buckets << 3 | state), *own_process(), *self._listing)
+
+    # Engine ranks write.
+
+    def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
+        """Report that `receiver` no longer needs the first `num_buckets` buckets."""
+        if self.is_at(sequence):  # in a later update another engine may have this row
+            state = ReaderState.MAPS if self.remote_input is None else ReaderState.RECEIVES
+            self.board.put("reader", receiver, _stamp(sequence, num_buckets), state)
+
+    def wait_for(self, sequence: int, receiver: int, bucket: int, wire: int, parts: Place) -> None:
+        """Report that `receiver` waits for these parts of a bucket and needs no earlier one."""
+        self.board.put("reader", receiver, _stamp(sequence, bucket), ReaderState.WAITS, wire, *parts)
+
+    def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
+        """Publish `state` of `receiver` together with `reply`."""
+        text = reply_to_json(reply)
+        self.board.write("replies", receiver, text)
+        self.board.put("report", receiver, _stamp(sequence, state), *own_process(), len(text))
+
+    def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Write what `receiver` copied of each tensor; the next `report` announces it.
+
+        Raises:
+            ValueError: there are more tensors than an update supports.
+        """
+        if len(checksums) > MAX_TENSORS:
+            raise ValueError(f"one update supports at most {MAX_TENSORS} tensors, got {len(checksums)}")
+        self.board.write("totals", 2 * receiver, checksums)
+        self.board.write("totals", 2 * receiver + 1, counts)
+
+    # All read.
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Owner's process ID and file descriptor in one number, and the inode of the file."""
-        return self.owner_pid << 32 | self._fd, os.fstat(self._fd).st_ino
+    def owner(self) -> tuple[int, int]:
+        """Process ID and location of the trainer rank; see `wait.here`."""
+        _, pid, location, *_ = self.board.get("trainer", 0)
+        return pid, location
 
     @property
     def owner_pid(self) -> int:
-        return int(self._words[_PID])
+        return self.owner[0]
 
     def owner_has_exited(self) -> bool:
-        return has_exited(self.owner_pid)
+        """Return whether the trainer rank is known to have exited; only a process of the same machine can know."""
+        return has_exited(*self.owner)
 
-    # The sender's side.
+    def is_at(self, sequence: int) -> bool:
+        """Return whether this is the current update. In later updates, other engine ranks may have the same rows."""
+        return self.board.get("trainer", 0)[0] >> 32 == sequence
 
-    def begin(self, sequence: int) -> None:
-        self._words[_TOTAL] = _stamp(sequence, _LOW)
-
-    def write_journal(self, offset: int, text: bytes) -> None:
-        end = offset + len(text)
-        if _JOURNAL + end > _TOTALS:
-            raise RuntimeError(
-                f"the descriptions of the tensors need more than the {_TOTALS - _JOURNAL} bytes of the journal; send "
-                f"fewer or larger tensors, or create a new WeightUpdater"
-            )
-        self._map[_JOURNAL + offset : _JOURNAL + end] = text
-
-    def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
-        self.checksums[first : first + len(checksums)] = checksums
-
-    def announce(self, sequence: int, listing: tuple[int, int] | None) -> None:
-        self._words[_LISTING], self._words[_LISTING + 1] = (0, 0) if listing is None else listing
-        self._words[_OPEN] = _stamp(sequence, 1)
-
-    def publish(self, sequence: int, bucket: int, place: tuple[int, int], arena: tuple[int, int] | None) -> None:
-        slot = _SLOTS + 8 * (bucket % 2)
-        self._words[slot + 1], self._words[slot + 2] = place
-        self._words[slot + 3], self._words[slot + 4] = (0, 0) if arena is None else arena
-        self._words[slot] = _stamp(sequence, bucket + 1)
-
-    def finish(self, sequence: int, num_buckets: int) -> None:
-        self._words[_TOTAL] = _stamp(sequence, num_buckets)
-
-    def fail(self, sequence: int) -> None:
-        self._words[_FAILED] = _stamp(sequence, 1)
-
-    def exclude(self, sequence: int, receiver: int) -> None:
-        self._rows[receiver, _OUT] = _stamp(sequence, 1)
-
-    def is_excluded(self, sequence: int, receiver: int) -> bool:
-        return int(self._rows[receiver, _OUT]) == _stamp(sequence, 1)
-
-    def acknowledged(self, sequence: int, receiver: int) -> int:
-        word = int(self._rows[receiver, _ACK])
-        return word & _LOW if word >> 32 == sequence else 0
-
-    def reply(self, receiver: int) -> dict[str, Any]:
-        start = _REPLIES + receiver * _REPLY_BYTES
-        return json.loads(self._map[start : start + int(self._rows[receiver, _REPLY_LENGTH])])
-
-    def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        start = _TOTALS + receiver * _TOTALS_STRIDE
-        both = np.frombuffer(self._map, dtype=np.int64, count=2 * MAX_TENSORS, offset=start).reshape(2, MAX_TENSORS)
-        return both[0, :num_tensors], both[1, :num_tensors]
-
-    def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        places = self.totals(receiver, len(checksums))
-        places[0][:], places[1][:] = checksums, counts
-
-    # The receivers' side.
-
-    def listing(self, sequence: int) -> tuple[bool, tuple[int, int] | None]:
-        if int(self._words[_OPEN]) != _stamp(sequence, 1):
+    def listing(self, sequence: int) -> tuple[bool, Place | None]:
+        """Return whether the update is open, and the place of the list of its descriptors, if there is one."""
+        stamp, _, _, offset, length, *_ = self.board.get("trainer", 0)
+        if stamp >> 32 != sequence or stamp & 7 not in (TrainerState.OPEN, TrainerState.SENT):
             return False, None
-        place = int(self._words[_LISTING]), int(self._words[_LISTING + 1])
-        return True, place if place[1] else None
+        return True, (offset, length) if length else None
 
-    def announced(self, sequence: int, bucket: int) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
-        slot = _SLOTS + 8 * (bucket % 2)
-        if int(self._words[slot]) != _stamp(sequence, bucket + 1):
+    def announced(self, sequence: int, bucket: int) -> tuple[Place, Place | None] | None:
+        """Return the places of a bucket's descriptor and of its memory's description; None before it is published."""
+        stamp, offset, length, arena, arena_length, *_ = self.board.get("bucket", bucket % NUM_SLOTS)
+        if stamp != _stamp(sequence, bucket + 1):
             return None
-        _, offset, length, arena, arena_length = self._words[slot : slot + 5].tolist()
         return (offset, length), (arena, arena_length) if arena_length else None
 
-    def read_journal(self, place: tuple[int, int]) -> bytes:
-        offset, length = place
-        return self._map[_JOURNAL + offset : _JOURNAL + offset + length]
-
-    def sent(self, first: int, count: int) -> NDArray[np.int64]:
-        return self.checksums[first : first + count]
-
     def num_buckets(self, sequence: int) -> int | None:
-        total = int(self._words[_TOTAL])
-        if total >> 32 != sequence:
+        """Return the number of buckets of the update, or None if it is not known yet.
+
+        Raises:
+            RuntimeError: the mailbox belongs to another update, or the trainer rank has failed.
+        """
+        stamp = self.board.get("trainer", 0)[0]
+        if stamp >> 32 != sequence:
             raise RuntimeError(
                 f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
                 f"the trainer's log"
             )
-        if int(self._words[_FAILED]) == _stamp(sequence, 1):
+        if stamp & 7 == TrainerState.FAILED:
             raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
-        return None if total & _LOW == _LOW else total & _LOW
+        return (stamp & _LOW) >> 3 if stamp & 7 == TrainerState.SENT else None
 
-    def is_at(self, sequence: int) -> bool:
-        return int(self._words[_TOTAL]) >> 32 == sequence
+    def read_journal(self, place: Place) -> bytes:
+        return bytes(self.board.read("journal", *place))
 
-    def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
-        if not self.is_at(sequence):  # another engine uses this row now
-            return
-        self._rows[receiver, _ACK] = _stamp(sequence, num_buckets)
+    def sent(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return `count` checksums of published tensors, from index `first`: int64 [count]."""
+        return np.frombuffer(self.board.read("checksums", first, 8 * count), np.int64)
 
-    def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
-        text = reply_to_json(reply)
-        start = _REPLIES + receiver * _REPLY_BYTES
-        self._map[start : start + len(text)] = text
-        self._rows[receiver, _REPLY_LENGTH] = len(text)
-        self._rows[receiver, _RECEIVER_PID] = os.getpid()
-        self._rows[receiver, _STATE] = _stamp(sequence, state)
+    def is_excluded(self, sequence: int, receiver: int) -> bool:
+        return self.board.get("excluded", receiver)[0] == _stamp(sequence, 1)
+
+    def acknowledged(self, sequence: int, num_receivers: int) -> NDArray[np.int64]:
+        """Return how many buckets each engine rank has released: int64 [num_receivers]."""
+        stamps = self.board.get_rows("reader", num_receivers)[:, 0]
+        return np.where(stamps >> 32 == sequence, stamps & _LOW, 0)
+
+    def readers(self, sequence: int, num_receivers: int) -> list[Reader]:
+        """Return what each engine rank wrote for this trainer rank in this update."""
+        rows = self.board.get_rows("reader", num_receivers).tolist()
+        return [
+            Reader(stamp & _LOW, ReaderState(state), wire, (parts, length)) if stamp >> 32 == sequence else Reader()
+            for stamp, state, wire, parts, length, *_ in rows
+        ]
 
     def state(self, sequence: int, receiver: int) -> int:
-        word = int(self._rows[receiver, _STATE])
-        return word & _LOW if word >> 32 == sequence else IDLE
+        stamp = self.board.get("report", receiver)[0]
+        return stamp & _LOW if stamp >> 32 == sequence else IDLE
+
+    def reply(self, receiver: int) -> dict[str, Any]:
+        _, _, _, length, *_ = self.board.get("report", receiver)
+        return json.loads(bytes(self.board.read("replies", receiver, length)))
 
     def receiver_pid(self, sequence: int, receiver: int) -> int:
-        return int(self._rows[receiver, _RECEIVER_PID]) if self.state(sequence, receiver) != IDLE else 0
+        """Return the process ID of `receiver`, 0 if it has not reported in this update."""
+        stamp, pid, *_ = self.board.get("report", receiver)
+        return pid if stamp >> 32 == sequence else 0
 
     def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
-        pid = self.receiver_pid(sequence, receiver)
-        return pid != 0 and has_exited(pid)
+        """Return whether `receiver` is known to have exited after it reported; see `owner_has_exited`."""
+        stamp, pid, location, *_ = self.board.get("report", receiver)
+        return stamp >> 32 == sequence and has_exited(pid, location)
+
+    def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what `receiver` wrote for each tensor: checksums and element counts, int64 [num_tensors] each."""
+        checksums, counts = (self.board.read("totals", 2 * receiver + i, 8 * num_tensors) for i in range(2))
+        return np.frombuffer(checksums, np.int64), np.frombuffer(counts, np.int64)

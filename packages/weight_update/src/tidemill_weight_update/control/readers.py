@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import IDLE
+from tidemill_weight_update.control.mailbox import IDLE, Mailbox, Place
 from tidemill_weight_update.control.wait import PollingWait
 
 
@@ -24,10 +23,11 @@ class Readers:
         max_wait_s: longest wait of this rank while other engines wait for it.
     """
 
-    def __init__(self, sequence: int, own: Channel, control: Channel, num_receivers: int, timeout_s: float) -> None:
+    def __init__(self, sequence: int, own: Mailbox, control: Mailbox, num_receivers: int, timeout_s: float) -> None:
         self._sequence = sequence
         self._own = own
         self._control = control
+        self._num_receivers = num_receivers
         self._rows = set(range(num_receivers))
         self._timeout_s = self.max_wait_s = timeout_s
 
@@ -83,13 +83,15 @@ class Readers:
                 return
 
     def _exclude_slow(self, num_buckets: int) -> None:
-        for row in list(self._rows):
-            if self._own.acknowledged(self._sequence, row) < num_buckets:
-                self._control.exclude(self._sequence, row)
-                self._rows.remove(row)
+        released = self._own.acknowledged(self._sequence, self._num_receivers)
+        for row in [row for row in self._rows if released[row] < num_buckets]:
+            self._control.exclude(self._sequence, row)
+            self._rows.remove(row)
 
     def _slowest(self) -> float:
-        return min((self._own.acknowledged(self._sequence, row) for row in self._rows), default=float("inf"))
+        if not self._rows:
+            return float("inf")
+        return int(self._own.acknowledged(self._sequence, self._num_receivers)[list(self._rows)].min())
 
     def _drop_exited(self) -> None:
         for row in list(self._rows):

@@ -1,7 +1,11 @@
-"""Polling waits for other processes."""
+"""Other processes: polling waits for them, where they run, and whether they still do."""
 
+import functools
+import hashlib
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 class PollingWait:
@@ -46,10 +50,35 @@ class PollingWait:
                 )
 
 
-def has_exited(pid: int) -> bool:
-    """Return whether the process has exited, including zombies."""
+def own_process() -> tuple[int, int]:
+    """Return the ID of this process and its location, see `here`."""
+    return os.getpid(), here()
+
+
+@functools.cache
+def here() -> int:
+    """Return a number for this machine since its last boot, and this process's PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    text = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def has_exited(pid: int, location: int | None = None) -> bool:
+    """Return whether the process is known to have exited, including zombies.
+
+    Args:
+        pid: process ID.
+        location: where the process runs, None for here; a process of another machine is never known to have exited.
+    """
+    if location not in (None, here()):
+        return False
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def can_map(pid: int, location: int) -> bool:
+    """Return whether this process can map memory of that process."""
+    return location == here() and os.access(f"/proc/{pid}/fd", os.R_OK | os.X_OK)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.control.channel import Channel
 from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.tensors.box import Box, are_disjoint
 from tidemill_weight_update.tensors.spec import SourceSpec
 
-DescriptorKey = tuple[Channel, tuple[int, int]]
+DescriptorKey = tuple[Mailbox, tuple[int, int]]
 """A journal and the place (offset, length) of a descriptor in it."""
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED
+from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import PollingWait
 
@@ -26,7 +25,7 @@ class Peers:
         reached: last state that it reported.
     """
 
-    def __init__(self, control: Channel, request: Request, rank: int, check: Callable[[], None]) -> None:
+    def __init__(self, control: Mailbox, request: Request, rank: int, check: Callable[[], None]) -> None:
         self._control = control
         self._sequence = request.sequence
         self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)

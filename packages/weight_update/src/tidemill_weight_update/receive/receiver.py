@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.descriptor import (
     BucketDescriptor,
     descriptor_from_json,
@@ -15,7 +14,7 @@ from tidemill_weight_update.control.descriptor import (
     memory_from_json,
     merge_descriptors,
 )
-from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox, Place
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
@@ -67,7 +66,7 @@ class Receiver:
         self._rank = rank
         self._num_ranks = num_ranks
         self._links = EngineLinks(self.device)
-        self._mailboxes: dict[str, Channel] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
         self._parsed: dict[DescriptorKey, BucketDescriptor] = {}
         self._bucket_copies: dict[DescriptorKey, BucketCopies] = {}
         self._joined: dict[tuple[DescriptorKey, ...], BucketCopies] = {}
@@ -130,18 +129,18 @@ class Receiver:
             self._manifest = Manifest(keys, [self.descriptor(*key) for key in keys])
         return self._manifest
 
-    def read_listing(self, box: Channel, listed: Place) -> list[Place]:
+    def read_listing(self, box: Mailbox, listed: Place) -> list[Place]:
         """Return the places of an update's descriptors from its listing."""
         return listing_from_json(box.read_journal(listed))
 
-    def descriptor(self, box: Channel, place: Place) -> BucketDescriptor:
+    def descriptor(self, box: Mailbox, place: Place) -> BucketDescriptor:
         """Return a descriptor of a journal, parsed once. A text in a journal never changes."""
         key = (box, place)
         if key not in self._parsed:
             self._parsed[key] = descriptor_from_json(box.read_journal(place))
         return self._parsed[key]
 
-    def bucket_copies(self, box: Channel, place: Place) -> BucketCopies:
+    def bucket_copies(self, box: Mailbox, place: Place) -> BucketCopies:
         """Return the copies of a bucket for the current plan."""
         self._follow_plan()
         key = (box, place)
@@ -165,7 +164,7 @@ class Receiver:
             self._joined[keys] = self._build(merge_descriptors([self.descriptor(*key) for key in keys]))
         return self._joined[keys]
 
-    def arena(self, box: Channel, place: Place) -> Memory:
+    def arena(self, box: Mailbox, place: Place) -> Memory:
         return memory_from_json(box.read_journal(place))
 
     def _follow_plan(self) -> None:
@@ -191,14 +190,14 @@ class Receiver:
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
 
-    def _open_others(self, request: Request) -> Iterator[Channel]:
+    def _open_others(self, request: Request) -> Iterator[Mailbox]:
         for rank, path in enumerate(request.mailboxes[1:], start=1):
             try:
                 yield self._open(path, request.timeout_s)
             except RuntimeError as error:
                 raise RuntimeError(f"trainer rank {rank}: {error}") from error
 
-    def _open(self, path: str, timeout_s: float) -> Channel:
+    def _open(self, path: str, timeout_s: float) -> Mailbox:
         if path in self._mailboxes and not self._mailboxes[path].is_current():
             self._forget(path)
         if path not in self._mailboxes:

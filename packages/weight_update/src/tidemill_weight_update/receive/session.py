@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, fitting
+from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, Mailbox, Place, fitting
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.memory.handle import Memory
@@ -39,15 +38,15 @@ class ReceiverState(Protocol):
 
     def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest: ...
 
-    def read_listing(self, box: Channel, listed: Place) -> list[Place]: ...
+    def read_listing(self, box: Mailbox, listed: Place) -> list[Place]: ...
 
-    def descriptor(self, box: Channel, place: Place) -> BucketDescriptor: ...
+    def descriptor(self, box: Mailbox, place: Place) -> BucketDescriptor: ...
 
-    def bucket_copies(self, box: Channel, place: Place) -> BucketCopies: ...
+    def bucket_copies(self, box: Mailbox, place: Place) -> BucketCopies: ...
 
     def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies: ...
 
-    def arena(self, box: Channel, place: Place) -> Memory: ...
+    def arena(self, box: Mailbox, place: Place) -> Memory: ...
 
 
 class UpdateSession:
@@ -58,7 +57,7 @@ class UpdateSession:
         changed: whether parameters may have been written to.
     """
 
-    def __init__(self, receiver: ReceiverState, request: Request, boxes: Sequence[Channel], rank: int) -> None:
+    def __init__(self, receiver: ReceiverState, request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
@@ -117,7 +116,7 @@ class UpdateSession:
 
     # Before any parameter changes.
 
-    def _wait_until_open(self, box: Channel) -> tuple[int, int] | None:
+    def _wait_until_open(self, box: Mailbox) -> tuple[int, int] | None:
         wait = PollingWait(self._request.timeout_s, "the trainer to start the update", self.peers.check)
         while True:
             is_open, listed = box.listing(self._request.sequence)
@@ -230,7 +229,7 @@ class UpdateSession:
                 self._boxes[index].acknowledge(self._request.sequence, self.peers.row, pending[index])
             wait.progress()
 
-    def _copy_bucket(self, box: Channel, bucket: int, place: Place, arena: Place) -> None:
+    def _copy_bucket(self, box: Mailbox, bucket: int, place: Place, arena: Place) -> None:
         receiver = self._receiver
         if not self._request.complete:
             receiver.recorder.extend(receiver.descriptor(box, place).sources)
@@ -348,13 +347,13 @@ class UpdateSession:
             torch.cuda.current_stream(self._receiver.device).synchronize()
 
 
-def _check_trainer(boxes: Sequence[Channel], sequence: int) -> None:
+def _check_trainer(boxes: Sequence[Mailbox], sequence: int) -> None:
     _check_alive(boxes)
     for box in boxes:
         box.num_buckets(sequence)
 
 
-def _check_alive(boxes: Sequence[Channel]) -> None:
+def _check_alive(boxes: Sequence[Mailbox]) -> None:
     exited = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
     if exited:  # list all of them: the first may have caused the others to exit
         raise RuntimeError(f"trainer rank {', '.join(exited)} has exited; see the trainer's log")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.mailbox import Mailbox, Place, Reader
 from tidemill_weight_update.copy.host import HostCopier
 from tidemill_weight_update.copy.table import CopyTable
 from tidemill_weight_update.remote.packed import pack_descriptor, pack_tables, parts_from_json
-from tidemill_weight_update.remote.store_mailbox import ReceiverStatus, StoreMailbox
+from tidemill_weight_update.remote.store_board import LinkStore
 from tidemill_weight_update.transport.connect import connect
 from tidemill_weight_update.transport.wire import TRAINER, Wire
 
@@ -49,37 +49,40 @@ class Connections:
 
     Args:
         mailbox: mailbox of this trainer rank.
+        rank: this trainer rank.
+        store: store through which wires find each other.
         address: address of this machine on which wires listen.
         timeout_s: longest wait for an engine rank to connect.
     """
 
-    def __init__(self, mailbox: StoreMailbox, address: str, timeout_s: float) -> None:
+    def __init__(self, mailbox: Mailbox, rank: int, store: LinkStore, address: str, timeout_s: float) -> None:
         self._mailbox = mailbox
+        self._rank = rank
+        self._store = store
         self._address = address
         self._timeout_s = timeout_s
         self._wires: dict[int, tuple[int, Wire]] = {}
         self._messages: dict[tuple[Place, Place], Message] = {}
 
-    def message(self, status: ReceiverStatus, place: Place, descriptor: BucketDescriptor) -> Message:
+    def message(self, reader: Reader, place: Place, descriptor: BucketDescriptor) -> Message:
         """Return the message for what the engine rank reads of the descriptor at `place`."""
-        key = place, status.parts
+        key = place, reader.parts
         if key not in self._messages:
-            number, length = status.parts
-            self._messages[key] = Message(descriptor, self._mailbox.store.read(f"parts/{number}", length))
+            self._messages[key] = Message(descriptor, bytes(self._mailbox.board.read("parts", *reader.parts)))
         return self._messages[key]
 
-    def wire(self, row: int, status: ReceiverStatus, device: torch.device) -> Wire:
+    def wire(self, row: int, reader: Reader, device: torch.device) -> Wire:
         """Return the wire to the engine rank in `row`; connect if there is none.
 
         Raises:
             WireError: it could not be connected.
         """
-        if row in self._wires and self._wires[row][0] != status.wire:
+        if row in self._wires and self._wires[row][0] != reader.wire:
             self.drop(row)
         if row not in self._wires:
-            name = wire_name(self._mailbox.rank, row, status.wire)
-            wire = connect(self._mailbox.store, name, TRAINER, device, self._address, self._timeout_s)
-            self._wires[row] = status.wire, wire
+            name = wire_name(self._rank, row, reader.wire)
+            at = TRAINER, device, self._address, self._timeout_s
+            self._wires[row] = reader.wire, self._store.call(lambda store: connect(store, name, *at))
         return self._wires[row][1]
 
     def drop(self, row: int) -> None:

@@ -1,18 +1,17 @@
 """Delivery of buckets to engine ranks that cannot map them."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.mailbox import Mailbox, Place, Reader, ReaderState
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.copy.alignment import aligned
 from tidemill_weight_update.remote.connections import Connections, Message, batches
-from tidemill_weight_update.remote.store_mailbox import ReceiverStatus, StoreMailbox
 from tidemill_weight_update.transport.wire import WireError
 
 
@@ -38,8 +37,8 @@ class RemoteReaders(Readers):
     def __init__(
         self,
         sequence: int,
-        own: StoreMailbox,
-        control: StoreMailbox,
+        own: Mailbox,
+        control: Mailbox,
         num_receivers: int,
         timeout_s: float,
         connections: Connections,
@@ -47,7 +46,6 @@ class RemoteReaders(Readers):
     ) -> None:
         super().__init__(sequence, own, control, num_receivers, timeout_s)
         self.max_wait_s = timeout_s / 2
-        self._mailbox = own
         self._connections = connections
         self._staging = staging
 
@@ -55,15 +53,15 @@ class RemoteReaders(Readers):
         wait = PollingWait(self.max_wait_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
         before: list[int] = []
         while True:
-            statuses = self._mailbox.statuses(self._sequence, sorted(self._rows))
-            late = {row for row, status in statuses.items() if status.released < num_buckets}
-            released = sorted(statuses[row].released for row in late)
+            readers = self._read()
+            late = {row for row in self._rows if readers[row].released < num_buckets}
+            released = sorted(readers[row].released for row in late)
             if not late:
                 return
             if released != before:
                 before = released
                 wait.progress()
-            self._pause(wait, late, statuses)
+            self._pause(wait, late, readers)
 
     def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         if arena is None:
@@ -71,36 +69,36 @@ class RemoteReaders(Readers):
         pending = set(self._rows)
         wait = PollingWait(self.max_wait_s, f"engines to receive bucket {bucket}", self._drop_exited)
         while pending := pending & self._rows:
-            statuses = self._mailbox.statuses(self._sequence, sorted(pending))
-            waiting = {row: status for row, status in statuses.items() if status.wanted == bucket}
-            pending -= waiting.keys() | {
-                row for row, status in statuses.items() if status.maps or status.released > bucket
-            }
+            readers = self._read()
+            waiting = {row: readers[row] for row in pending if readers[row].waits_for(bucket)}
+            done = {row for row in pending if readers[row].state == ReaderState.MAPS or readers[row].released > bucket}
+            pending -= waiting.keys() | done
             if waiting:
                 self._serve(waiting, place, descriptor, arena)
                 wait.progress()
             elif pending:
-                self._pause(wait, pending, statuses)
+                self._pause(wait, pending, readers)
 
-    def _pause(self, wait: PollingWait, late: set[int], statuses: Mapping[int, ReceiverStatus]) -> None:
+    def _read(self) -> list[Reader]:
+        return self._own.readers(self._sequence, self._num_receivers)
+
+    def _pause(self, wait: PollingWait, late: set[int], readers: Sequence[Reader]) -> None:
         try:
             wait.pause()
         except TimeoutError:
-            if any(statuses[row].maps for row in late):
+            if any(readers[row].state == ReaderState.MAPS for row in late):
                 raise  # a reader that maps the arena may still read what would be overwritten
             self._rows.difference_update(late)
 
-    def _serve(
-        self, waiting: Mapping[int, ReceiverStatus], place: Place, descriptor: BucketDescriptor, arena: Tensor
-    ) -> None:
-        messages = {row: self._connections.message(status, place, descriptor) for row, status in waiting.items()}
+    def _serve(self, waiting: Mapping[int, Reader], place: Place, descriptor: BucketDescriptor, arena: Tensor) -> None:
+        messages = {row: self._connections.message(reader, place, descriptor) for row, reader in waiting.items()}
         for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
             packed = self._staging.pack(group, arena)
             if arena.device.type == "cuda":
                 torch.cuda.synchronize(arena.device)  # see NcclWire
             self._send({row: packed[message] for row, message in messages.items() if message in packed}, waiting)
 
-    def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, ReceiverStatus]) -> None:
+    def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, Reader]) -> None:
         """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
         sending = {}
         for row, data in packed.items():

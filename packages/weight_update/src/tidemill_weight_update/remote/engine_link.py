@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Place
 from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.mailbox import Mailbox, Place
+from tidemill_weight_update.control.wait import can_map
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.connections import wire_name
 from tidemill_weight_update.remote.group_link import LinkAddress
-from tidemill_weight_update.remote.location import can_map
 from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
-from tidemill_weight_update.remote.store_mailbox import StoreMailbox
+from tidemill_weight_update.remote.store_board import StoreBoard
 from tidemill_weight_update.remote.trainer_link import open_store
 from tidemill_weight_update.transport.connect import connect
 from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError
@@ -29,9 +29,6 @@ class EngineLink:
         device: device of the model.
         timeout_s: longest wait for a response of the store.
 
-    Attributes:
-        written: hashes of the lists of parts that are in the store.
-
     Raises:
         LinkError: the store cannot be reached.
     """
@@ -41,7 +38,6 @@ class EngineLink:
         self.address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
-        self.written: set[int] = set()
         self._memory: Tensor | None = None
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -54,11 +50,13 @@ class EngineLink:
 
 
 class StoreInput:
-    """Receives what one trainer rank sends to this engine rank; see `RemoteInput`."""
+    """Receives what trainer rank `rank` sends to this engine rank; see `RemoteInput`."""
 
-    def __init__(self, link: EngineLink, mailbox: StoreMailbox) -> None:
+    def __init__(self, link: EngineLink, mailbox: Mailbox, rank: int) -> None:
         self._link = link
         self._mailbox = mailbox
+        self._rank = rank
+        self._written: set[int] = set()
         self._wire: Wire | None = None
         self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
         self._packed: dict[Place, tuple[Place, int]] = {}
@@ -74,7 +72,7 @@ class StoreInput:
     ) -> Tensor:
         device = self._device_for(memory)
         parts, num_bytes = self._packed[place]
-        self._mailbox.request_bucket(sequence, receiver, bucket, wire=self._wire_number, parts=parts)
+        self._mailbox.wait_for(sequence, receiver, bucket, self._wire_number, parts)
         data = self._link.memory(num_bytes, device)
         if num_bytes:
             self._receive_into(data, receiver, check)
@@ -95,26 +93,27 @@ class StoreInput:
         return self._link.device
 
     def _write(self, parts: bytes) -> Place:
-        """Write a list of parts to the store, under its hash; return hash and length."""
+        """Write a list of parts to the board, under its hash; return hash and length."""
         number = int.from_bytes(hashlib.blake2b(parts, digest_size=7).digest())
-        if number not in self._link.written:
-            self._mailbox.store.write(f"parts/{number}", parts)
-            self._link.written.add(number)
+        if number not in self._written:
+            self._mailbox.board.write("parts", number, parts)
+            self._written.add(number)
         return number, len(parts)
 
     def _receive_into(self, data: Tensor, receiver: int, check: Callable[[], None]) -> None:
         link = self._link
         try:
             if self._wire is None:
-                name = wire_name(self._mailbox.rank, receiver, self._wire_number)
-                self._wire = connect(link.store, name, ENGINE, data.device, link.address, link.timeout_s)
+                name = wire_name(self._rank, receiver, self._wire_number)
+                at = ENGINE, data.device, link.address, link.timeout_s
+                self._wire = link.store.call(lambda store: connect(store, name, *at))
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire
             self._wire.recv(data)
             self._wire.wait(link.timeout_s, check)
         except WireError as error:
             self.close()
-            raise RuntimeError(f"the link to trainer rank {self._mailbox.rank} {error}") from error
+            raise RuntimeError(f"the link to trainer rank {self._rank} {error}") from error
         except BaseException:
             self.close()  # a transfer may still be running on it
             raise
@@ -131,7 +130,7 @@ class EngineLinks:
         self._device = device
         self._links: dict[LinkAddress, EngineLink] = {}
 
-    def open(self, path: str, timeout_s: float) -> StoreMailbox:
+    def open(self, path: str, timeout_s: float) -> Mailbox:
         """Return a trainer rank's mailbox.
 
         Raises:
@@ -141,10 +140,9 @@ class EngineLinks:
         link = self._links.get(address)
         if link is None or link.store.is_broken:
             link = self._links[address] = EngineLink(address, self._device, timeout_s)
-        mailbox = StoreMailbox(link.store, path, rank)
-        sender_status = mailbox.sender_status()
-        if not can_map(sender_status.location, sender_status.pid):
-            mailbox.remote_input = StoreInput(link, mailbox)
+        mailbox = Mailbox(StoreBoard(link.store, path, rank))
+        if not can_map(*mailbox.owner):
+            mailbox.remote_input = StoreInput(link, mailbox, rank)
         return mailbox
 
     def keep(self, paths: Iterable[str]) -> None:

@@ -6,11 +6,12 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from tidemill_weight_update.control.board import LinkError
+from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.remote.connections import Connections
 from tidemill_weight_update.remote.delivery import RemoteReaders, Staging
 from tidemill_weight_update.remote.group_link import GroupLink, LinkAddress, listen
-from tidemill_weight_update.remote.store_mailbox import StoreMailbox
-from tidemill_weight_update.transport.link_store import LinkError, LinkStore
+from tidemill_weight_update.remote.store_board import LinkStore, StoreBoard
 
 
 class TrainerLink:
@@ -34,8 +35,9 @@ class TrainerLink:
         self._server: Store | None = None
         self._identity = (0, 0)
         self._address: LinkAddress | None = None
-        self._mailbox: StoreMailbox | None = None
-        self._control: StoreMailbox | None = None
+        self._store: LinkStore | None = None
+        self._mailbox: Mailbox | None = None
+        self._control: Mailbox | None = None
         self._connections: Connections | None = None
 
     def open(self) -> tuple[int, int]:
@@ -63,7 +65,7 @@ class TrainerLink:
         """Return whether this side is connected to the store of that port and session."""
         return self._identity == identity
 
-    def connect(self, identity: tuple[int, int], num_receivers: int) -> StoreMailbox:
+    def connect(self, identity: tuple[int, int], num_receivers: int) -> Mailbox:
         """Return this rank's mailbox, with space for `num_receivers` engine ranks.
 
         Args:
@@ -75,13 +77,14 @@ class TrainerLink:
         if self._mailbox is None:
             self._identity = port, session = identity
             self._address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
-            store = open_store(self._address, self._timeout_s, self._server)
-            self._mailbox = StoreMailbox(store, self._address.mailbox_path(self._rank), self._rank)
-            path = self._address.mailbox_path(0)
-            self._control = self._mailbox if self._rank == 0 else StoreMailbox(store, path, 0)
-            self._connections = Connections(self._mailbox, self._address.own_address(), self._timeout_s / 2)
-        assert self._connections is not None
-        self._mailbox.make_room(num_receivers)
+            store = self._store = open_store(self._address, self._timeout_s, self._server)
+            board = StoreBoard(store, self._address.mailbox_path(self._rank), self._rank)
+            board.make_room(num_receivers)
+            self._mailbox = self._control = Mailbox(board)
+            if self._rank != 0:
+                self._control = Mailbox(StoreBoard(store, self._address.mailbox_path(0), 0))
+            address = self._address.own_address()
+            self._connections = Connections(self._mailbox, self._rank, store, address, self._timeout_s / 2)
         return self._mailbox
 
     def paths(self, num_ranks: int) -> tuple[str, ...]:
@@ -112,9 +115,9 @@ class TrainerLink:
     def close(self) -> None:
         self.close_connections()
         self._staging.close()
-        if self._mailbox is not None:
-            self._mailbox.store.close()
-        self._mailbox = self._control = self._connections = self._server = None
+        if self._store is not None:
+            self._store.close()
+        self._store = self._mailbox = self._control = self._connections = self._server = None
         self._identity = (0, 0)
 
 

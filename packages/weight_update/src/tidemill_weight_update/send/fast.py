@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import Mailbox, path_of
+from tidemill_weight_update.control.board import SharedBoard, path_of
+from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.allocation import allocations
@@ -59,10 +59,10 @@ class FastPath:
         self._timeout_s = timeout_s
         self._group_rank = group_rank
         self._link = None if link is None else _trainer_link(link, group_rank, bucket_bytes, timeout_s)
-        self._mailbox: Mailbox | None = None
+        self._board: SharedBoard | None = None
         self._sequence = 0
         self._sender: Sender | None = None
-        self._control: Channel | None = None
+        self._control: Mailbox | None = None
         self._fingerprint = Fingerprint([])
         self._prepared: list[PreparedBucket] = []
         self.plain = self._kept_plain = PlainNames()
@@ -94,11 +94,11 @@ class FastPath:
         if self._link is not None:
             return self._link.open()
         if self._sender is None:
-            self._mailbox = Mailbox.create()
-            self._sender = Sender(self._mailbox, self._bucket_bytes, self._allow_non_finite)
-        assert self._mailbox is not None
-        self._mailbox.begin(sequence)
-        return self._mailbox.identity
+            self._board = SharedBoard.create()
+            self._sender = Sender(Mailbox(self._board), self._bucket_bytes, self._allow_non_finite)
+        assert self._board is not None
+        self._sender.mailbox.begin(sequence)
+        return self._board.identity
 
     def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
         """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update.
@@ -123,7 +123,7 @@ class FastPath:
         return self._link.paths(len(begun))
 
     @property
-    def mailbox(self) -> Channel:
+    def mailbox(self) -> Mailbox:
         return self._require_sender().mailbox
 
     def fail(self) -> None:
@@ -249,7 +249,7 @@ class FastPath:
             self._is_being_read = False
             self._items, self._pieces = [], []
 
-    def _new_readers(self, own: Channel, control: str, num_receivers: int) -> Readers:
+    def _new_readers(self, own: Mailbox, control: str, num_receivers: int) -> Readers:
         if self._link is not None:
             return self._link.readers(self._sequence, num_receivers)
         if self._control is not None and not (self._control.path == control and self._control.is_current()):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient, HoldingClient
-from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED
+from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.control.request import Request
 
@@ -115,7 +114,7 @@ class Fleet:
             if not member.stopped:  # pausing again would let SGLang start requests in between
                 member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
 
-    def load(self, request: Callable[[Member], Request], control: Channel) -> None:
+    def load(self, request: Callable[[Member], Request], control: Mailbox) -> None:
         """Call `load` of all engines with the tidemill loader, in threads."""
         for member in self.members:
             if not member.rows:
@@ -126,12 +125,12 @@ class Fleet:
                 continue
             self._start(self._load, member, load_request, control)
 
-    def exclude(self, sequence: int, control: Channel) -> None:
+    def exclude(self, sequence: int, control: Mailbox) -> None:
         """Exclude all engine ranks, so that other trainer ranks do not wait for engines that were not called."""
         for row in range(self.num_receivers):
             control.exclude(sequence, row)
 
-    def hold(self, sequence: int, control: Channel, readers: Readers) -> None:
+    def hold(self, sequence: int, control: Mailbox, readers: Readers) -> None:
         """Hold back requests that wait for the end of `load`, for engines where they could start before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
         if not held:
@@ -149,7 +148,7 @@ class Fleet:
             if not call.done():
                 self._fail_late(member, "it did not hold back requests in time", sequence, control)
 
-    def join(self, sequence: int, control: Channel) -> None:
+    def join(self, sequence: int, control: Mailbox) -> None:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
         try:
             for call in self.calls:
@@ -162,7 +161,7 @@ class Fleet:
                     self._fail_and_exclude(member, why, sequence, control)
             raise
 
-    def _fail_late(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+    def _fail_late(self, member: Member, why: str, sequence: int, control: Mailbox) -> None:
         """Mark a late engine as failed; `_load` determines whether it changed anything when it returns."""
         member.fail(why, unchanged=True)
         self._exclude(member, sequence, control)
@@ -178,7 +177,7 @@ class Fleet:
             raise
         return call
 
-    def _load(self, member: Member, request: Request, control: Channel) -> None:
+    def _load(self, member: Member, request: Request, control: Mailbox) -> None:
         try:
             member.client.load(request, flush_cache=self.flushes and member.holding is None)
             self._check_reports(member, request.sequence, control)
@@ -189,7 +188,7 @@ class Fleet:
         if member.error is not None and not member.unchanged and not member.paused:  # at once: others may take long
             self._stop(member)
 
-    def _fail_and_exclude(self, member: Member, why: str, sequence: int, control: Channel) -> None:
+    def _fail_and_exclude(self, member: Member, why: str, sequence: int, control: Mailbox) -> None:
         """Exclude an engine whose client failed, and determine what it holds."""
         unchanged = False
         try:
@@ -199,11 +198,11 @@ class Fleet:
             why = f"{why}; the state of its ranks cannot be read: {error}"
         member.fail(why, unchanged=unchanged)
 
-    def _exclude(self, member: Member, sequence: int, control: Channel) -> None:
+    def _exclude(self, member: Member, sequence: int, control: Mailbox) -> None:
         for row in member.rows:
             control.exclude(sequence, row)
 
-    def _check_reports(self, member: Member, sequence: int, control: Channel) -> None:
+    def _check_reports(self, member: Member, sequence: int, control: Mailbox) -> None:
         states = [control.state(sequence, row) for row in member.rows]
         if not any(states):
             raise RuntimeError(

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.control.channel import Channel, Place
 from tidemill_weight_update.control.descriptor import (
     BucketDescriptor,
     descriptor_to_json,
     listing_to_json,
     memory_to_json,
 )
+from tidemill_weight_update.control.mailbox import Mailbox, Place
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.copy.copier import SendCopier, send_copier
 from tidemill_weight_update.copy.sums import TensorSums
@@ -62,7 +62,7 @@ class Sender:
         allow_non_finite: whether infinite and NaN elements may be sent.
     """
 
-    def __init__(self, mailbox: Channel, bucket_bytes: int, allow_non_finite: bool) -> None:
+    def __init__(self, mailbox: Mailbox, bucket_bytes: int, allow_non_finite: bool) -> None:
         self.mailbox = mailbox
         self._device = torch.device("cpu")
         self._allow_non_finite = allow_non_finite

@@ -1,13 +1,13 @@
 """The choice of a transport by device."""
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.transport.gloo import GlooWire
-from tidemill_weight_update.transport.link_store import LinkStore
 from tidemill_weight_update.transport.wire import Wire
 
 
-def connect(store: LinkStore, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> Wire:
+def connect(store: Store, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> Wire:
     """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
 
     Args:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
-from tidemill_weight_update.transport.link_store import LinkStore
 from tidemill_weight_update.transport.wire import WireError
 
 
@@ -18,13 +17,13 @@ class GlooWire:
     process exits or closes its side, the wait ends at once.
     """
 
-    def __init__(self, store: LinkStore, name: str, rank: int, address: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-            self._group = ProcessGroupGloo(PrefixStore(name, store.raw()), rank, 2, options)
+            self._group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
         except RuntimeError as error:
             raise WireError(f"could not be connected ({_reason(error)})") from error
         self._peer = 1 - rank

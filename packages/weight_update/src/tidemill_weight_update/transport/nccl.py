@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.control.wait import PollingWait
-from tidemill_weight_update.transport.link_store import LinkError, LinkStore
 from tidemill_weight_update.transport.nccl_library import Communicator, NcclError, unique_id
 from tidemill_weight_update.transport.wire import TRAINER, WireError
 
@@ -25,19 +26,19 @@ class NcclWire:
         timeout_s: longest wait for the other side.
     """
 
-    def __init__(self, store: LinkStore, name: str, rank: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, device: torch.device, timeout_s: float) -> None:
         self._device = device
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
         try:
             if rank == TRAINER:
                 identity = unique_id()
-                store.set(f"{name}/nccl", identity)
+                store.set(f"{name}/nccl", identity)  # type: ignore[arg-type]
             else:
                 identity = store.get(f"{name}/nccl")
             with torch.cuda.device(device):
                 self._communicator = Communicator(identity, rank, 2)
-        except (NcclError, LinkError) as error:
+        except (NcclError, DistError) as error:
             raise WireError(f"could not be connected ({error})") from error
         try:
             self._until(self._communicator.is_settled, timeout_s, _nothing)

@@ -1,4 +1,4 @@
-"""Contract of both mailboxes of trainer ranks: in shared memory, and over a network."""
+"""Contract of mailboxes over both boards: in shared memory, and in a store over a network."""
 
 import os
 import socket
@@ -10,10 +10,20 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from tidemill_weight_update.control.channel import Channel
-from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, IDLE, LOADED, MIXED, Mailbox, fitting
-from tidemill_weight_update.remote.store_mailbox import StoreMailbox
-from tidemill_weight_update.transport.link_store import LinkError, LinkStore
+from tidemill_weight_update.control import wait
+from tidemill_weight_update.control.board import MAX_TENSORS, LinkError
+from tidemill_weight_update.control.mailbox import (
+    ATTACHED,
+    CHECKED,
+    IDLE,
+    LOADED,
+    MIXED,
+    Mailbox,
+    Reader,
+    ReaderState,
+    fitting,
+)
+from tidemill_weight_update.remote.store_board import LinkStore, StoreBoard
 from torch.distributed import TCPStore
 
 
@@ -21,8 +31,8 @@ from torch.distributed import TCPStore
 class Sides:
     """Views of one mailbox: the trainer rank's, and those of two engine ranks."""
 
-    trainer: Channel
-    engines: tuple[Channel, Channel]
+    trainer: Mailbox
+    engines: tuple[Mailbox, Mailbox]
 
 
 @pytest.fixture
@@ -48,10 +58,11 @@ def sides(request) -> Iterator[Sides]:
         engines = Mailbox.open(trainer.path), Mailbox.open(trainer.path)
     else:
         server = request.getfixturevalue("server")
-        trainer = StoreMailbox(link(server), "path", 0)
-        trainer.make_room(8)
-        trainer.begin(0)
-        engines = tuple(StoreMailbox(link(client(server)), "path", 0) for _ in range(2))
+        board = StoreBoard(link(server), "path", 0)
+        board.make_room(8)
+        trainer = Mailbox(board)
+        engines = tuple(Mailbox(StoreBoard(link(client(server)), "path", 0)) for _ in range(2))
+    trainer.begin(0)
     yield Sides(trainer, engines)
     for box in (trainer, *engines):
         box.close()
@@ -94,15 +105,21 @@ def test_state_of_another_update_is_ignored(sides):
     assert engine.listing(2) == (False, None)
     assert engine.announced(2, 0) is None
     assert trainer.state(2, 0) == IDLE
-    assert trainer.acknowledged(2, 0) == 0
+    assert trainer.acknowledged(2, 8).tolist() == [0] * 8
+    assert trainer.readers(2, 8) == [Reader()] * 8
     assert trainer.receiver_pid(2, 0) == 0
     assert not trainer.is_excluded(2, 0)
     with pytest.raises(RuntimeError, match="cancelled update 1"):
         engine.num_buckets(1)
 
 
-def test_failed_trainer_raises_on_engine_ranks(sides):
+@pytest.mark.parametrize("num_buckets", [None, 3])
+def test_failed_trainer_raises_on_engine_ranks(sides, num_buckets):
     sides.trainer.begin(1)
+    if num_buckets is not None:
+        sides.trainer.announce(1, None)
+        sides.trainer.finish(1, num_buckets)
+        assert sides.engines[0].num_buckets(1) == num_buckets
     sides.trainer.fail(1)
     with pytest.raises(RuntimeError, match="the trainer failed while sending"):
         sides.engines[0].num_buckets(1)
@@ -158,7 +175,7 @@ def test_acknowledgements_and_exclusions_are_per_rank(sides):
     trainer.begin(1)
     first.acknowledge(1, 0, 4)
     second.acknowledge(1, 5, 1 << 31)
-    assert [trainer.acknowledged(1, row) for row in (0, 1, 5)] == [4, 0, 1 << 31]
+    assert trainer.acknowledged(1, 6).tolist() == [4, 0, 0, 0, 0, 1 << 31]
     trainer.exclude(1, 0)
     trainer.exclude(1, 5)
     assert [first.is_excluded(1, row) for row in (0, 1, 5)] == [True, False, True]
@@ -192,30 +209,67 @@ def test_exited_engine_rank_is_detected(sides, monkeypatch):
 
 def test_process_of_another_machine_is_never_considered_exited(server, monkeypatch):
     """A process id that is unused here may be in use there."""
-    box = StoreMailbox(link(server), "path", 0)
-    box.make_room(1)
+    board = StoreBoard(link(server), "path", 0)
+    board.make_room(1)
+    box = Mailbox(board)
     box.begin(1)
-    monkeypatch.setattr("tidemill_weight_update.remote.store_mailbox.here", lambda: "another machine")
+    monkeypatch.setattr(wait, "here", lambda: 1)
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
-    StoreMailbox(link(client(server)), "path", 0).report(1, 0, ATTACHED, {})
+    Mailbox(StoreBoard(link(client(server)), "path", 0)).report(1, 0, ATTACHED, {})
     monkeypatch.undo()
     assert box.receiver_pid(1, 0) == 2**22 + 1
     assert not box.receiver_has_exited(1, 0)
+
+
+def test_reader_that_waits_for_a_bucket_is_seen_by_its_trainer_rank(sides):
+    trainer, (first, second) = sides.trainer, sides.engines
+    trainer.begin(4)
+    first.acknowledge(4, 0, 1)
+    first.wait_for(4, 0, 1, wire=2**62 - 1, parts=(2**56 - 1, 77))
+    second.acknowledge(4, 2, 2)
+    waiting, absent, mapping = trainer.readers(4, 3)
+    assert waiting == Reader(1, ReaderState.WAITS, 2**62 - 1, (2**56 - 1, 77))
+    assert [waiting.waits_for(bucket) for bucket in range(3)] == [False, True, False]
+    assert absent == Reader()
+    assert mapping == Reader(2, ReaderState.MAPS)
+    assert trainer.acknowledged(4, 3).tolist() == [1, 0, 2]
+
+
+def test_too_many_tensors_are_refused(sides):
+    sides.trainer.begin(1)
+    many = np.zeros(MAX_TENSORS + 1, np.int64)
+    with pytest.raises(ValueError, match=f"at most {MAX_TENSORS} tensors, got {MAX_TENSORS + 1}"):
+        sides.engines[0].write_totals(0, many, many)
+
+
+def test_journal_beyond_its_area_is_refused_in_shared_memory():
+    box = Mailbox.create()
+    with pytest.raises(RuntimeError, match="the journal of the tensors needs more than 805306368 bytes"):
+        box.write_journal(805306360, b"123456789")
+    box.close()
 
 
 # The store below.
 
 
 def test_values_of_another_link_are_not_found(server):
-    link(server, "first").set("one", b"value")
-    assert link(client(server), "first").get("one") == b"value"
+    first = StoreBoard(link(server, "first"), "path", 0)
+    first.write("journal", 0, b"value")
+    assert StoreBoard(link(client(server), "first"), "path", 0).read("journal", 0, 5) == b"value"
     with pytest.raises(LinkError, match="does not respond"):
-        link(client(server, timeout_s=0.2), "second").get("one")
+        StoreBoard(link(client(server, timeout_s=0.2), "second"), "path", 0).read("journal", 0, 5)
 
 
-def test_unresponsive_store_is_an_error_and_marked_broken(server):
-    store = link(client(server, timeout_s=0.2))
-    assert not store.is_broken
+def test_unresponsive_store_is_an_error_and_marks_the_board(server):
+    board = StoreBoard(link(client(server, timeout_s=0.2)), "path", 0)
+    assert board.is_current()
     with pytest.raises(LinkError, match="does not respond"):
-        store.get("never set")
-    assert store.is_broken
+        board.get("trainer", 0)
+    assert not board.is_current()
+
+
+def test_closed_store_is_refused(server):
+    store = link(server)
+    store.close()
+    with pytest.raises(LinkError, match="closed"):
+        StoreBoard(store, "path", 0).get("trainer", 0)

@@ -1,0 +1,190 @@
+"""Boards: what trainer ranks and engine ranks share, as small records and blobs of bytes.
+
+Each trainer rank has a board. A record is a row of 64-bit words, a blob has a place in an area; each has one writer.
+`mailbox.Mailbox` is the protocol: who writes which of them when.
+"""
+
+import mmap
+import os
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORDS = 8
+"""Words of a record: one cache line."""
+MAX_RECEIVERS = 256
+"""Engine ranks that a board in shared memory has room for."""
+MAX_TENSORS = 1 << 18
+"""Tensors of an update whose totals fit into shared memory."""
+REPLY_BYTES = 1 << 16
+"""Longest reply of an engine rank."""
+
+Record = Literal["trainer", "bucket", "reader", "report", "excluded"]
+Area = Literal["journal", "checksums", "replies", "totals", "parts"]
+
+NUM_SLOTS = 2
+"""Rows of the record "bucket"."""
+
+
+class LinkError(RuntimeError):
+    """The connection to a board in a store broke."""
+
+
+class Board(Protocol):
+    """One process's view of a board.
+
+    Attributes:
+        path: path by which engine ranks open it.
+    """
+
+    path: str
+
+    def put(self, record: Record, row: int, *words: int) -> None:
+        """Write the words of a record, the first one last: whoever reads it finds the others."""
+        ...
+
+    def get(self, record: Record, row: int) -> list[int]:
+        """Return all words of a record, the first one read first. Words that were never written are 0."""
+        ...
+
+    def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
+        """Return the words of the first rows: int64 [num_rows, WORDS]."""
+        ...
+
+    def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
+        """Write a blob; the record that announces it is put afterwards."""
+        ...
+
+    def read(self, area: Area, at: int, num_bytes: int) -> bytes | NDArray[np.uint8]:
+        """Return a blob that was written at this place; the caller knows its length."""
+        ...
+
+    def is_current(self) -> bool:
+        """Return whether `path` still leads to this board."""
+        ...
+
+    def close(self) -> None: ...
+
+
+_FIRST: dict[Record, int] = {
+    "trainer": 0,
+    "bucket": 1,
+    "reader": 1 + NUM_SLOTS,
+    "report": 1 + NUM_SLOTS + MAX_RECEIVERS,
+    "excluded": 1 + NUM_SLOTS + 2 * MAX_RECEIVERS,
+}
+"""Row of the first record of each kind."""
+_NUM_RECORDS = 1 + NUM_SLOTS + 3 * MAX_RECEIVERS
+_TOTALS_END = (1 << 30) + 2 * MAX_RECEIVERS * MAX_TENSORS * 8
+_AREAS: dict[Area, tuple[int, int, int]] = {
+    "replies": (1 << 20, REPLY_BYTES, 128 << 20),
+    "checksums": (128 << 20, 8, 256 << 20),
+    "journal": (256 << 20, 1, 1 << 30),
+    "totals": (1 << 30, MAX_TENSORS * 8, _TOTALS_END),
+}
+"""First byte, bytes per place, and end of each area. Engines that map the trainer's memory need no "parts"."""
+
+
+class SharedBoard:
+    """A board in a memfd, so nothing is left behind when a process exits.
+
+    Other processes of the same user open it as `/proc/<pid>/fd/<n>` and compare its inode, because the descriptor
+    number may belong to a later board. It is large and sparse: pages exist once they are written. A word is stored and
+    loaded at once, because it is aligned to 8 bytes.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        self._fd = fd
+        memory = mmap.mmap(fd, _TOTALS_END)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._words = memoryview(memory)[: _NUM_RECORDS * WORDS * 8].cast("q")  # its words are faster than an array's
+
+    @classmethod
+    def create(cls) -> "SharedBoard":
+        fd = os.memfd_create("tidemill-board")
+        os.ftruncate(fd, _TOTALS_END)
+        return cls(fd, path_of((os.getpid() << 32 | fd, os.fstat(fd).st_ino)))
+
+    @classmethod
+    def open(cls, path: str) -> "SharedBoard":
+        """Open the board of another process.
+
+        Raises:
+            RuntimeError: that process has exited or closed it, or runs on another machine, in another container or as
+                another user.
+        """
+        file, _, inode = path.partition("#")
+        try:
+            fd = os.open(file, os.O_RDWR)
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot open the trainer's memory {file} ({error.strerror}): engine and trainer must run on one "
+                f"machine, in one PID namespace and as one user, and the trainer must be alive; for engines on other "
+                f"machines pass link=GroupLink(...) to WeightUpdater"
+            ) from error
+        if str(os.fstat(fd).st_ino) != inode:
+            os.close(fd)
+            raise RuntimeError(
+                f"the trainer's memory {file} is closed (its file descriptor was reused): the WeightUpdater was "
+                f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
+                f"link=GroupLink(...)"
+            )
+        return cls(fd, path)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Owner's process ID and file descriptor in one number, and the inode of the file; for its owner only."""
+        return os.getpid() << 32 | self._fd, os.fstat(self._fd).st_ino
+
+    def put(self, record: Record, row: int, *words: int) -> None:
+        place = (_FIRST[record] + row) * WORDS
+        for index in range(len(words) - 1, -1, -1):
+            self._words[place + index] = words[index]
+
+    def get(self, record: Record, row: int) -> list[int]:
+        place = (_FIRST[record] + row) * WORDS
+        return [self._words[place], *self._words[place + 1 : place + WORDS].tolist()]
+
+    def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
+        start = _FIRST[record] * WORDS
+        words = np.frombuffer(self._words, np.int64)[start : start + num_rows * WORDS].reshape(num_rows, WORDS)
+        first = words[:, 0].copy()
+        rows = words.copy()
+        rows[:, 0] = first
+        return rows
+
+    def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
+        first, size, end = _AREAS[area]
+        start = first + at * size
+        view = np.frombuffer(data, np.uint8)
+        if start + len(view) > end:
+            raise RuntimeError(
+                f"the {area} of the tensors needs more than {end - first} bytes of shared memory; send fewer or larger "
+                f"tensors, or create a new WeightUpdater"
+            )
+        self._bytes[start : start + len(view)] = view
+
+    def read(self, area: Area, at: int, num_bytes: int) -> NDArray[np.uint8]:
+        first, size, _ = _AREAS[area]
+        start = first + at * size
+        return self._bytes[start : start + num_bytes]
+
+    def is_current(self) -> bool:
+        file, _, inode = self.path.partition("#")
+        try:
+            return str(os.stat(file).st_ino) == inode
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the file; the memory is released with the last array that `read` returned."""
+        del self._bytes, self._words
+        os.close(self._fd)
+
+
+def path_of(identity: tuple[int, int]) -> str:
+    """Return the path by which other processes open the board with this `SharedBoard.identity`."""
+    where, inode = identity
+    return f"/proc/{where >> 32}/fd/{where & 0xFFFFFFFF}#{inode}"
