@@ -168,7 +168,6 @@ class Mailbox:
     def close(self) -> None:
         if self.remote_input is not None:
             self.remote_input.close()
-            self.remote_input = None  # breaks a reference cycle that would keep the board open until garbage collection
         self.board.close()
 
     # The trainer rank writes.

@@ -140,10 +140,9 @@ class EngineLinks:
         link = self._links.get(address)
         if link is None or link.store.is_broken:
             link = self._links[address] = EngineLink(address, self._device, timeout_s)
-        mailbox = Mailbox(StoreBoard(link.store, path, rank))
-        if not can_map(*mailbox.owner):
-            mailbox.remote_input = StoreInput(link, mailbox, rank)
-        return mailbox
+        board = StoreBoard(link.store, path, rank)
+        view = Mailbox(board)
+        return view if can_map(*view.owner) else Mailbox(board, StoreInput(link, view, rank))
 
     def keep(self, paths: Iterable[str]) -> None:
         """Close the links that none of these mailboxes needs."""
