@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from tidemill_weight_update.copy.checksum import checksum
-from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from torch import Tensor
 

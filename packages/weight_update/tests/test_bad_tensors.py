@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.copy import host
+from tidemill_weight_update.copy import copier
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, tensors
 
 MODES = ["complete", "streaming"]
@@ -127,7 +127,7 @@ def test_non_finite_values_are_not_counted_if_allowed(monkeypatch):
     def count(elements):
         raise AssertionError("counted")
 
-    monkeypatch.setattr(host, "count_non_finite", count)
+    monkeypatch.setattr(copier, "count_non_finite", count)
     with pytest.raises(AssertionError):
         WeightUpdater([ToyEngine()]).update(tensors().items(), 1)
     assert WeightUpdater([ToyEngine()], allow_non_finite=True).update(tensors().items(), 1).verified

@@ -23,7 +23,7 @@ from tidemill_weight_update.control.mailbox import (
     ReaderState,
     fitting,
 )
-from tidemill_weight_update.remote.store_board import LinkStore, StoreBoard
+from tidemill_weight_update.remote.group_link import LinkStore, StoreBoard
 from torch.distributed import TCPStore
 
 

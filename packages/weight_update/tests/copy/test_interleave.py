@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tidemill_weight_update.copy import interleave as pace
-from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.interleave import PIECE_ELEMENTS, interleave
+from tidemill_weight_update.copy import tiles
+from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
+from tidemill_weight_update.copy.tiles import PIECE_ELEMENTS, interleave
 
 BF16 = torch.bfloat16
 
@@ -27,8 +27,8 @@ def test_reordered_table_does_the_same_copies(data):
     case = copy_tables.copies_of_shapes(rng, shapes, BF16, torch.float32, align=1)
     origin = np.array(data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3), "origins"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pace, "PIECE_ELEMENTS", 64)
-        patch.setattr(pace, "_ROWS", 4)
+        patch.setattr(tiles, "PIECE_ELEMENTS", 64)
+        patch.setattr(tiles, "_ROWS", 4)
         table = interleave(case.table, origin)
     memories, targets = case.memories(0), case.targets()
     wanted, checksums, counts = case.expected(memories, "source")

@@ -177,15 +177,15 @@ def test_iterator_that_raises_aborts_the_update_and_the_next_one_works(closing, 
 
 
 def test_connections_are_reused_and_reopened_when_engines_change(closing, remote, monkeypatch):
-    from tidemill_weight_update.remote import connections
+    from tidemill_weight_update.remote import trainer_link
 
     made: list[str] = []
 
-    def connect(store, name, *args, original=connections.connect):
+    def connect(store, name, *args, original=trainer_link.connect):
         made.append(name)
         return original(store, name, *args)
 
-    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(trainer_link, "connect", connect)
     first, second = closing(RemoteEngine, remote[:1], "first"), closing(RemoteEngine, remote[1:3], "second")
     updater = linked(closing, [first])
 

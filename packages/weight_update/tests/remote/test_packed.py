@@ -7,8 +7,8 @@ from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.receive.bucket_copies import BucketCopies
-from tidemill_weight_update.remote.connections import Message, batches
-from tidemill_weight_update.remote.packed import pack_descriptor, parts_from_json, parts_of, parts_to_json
+from tidemill_weight_update.remote.packed import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
+from tidemill_weight_update.remote.trainer_link import batches
 from tidemill_weight_update.send.fast_bucket import in_arena
 from tidemill_weight_update.tensors.box import Box
 from tidemill_weight_update.tensors.shards import Piece

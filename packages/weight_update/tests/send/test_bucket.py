@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tidemill_weight_update.copy.alignment import ALIGNMENT
+from tidemill_weight_update.copy.table import ALIGNMENT
 from tidemill_weight_update.send.bucket import plan_buckets
 from tidemill_weight_update.tensors.shards import LocalShard, shard_range
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.plan import recorder
+from tidemill_weight_update.plan import record as recorder
 from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.send import sender
 from torch import Tensor, nn

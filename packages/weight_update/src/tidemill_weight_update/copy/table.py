@@ -11,6 +11,16 @@ from tidemill_weight_update.plan.plan import Copy
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 from tidemill_weight_update.tensors.spec import SourceSpec
 
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this many bytes, so that views of any dtype are valid and copies are
+vectorized.
+"""
+
+
+def aligned(offset: int) -> int:
+    """Return the smallest multiple of ALIGNMENT that is at least `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

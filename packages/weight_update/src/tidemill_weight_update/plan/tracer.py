@@ -9,10 +9,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tidemill_weight_update.plan.coverage import Place, Write
-from tidemill_weight_update.plan.operation import constant, is_view, returned, written
 from tidemill_weight_update.plan.origin import Origin, Part, UntraceableError, trace
 from tidemill_weight_update.plan.plan import Copy, Fill
-from tidemill_weight_update.plan.traced import ConversionError, Traced, origin_of, rounding, traced_arguments, view_of
+from tidemill_weight_update.plan.traced import (
+    ConversionError,
+    Traced,
+    constant,
+    is_view,
+    origin_of,
+    returned,
+    rounding,
+    traced_arguments,
+    view_of,
+    written,
+)
 from tidemill_weight_update.tensors.box import Box
 from tidemill_weight_update.tensors.spec import SourceSpec
 

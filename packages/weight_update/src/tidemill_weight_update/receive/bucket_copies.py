@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.copy.host import HostCopier
-from tidemill_weight_update.copy.interleave import interleave
-from tidemill_weight_update.copy.sums import TensorSums
+from tidemill_weight_update.copy.checksum import TensorSums
+from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import CopyTable, build_tables
+from tidemill_weight_update.copy.tiles import interleave
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import Copy, CopyPlan

@@ -17,7 +17,7 @@ from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.plan.recorder import Recorder
+from tidemill_weight_update.plan.record import Recorder
 from tidemill_weight_update.receive.bucket_copies import BucketCopies
 from tidemill_weight_update.receive.manifest import DescriptorKey, Manifest
 from tidemill_weight_update.receive.peers import Peers

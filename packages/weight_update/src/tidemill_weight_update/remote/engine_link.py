@@ -12,13 +12,9 @@ from tidemill_weight_update.control.mailbox import Mailbox, Place
 from tidemill_weight_update.control.wait import can_map
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.remote.connections import wire_name
-from tidemill_weight_update.remote.group_link import LinkAddress
+from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
 from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
-from tidemill_weight_update.remote.store_board import StoreBoard
-from tidemill_weight_update.remote.trainer_link import open_store
-from tidemill_weight_update.transport.connect import connect
-from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError
+from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError, connect
 
 
 class EngineLink:

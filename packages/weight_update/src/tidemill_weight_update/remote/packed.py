@@ -1,14 +1,20 @@
-"""The part of a bucket that one engine rank reads, packed so that nothing else is sent. Pure."""
+"""The part of a bucket that one engine rank reads, packed so that nothing else is sent."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
+from tidemill_weight_update.copy.copier import HostCopier
+from tidemill_weight_update.copy.table import CopyTable, Shard, aligned, build_tables
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.copy.cuda import CudaCopier
 
 Parts = tuple[tuple[Box, ...], ...]
 """For each source of a bucket, disjoint boxes, each inside one of the bucket's shards."""
@@ -87,3 +93,25 @@ def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple
     ]
     shards = {source.name: held for source, held in zip(descriptor.sources, descriptor.shards, strict=True)}
     return build_tables(copies, descriptor.sources, shards, ("message",))
+
+
+class Message:
+    """The part of a bucket that is sent to engine ranks which read the same parts."""
+
+    def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
+        packed = pack_descriptor(descriptor, parts_from_json(parts))
+        self.num_bytes = packed.num_bytes
+        self.is_whole_bucket = packed.descriptor.shards == descriptor.shards
+        self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
+        self._gpu_copier: CudaCopier | None = None
+
+    def fill(self, arena: Tensor, place: Tensor) -> None:
+        """Copy the parts from the bucket's arena to `place`, uint8 [num_bytes]; on a GPU, queue the copy."""
+        if arena.device.type == "cpu":
+            HostCopier(self._tables, [place]).run([arena])
+            return
+        from tidemill_weight_update.copy.cuda import CudaCopier
+
+        if self._gpu_copier is None:
+            self._gpu_copier = CudaCopier(self._tables, arena.device)
+        self._gpu_copier.run([arena.data_ptr()], [place.data_ptr()])

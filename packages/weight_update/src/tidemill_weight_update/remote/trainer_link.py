@@ -1,17 +1,246 @@
-"""The trainer rank's side of a link."""
+"""The trainer rank's side of a link: the store, wires to engine ranks, and buckets over them."""
 
 import secrets
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from tidemill_weight_update.control.board import LinkError
-from tidemill_weight_update.control.mailbox import Mailbox
-from tidemill_weight_update.remote.connections import Connections
-from tidemill_weight_update.remote.delivery import RemoteReaders, Staging
-from tidemill_weight_update.remote.group_link import GroupLink, LinkAddress, listen
-from tidemill_weight_update.remote.store_board import LinkStore, StoreBoard
+from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.control.mailbox import Mailbox, Place, Reader, ReaderState
+from tidemill_weight_update.control.readers import Readers
+from tidemill_weight_update.control.wait import PollingWait
+from tidemill_weight_update.copy.table import aligned
+from tidemill_weight_update.remote.group_link import (
+    GroupLink,
+    LinkAddress,
+    LinkStore,
+    StoreBoard,
+    listen,
+    open_store,
+    wire_name,
+)
+from tidemill_weight_update.remote.packed import Message
+from tidemill_weight_update.transport.wire import TRAINER, Wire, WireError, connect
+
+
+class Connections:
+    """The wires of a trainer rank to the engine ranks of a link, and the messages for them, kept between updates.
+
+    The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
+    opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
+
+    Args:
+        mailbox: mailbox of this trainer rank.
+        rank: this trainer rank.
+        store: store through which wires find each other.
+        address: address of this machine on which wires listen.
+        timeout_s: longest wait for an engine rank to connect.
+    """
+
+    def __init__(self, mailbox: Mailbox, rank: int, store: LinkStore, address: str, timeout_s: float) -> None:
+        self._mailbox = mailbox
+        self._rank = rank
+        self._store = store
+        self._address = address
+        self._timeout_s = timeout_s
+        self._wires: dict[int, tuple[int, Wire]] = {}
+        self._messages: dict[tuple[Place, Place], Message] = {}
+
+    def message(self, reader: Reader, place: Place, descriptor: BucketDescriptor) -> Message:
+        """Return the message for what the engine rank reads of the descriptor at `place`."""
+        key = place, reader.parts
+        if key not in self._messages:
+            self._messages[key] = Message(descriptor, bytes(self._mailbox.board.read("parts", *reader.parts)))
+        return self._messages[key]
+
+    def wire(self, row: int, reader: Reader, device: torch.device) -> Wire:
+        """Return the wire to the engine rank in `row`; connect if there is none.
+
+        Raises:
+            WireError: it could not be connected.
+        """
+        if row in self._wires and self._wires[row][0] != reader.wire:
+            self.drop(row)
+        if row not in self._wires:
+            name = wire_name(self._rank, row, reader.wire)
+            at = TRAINER, device, self._address, self._timeout_s
+            self._wires[row] = reader.wire, self._store.call(lambda store: connect(store, name, *at))
+        return self._wires[row][1]
+
+    def drop(self, row: int) -> None:
+        """Close the wire to an engine rank."""
+        if row in self._wires:
+            self._wires.pop(row)[1].close()
+
+    def close_all(self) -> None:
+        for row in list(self._wires):
+            self.drop(row)
+
+
+def batches(messages: Sequence[Message], max_bytes: int) -> list[list[Message]]:
+    """Return the distinct messages in groups of at most `max_bytes` each, or a single message of any size."""
+    groups: list[list[Message]] = []
+    room = 0
+    for message in dict.fromkeys(messages):
+        if not groups or message.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(message)
+        room -= message.num_bytes
+    return groups
+
+
+class RemoteReaders(Readers):
+    """Engine ranks behind a link. Each requests a bucket when it is ready to receive it, and only then is it sent.
+
+    Nothing is sent to a rank that does not wait for it, and every request is served at once, in any order. So no two
+    processes wait for each other in a cycle, in whatever order engine ranks visit trainer ranks.
+
+    An engine rank that does nothing for half the time that an engine waits for its trainer is dropped, so that engines
+    that wait for the next bucket meanwhile do not time out. The client of its engine reports the failure.
+
+    Args:
+        sequence: number of the update.
+        own: mailbox of this trainer rank.
+        control: mailbox of trainer rank 0.
+        num_receivers: number of engine ranks.
+        timeout_s: longest wait for one of them to make progress.
+        connections: wires to the engine ranks.
+        staging: memory to pack messages in, kept between updates.
+    """
+
+    def __init__(
+        self,
+        sequence: int,
+        own: Mailbox,
+        control: Mailbox,
+        num_receivers: int,
+        timeout_s: float,
+        connections: Connections,
+        staging: "Staging",
+    ) -> None:
+        super().__init__(sequence, own, control, num_receivers, timeout_s)
+        self.max_wait_s = timeout_s / 2
+        self._connections = connections
+        self._staging = staging
+
+    def wait(self, num_buckets: int) -> None:
+        wait = PollingWait(self.max_wait_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
+        before: list[int] = []
+        while True:
+            readers = self._read()
+            late = {row for row in self._rows if readers[row].released < num_buckets}
+            released = sorted(readers[row].released for row in late)
+            if not late:
+                return
+            if released != before:
+                before = released
+                wait.progress()
+            self._pause(wait, late, readers)
+
+    def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
+        if arena is None:
+            return
+        pending = set(self._rows)
+        wait = PollingWait(self.max_wait_s, f"engines to receive bucket {bucket}", self._drop_exited)
+        while pending := pending & self._rows:
+            readers = self._read()
+            waiting = {row: readers[row] for row in pending if readers[row].waits_for(bucket)}
+            done = {row for row in pending if readers[row].state == ReaderState.MAPS or readers[row].released > bucket}
+            pending -= waiting.keys() | done
+            if waiting:
+                self._serve(waiting, place, descriptor, arena)
+                wait.progress()
+            elif pending:
+                self._pause(wait, pending, readers)
+
+    def _read(self) -> list[Reader]:
+        return self._own.readers(self._sequence, self._num_receivers)
+
+    def _pause(self, wait: PollingWait, late: set[int], readers: Sequence[Reader]) -> None:
+        try:
+            wait.pause()
+        except TimeoutError:
+            if any(readers[row].state == ReaderState.MAPS for row in late):
+                raise  # a reader that maps the arena may still read what would be overwritten
+            self._rows.difference_update(late)
+
+    def _serve(self, waiting: Mapping[int, Reader], place: Place, descriptor: BucketDescriptor, arena: Tensor) -> None:
+        messages = {row: self._connections.message(reader, place, descriptor) for row, reader in waiting.items()}
+        for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
+            packed = self._staging.pack(group, arena)
+            if arena.device.type == "cuda":
+                torch.cuda.synchronize(arena.device)  # see NcclWire
+            self._send({row: packed[message] for row, message in messages.items() if message in packed}, waiting)
+
+    def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, Reader]) -> None:
+        """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
+        sending = {}
+        for row, data in packed.items():
+            try:
+                sending[row] = self._connections.wire(row, waiting[row], data.device)
+                sending[row].send(data)
+            except WireError:
+                self._drop(row)
+                sending.pop(row, None)
+        deadline = time.monotonic() + self.max_wait_s
+        for row, wire in sending.items():
+            try:
+                wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
+            except WireError:
+                self._drop(row)
+
+    def _check(self, row: int) -> None:
+        self._drop_exited()
+        if row not in self._rows:
+            raise WireError("was closed because its engine failed")
+
+    def _drop(self, row: int) -> None:
+        self._connections.drop(row)
+        self._rows.discard(row)
+
+
+class Staging:
+    """Memory in which messages are packed.
+
+    Args:
+        num_bytes: size for messages that are sent together; exceeded only if a single message needs more.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory: Tensor | None = None
+
+    def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
+        """Pack the messages from a bucket's arena; the tensors (uint8) are valid until the next call."""
+        packed = {}
+        used = 0
+        for message in messages:
+            if not message.is_whole_bucket:
+                packed[message] = slice(used, used + message.num_bytes)
+                used = aligned(used + message.num_bytes)
+        memory = self._room(used, arena.device)
+        for message, place in packed.items():
+            message.fill(arena, memory[place])
+        return {
+            message: arena[: message.num_bytes] if message.is_whole_bucket else memory[packed[message]]
+            for message in messages
+        }
+
+    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
+        memory = self._memory
+        if memory is None or memory.numel() < num_bytes or memory.device != device:
+            self._memory = None  # free it before the next allocation
+            memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return memory
+
+    def close(self) -> None:
+        self._memory = None
 
 
 class TrainerLink:
@@ -119,24 +348,3 @@ class TrainerLink:
             self._store.close()
         self._store = self._mailbox = self._control = self._connections = self._server = None
         self._identity = (0, 0)
-
-
-def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> LinkStore:
-    """Return a client of a link's store.
-
-    Args:
-        server: the store itself, in the process that hosts it.
-
-    Raises:
-        LinkError: it cannot be reached.
-    """
-    if server is None:
-        try:
-            timeout = timedelta(seconds=timeout_s)
-            server = TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
-        except DistError as error:
-            raise LinkError(
-                f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer "
-                f"is running and that GroupLink(host=...) is an address this machine can reach"
-            ) from error
-    return LinkStore(server, address.session)

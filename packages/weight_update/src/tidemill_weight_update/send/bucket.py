@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.memory.handle import TensorEntry
 from tidemill_weight_update.send.modules import by_module, in_buckets, whole_modules
 from tidemill_weight_update.tensors.shards import ShardLike, check_dense, sent_dtype

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.copy.alignment import aligned
-from tidemill_weight_update.copy.table import CopyTable, Shard, build_tables
+from tidemill_weight_update.copy.table import CopyTable, Shard, aligned, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.plan.plan import Copy
 from tidemill_weight_update.send.modules import by_module, in_buckets

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from tidemill_weight_update.copy.alignment import aligned
+from tidemill_weight_update.copy.table import aligned
 
 T = TypeVar("T")
 

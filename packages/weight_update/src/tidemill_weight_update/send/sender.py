@@ -15,8 +15,8 @@ from tidemill_weight_update.control.descriptor import (
 )
 from tidemill_weight_update.control.mailbox import Mailbox, Place
 from tidemill_weight_update.control.readers import Readers
+from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import SendCopier, send_copier
-from tidemill_weight_update.copy.sums import TensorSums
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_arena
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.send.fast_bucket import FastBucket

@@ -1,4 +1,4 @@
 """Transports for bucket bytes between processes that cannot map each other's memory.
 
-To add one, implement `wire.Wire` in a module of its own and select it in `connect.connect`.
+To add one, implement `wire.Wire` in a module of its own and select it in `wire.connect`.
 """

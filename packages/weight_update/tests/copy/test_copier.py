@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tidemill_weight_update.copy.checksum import checksum
-from tidemill_weight_update.copy.host import HostCopier
+from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
