@@ -6,7 +6,7 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
-from tidemill_weight_update.receive.bucket_copies import BucketCopies
+from tidemill_weight_update.receive.plan_cache import BucketCopies
 from tidemill_weight_update.remote.packed import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
 from tidemill_weight_update.remote.trainer_link import batches
 from tidemill_weight_update.send.fast_bucket import in_arena

@@ -1,52 +1,21 @@
 """One update on one engine rank: check, copy, finish, verify, report."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, LOADED, Mailbox, Place, fitting
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.memory.handle import Memory
-from tidemill_weight_update.memory.mapped import MappedMemories
-from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.plan.record import Recorder
-from tidemill_weight_update.receive.bucket_copies import BucketCopies
-from tidemill_weight_update.receive.manifest import DescriptorKey, Manifest
 from tidemill_weight_update.receive.peers import Peers
+from tidemill_weight_update.receive.plan_cache import BucketCopies, DescriptorKey, Manifest, PlanCache
 from tidemill_weight_update.stages import Stages
-
-
-class ReceiverState(Protocol):
-    """What a session uses of its `Receiver`, which outlives it."""
-
-    model: nn.Module
-    device: torch.device
-    memories: MappedMemories
-    recorder: Recorder
-    checked: tuple[Manifest | None, CopyPlan, NDArray[np.int64]]
-    last_names: Sequence[str]
-    may_ignore: Callable[[str], bool]
-    finish: Callable[[], None]
-
-    def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest: ...
-
-    def read_listing(self, box: Mailbox, listed: Place) -> list[Place]: ...
-
-    def descriptor(self, box: Mailbox, place: Place) -> BucketDescriptor: ...
-
-    def bucket_copies(self, box: Mailbox, place: Place) -> BucketCopies: ...
-
-    def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies: ...
-
-    def arena(self, box: Mailbox, place: Place) -> Memory: ...
 
 
 class UpdateSession:
@@ -57,7 +26,7 @@ class UpdateSession:
         changed: whether parameters may have been written to.
     """
 
-    def __init__(self, receiver: ReceiverState, request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
+    def __init__(self, receiver: PlanCache, request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
