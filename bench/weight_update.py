@@ -1,6 +1,7 @@
 """Benchmark of weight updates: stock SGLang, this package, and the lower bound, with the same tensors in one run.
 
     python bench/weight_update.py --case moe1 --case dense1     one GPU
+    python bench/weight_update.py --case dense1 --case dense1_fp8   the same model in float8 in the engine
     python bench/weight_update.py --case moe2 --case dense2     two GPUs
     python bench/weight_update.py --case moe4 --case dense2x2   four GPUs
     python bench/weight_update.py --case moe4 --case megatron4  the same model from FSDP2 and from Megatron's layout

@@ -22,6 +22,7 @@ class Case:
         layout: Megatron layout over all trainer ranks.
         tp_size: tensor-parallel size of the engine.
         separate: whether the engine has its own GPUs, after those of the trainer.
+        is_fp8: whether the engine's matrices are in block-wise float8; the trainer's are in bfloat16.
         device: "cuda" or "cpu".
         buckets: sizes of the stock batches and buckets in bytes; the second is used for the comparison.
         to_beat: method that our update is compared with, at the second bucket size.
@@ -35,6 +36,7 @@ class Case:
     layout: MegatronLayout | None = None
     tp_size: int = 1
     separate: bool = False
+    is_fp8: bool = False
     device: str = "cuda"
     buckets: tuple[int, ...] = (128 << 20, 512 << 20, 2048 << 20)
     to_beat: str = FLATTENED
@@ -52,8 +54,8 @@ class Case:
         return self.num_trainers + self.tp_size if self.separate else max(self.num_trainers, self.tp_size)
 
     def tiny(self) -> "Case":
-        """Return the same case on CPUs: at most two ranks, a dense model (SGLang supports no MoE on CPUs), small
-        buckets.
+        """Return the same case on CPUs: at most two ranks, a dense model in bfloat16 (SGLang supports neither MoE nor
+        float8 on CPUs), small buckets.
         """
         return replace(
             self,
@@ -64,6 +66,7 @@ class Case:
             tp_size=min(self.tp_size, 2),
             device="cpu",
             buckets=(32 << 10, 128 << 10, 512 << 10),
+            is_fp8=False,
             to_beat=FLATTENED
             if self.to_beat == UPDATE_WEIGHTS
             else self.to_beat,  # update_weights cannot send from a CPU
@@ -79,6 +82,8 @@ CASES = {
     for case in (
         Case(name="moe1", config=MOE, speedup=20, floor_ratio=2),
         _DENSE1,
+        replace(_DENSE1, name="dense1_fp8", is_fp8=True, floor_ratio=3 * 1.7),
+        replace(_DENSE1, name="moe1_fp8", config=MOE, is_fp8=True, floor_ratio=3 * 1.6),
         _MOE2,
         replace(_MOE2, name="dense2", config=DENSE),
         _MOE4,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tidemill_weight_update.fp8 import fp8_launch_args
 from tidemill_weight_update.sglang import sglang_launch_args
 
 from weight_update import probe
@@ -20,6 +21,7 @@ T = TypeVar("T")
 _GPU_ARGS: dict[str, Any] = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
+    "fp8_gemm_runner_backend": "triton",
     "mem_fraction_static": 0.5,
     # Not needed for updates and may fail to start; FlashInfer's fusion would also use NVLink multicast.
     "disable_custom_all_reduce": True,
@@ -44,7 +46,6 @@ class BenchEngine:
         self._tp_size = case.tp_size
         self.engine = sglang.Engine(
             model_path=str(model),
-            load_format="dummy",
             dtype="bfloat16",
             skip_tokenizer_init=True,
             sampling_backend="pytorch",
@@ -55,6 +56,7 @@ class BenchEngine:
             max_running_requests=16,
             log_level="warning",
             **(_GPU_ARGS if case.is_cuda else {"device": "cpu"}),
+            **(fp8_launch_args() if case.is_fp8 else {"load_format": "dummy"}),
             **sglang_launch_args([probe.LOADER]),
         )
         self.manager = self.engine.tokenizer_manager

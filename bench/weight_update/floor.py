@@ -37,7 +37,7 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     local = Floor(
         num_bytes=needed_bytes(weights, case.tp_size),
         bytes_per_s=copy_rate(device, device),
-        what="copy of an engine rank's parameters on its GPU",
+        what="copy of an engine rank's parameters" + (" in bfloat16" if case.is_fp8 else "") + " on its GPU",
     )
     num_moved = 0
     if case.num_trainers > 1:

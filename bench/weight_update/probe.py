@@ -40,7 +40,12 @@ def _scramble(model: torch.nn.Module) -> None:
 def _compare(model: torch.nn.Module) -> list[str]:
     parameters = dict(model.named_parameters())
     assert parameters.keys() == _remembered.keys(), "call remember before compare"
-    return [name for name, known in _remembered.items() if not torch.equal(known, parameters[name])]
+    return [name for name, known in _remembered.items() if not torch.equal(_bytes(known), _bytes(parameters[name]))]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, because float8 tensors cannot be compared."""
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
 def _forget(model: torch.nn.Module) -> None:

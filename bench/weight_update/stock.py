@@ -60,7 +60,7 @@ class StockTensors:
 
         for index, run in enumerate(runs):
             is_last = index == len(runs) - 1
-            named = [(name, self._trainer.full(name)) for name in run]
+            named = self._trainer.in_engine_dtype((name, self._trainer.full(name)) for name in run)
             payload = MultiprocessingSerializer.serialize(_flattened(named) if flattened else named)
             payloads: list[Any] = [None] * self._trainer.num_ranks
             dist.gather_object(payload, payloads if self._trainer.rank == 0 else None, dst=0)

@@ -1,6 +1,6 @@
 """One rank of the trainer: its process group and its weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from tidemill_weight_update import LocalShard
+from tidemill_weight_update.fp8 import BlockFp8
 from torch import Tensor
 
 from weight_update.case import Case
@@ -61,6 +62,7 @@ class Trainer:
         )
         torch.manual_seed(rank)
         self._piece = self._hold(case)
+        self._in_fp8 = BlockFp8(self._piece.named) if case.is_fp8 else None
         self.change()
 
     def _hold(self, case: Case) -> HeldWeights:
@@ -70,8 +72,12 @@ class Trainer:
 
     @property
     def named(self) -> Sequence[tuple[str, Tensor | LocalShard]]:
-        """The part of the weights that this rank holds, as arguments for the updater."""
-        return self._piece.named
+        """The part of the weights that this rank holds, as arguments for the updater; in float8 if the engine is."""
+        return self._piece.named if self._in_fp8 is None else self._in_fp8.quantize()
+
+    def in_engine_dtype(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return whole tensors as the engine has them."""
+        return list(named) if self._in_fp8 is None else BlockFp8(named).quantize()
 
     def full(self, name: str) -> Tensor:
         """Return the whole tensor. Collective."""

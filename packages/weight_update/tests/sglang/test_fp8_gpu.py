@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.fp8 import BlockFp8, fp8_launch_args
 from tidemill_weight_update.sglang import LocalEngine, sglang_launch_args
 
 pytestmark = [
@@ -24,6 +25,7 @@ FP8, BLOCK = torch.float8_e4m3fn, 128
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8}
 SHAPES: dict[str, dict[str, Any]] = {"qwen3": SHAPE, "qwen3_moe": SHAPE | EXPERTS}
+FILE = "model.safetensors"
 PROMPT = torch.randint(128, (96,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -35,12 +37,12 @@ def fp8_checkpoint(folder: Path, family: str, seed: int) -> Path:
     """Checkpoint in the format of DeepSeek-V3 and Qwen3-FP8: float8 matrices with a float32 scale for each block."""
     path = bf16_checkpoint(folder, family, seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(path / "model.safetensors").items():
+    for name, tensor in load_file(path / FILE).items():
         if name.endswith("_proj.weight"):
             tensors[name], tensors[f"{name}_scale_inv"] = quantized(tensor)
         else:
             tensors[name] = tensor
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
@@ -132,7 +134,7 @@ def test_float8_weights_and_scales_arrive_bitwise(probed, tmp_path, family):
     updater = WeightUpdater([LocalEngine(stock.engine)])
     for version, path in enumerate((first, second, first)):
         stock.probe("scramble", "")
-        stats = updater.update(load_file(path / "model.safetensors", device="cuda").items(), version)
+        stats = updater.update(load_file(path / FILE, device="cuda").items(), version)
         assert stats.verified
         assert not stats.through_loader
         parameters, log_probs = wanted[path]
@@ -143,13 +145,46 @@ def test_float8_weights_and_scales_arrive_bitwise(probed, tmp_path, family):
     updater.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", SHAPES)
+def test_trainer_in_higher_precision_updates_a_float8_engine(probed, tmp_path, family, dtype):
+    wide = [bf16_checkpoint(tmp_path / "bf16", family, seed) for seed in (0, 1)]
+    plain = probed(wide[0])
+    engine = probed(wide[0], **fp8_launch_args())
+    wanted = []
+    for seed in (0, 1):
+        done = engine.engine.update_weights_from_disk(
+            str(fp8_checkpoint(tmp_path / "fp8", family, seed)), load_format="auto"
+        )
+        assert done[0], done
+        wanted.append((engine.parameters(), engine.log_probs()))
+
+    held, other = ({name: t.to(dtype) for name, t in load_file(path / FILE, device="cuda").items()} for path in wide)
+    updater, weights = WeightUpdater([LocalEngine(engine.engine)]), BlockFp8(held.items())
+    for version, (parameters, log_probs) in enumerate((wanted[0], wanted[1], wanted[0])):
+        engine.probe("scramble", "")
+        stats = updater.update(weights.quantize(), version)
+        assert stats.verified
+        assert not stats.through_loader
+        found = engine.parameters()
+        assert found.keys() == parameters.keys()
+        assert [name for name in parameters if not torch.equal(found[name], parameters[name])] == []
+        assert torch.equal(engine.log_probs(), log_probs)
+        for name, tensor in held.items():
+            tensor.copy_(other[name]) if version == 0 else tensor.copy_(load_file(wide[0] / FILE)[name])
+    difference = (wanted[0][1] - plain.log_probs()).abs()
+    print(f"{family}: log-probs in float8 and bfloat16 differ by {difference.mean():.4f}, max {difference.max():.4f}")
+    assert difference.mean() < 0.1
+    updater.close()
+
+
 def test_engine_with_online_quantization_refuses_and_keeps_its_weights(probed, tmp_path):
     first, second = (bf16_checkpoint(tmp_path, "qwen3", seed) for seed in (0, 1))
     online = probed(first, quantization="fp8")
     log_probs = online.log_probs()
     updater = WeightUpdater([LocalEngine(online.engine)])
     with pytest.raises(RuntimeError) as raised:
-        updater.update(load_file(second / "model.safetensors", device="cuda").items(), 1)
-    assert "load_weights failed at source" in str(raised.value)
+        updater.update(load_file(second / FILE, device="cuda").items(), 1)
+    assert "fp8_launch_args()" in str(raised.value)
     assert torch.equal(online.log_probs(), log_probs)
     updater.close()

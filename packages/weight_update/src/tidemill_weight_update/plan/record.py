@@ -10,6 +10,11 @@ from tidemill_weight_update.plan.traced import Traced, Watch
 from tidemill_weight_update.plan.tracer import Tracer
 from tidemill_weight_update.tensors.spec import SourceSpec
 
+_FP8_HINT = (
+    "; the engine has float8 parameters: if it quantizes a checkpoint while loading, launch it with fp8_launch_args() "
+    "of tidemill_weight_update.fp8, and send BlockFp8(named_tensors).quantize()"
+)
+
 
 def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     """Run `model.load_weights` on `sources` without data and record what it copies where.
@@ -42,7 +47,8 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
         with Watch(tracer):
             model.load_weights(progress.named_tensors())  # pyright: ignore[reportCallIssue]
     except Exception as error:
-        raise RuntimeError(f"{what} failed {progress.where()}: {type(error).__name__}: {error}") from error
+        hint = _FP8_HINT if _is_fp8(data.values()) and not _is_fp8(sources) else ""
+        raise RuntimeError(f"{what} failed {progress.where()}: {type(error).__name__}: {error}{hint}") from error
     finally:
         moved = _put_back(parameters, data)
     now = dict(model.named_parameters())
@@ -54,6 +60,10 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
             f"is updated through SGLang's own loader"
         )
     return _plan(tracer, list(specs))
+
+
+def _is_fp8(tensors: Iterable[Tensor | SourceSpec]) -> bool:
+    return any(tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point for tensor in tensors)
 
 
 class _Progress:
