@@ -137,7 +137,7 @@ class ActorLoss:
             ValueError: the loss is not finite; the error names the first row and token.
         """
         weights = ragged.values(micro_batch["loss_weights"])
-        per_token = ragged.values(micro_batch["response_mask"]).float() / normalizer.num_tokens
+        mask, num_tokens = ragged.values(micro_batch["response_mask"]).float(), normalizer.num_tokens
         if model_output.topk_log_probs is not None:
             topk = ragged.like(model_output.topk_log_probs, micro_batch["response_mask"])
             micro_batch = micro_batch.union(DataProto.from_dict({"topk_log_probs": topk}))
@@ -145,7 +145,7 @@ class ActorLoss:
         shares = {"policy loss": terms * weights}
         loss = shares["policy loss"].sum()
         metrics = {"actor/pg_loss": loss.detach()}
-        metrics |= {name: (values.detach() * per_token).sum() for name, values in of_tokens.items()}
+        metrics |= {name: (values.detach() * mask).sum() / num_tokens for name, values in of_tokens.items()}
         if self.entropy_coeff != 0.0:
             if model_output.entropy is None:
                 raise ValueError(
@@ -159,7 +159,7 @@ class ActorLoss:
             penalty = kl_penalty(model_output.log_probs, ragged.values(micro_batch["ref_log_prob"]), self.kl_loss_type)
             shares["KL penalty"] = penalty * weights
             kl = shares["KL penalty"].sum()
-            metrics |= {"actor/kl_loss": kl.detach(), "actor/kl_coef": (self.kl_loss_coef * per_token).sum()}
+            metrics |= {"actor/kl_loss": kl.detach(), "actor/kl_coef": self.kl_loss_coef * mask.sum() / num_tokens}
             loss = loss + self.kl_loss_coef * kl
         check_finite(loss, shares, micro_batch, {"log_probs": model_output.log_probs})
         return loss, metrics

@@ -43,6 +43,6 @@ def dppo_tv(
     advantages = ragged.values(batch["advantages"])
     log_ratio = log_ratio_of(log_probs, batch)
     gain = (log_probs.exp() - ragged.values(batch["old_log_probs"]).exp()).detach()
-    dropped = torch.where(advantages > 0, gain > divergence_high, gain < -divergence_low)
+    dropped = ((advantages > 0) & (gain > divergence_high)) | ((advantages < 0) & (gain < -divergence_low))
     ratio = ratio_of(log_ratio.detach()).clamp(max=ratio_cap) * (log_probs - log_probs.detach()).exp()
     return -advantages * ratio * ~dropped, shared_metrics(log_ratio, dropped)

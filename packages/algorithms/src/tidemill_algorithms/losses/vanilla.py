@@ -44,10 +44,9 @@ def vanilla(
     advantages = ragged.values(batch["advantages"])
     log_ratio = log_ratio_of(log_probs, batch)
     ratio = ratio_of(log_ratio)
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    upper = torch.maximum(plain, clipped)
-    bound = -advantages * clip_ratio_c
-    terms = torch.where(advantages < 0, torch.minimum(upper, bound), upper)
-    lower = (upper > bound) & (advantages < 0)
-    return terms, {**shared_metrics(log_ratio, clipped > plain), "actor/pg_clipfrac_lower": lower}
+    # By the sign of A, without torch.where, which takes as long as four products on a CPU.
+    gains = advantages.clamp(min=0.0) * ratio.clamp(max=1.0 + clip_ratio_high)
+    losses = advantages.clamp(max=0.0) * ratio.clamp(1.0 - clip_ratio_low, clip_ratio_c)
+    terms = -(gains + losses)
+    plain, value = -(advantages * ratio.detach()), terms.detach()
+    return terms, {**shared_metrics(log_ratio, value > plain), "actor/pg_clipfrac_lower": value < plain}
