@@ -24,8 +24,8 @@ class GroupLink:
 
     Trainer and engines exchange control messages through a store that trainer rank 0 opens on `host`. Packed buckets
     are sent from each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines on the
-    machine of a trainer rank still read its arena directly. Nothing is encrypted
-    or signed: whoever can reach the ports can read and replace weights, so use a link inside a trusted network only.
+    machine of a trainer rank still read its arena directly. Nothing is encrypted or signed: whoever can reach the ports
+    can read and replace weights, so use a link inside a trusted network only.
 
     Attributes:
         host: address of trainer rank 0's machine that engines and other trainer ranks can reach. The package listens on
