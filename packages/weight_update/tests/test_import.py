@@ -34,3 +34,12 @@ def test_exports_are_pinned():
     ]
     assert tidemill_weight_update.sglang.__all__ == ["HttpEngine", "LocalEngine", "sglang_launch_args"]
     assert all(hasattr(tidemill_weight_update, name) for name in tidemill_weight_update.__all__)
+
+
+def test_trainer_side_does_not_load_the_engine_side_or_an_unused_transport():
+    probe = "import sys, tidemill_weight_update; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "tidemill_weight_update.updater" in loaded
+    unused = ("receive", "plan.record", "plan.tracer", "transport", "remote.trainer_link", "remote.engine_link")
+    assert loaded & {f"tidemill_weight_update.{name}" for name in unused} == set()

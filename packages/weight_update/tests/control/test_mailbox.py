@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from tidemill_weight_update.control import wait
-from tidemill_weight_update.control.board import MAX_TENSORS, LinkError
+from tidemill_weight_update.control.board import MAX_TENSORS, LinkError, SharedBoard
 from tidemill_weight_update.control.mailbox import (
     ATTACHED,
     CHECKED,
@@ -54,7 +54,7 @@ def link(store, session: str = "session") -> LinkStore:
 @pytest.fixture(params=["memory", "store"])
 def sides(request) -> Iterator[Sides]:
     if request.param == "memory":
-        trainer = Mailbox.create()
+        trainer = Mailbox(SharedBoard.create())
         engines = Mailbox.open(trainer.path), Mailbox.open(trainer.path)
     else:
         server = request.getfixturevalue("server")
@@ -243,7 +243,7 @@ def test_too_many_tensors_are_refused(sides):
 
 
 def test_journal_beyond_its_area_is_refused_in_shared_memory():
-    box = Mailbox.create()
+    box = Mailbox(SharedBoard.create())
     with pytest.raises(RuntimeError, match="the journal of the tensors needs more than 805306368 bytes"):
         box.write_journal(805306360, b"123456789")
     box.close()

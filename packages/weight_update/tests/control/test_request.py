@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from tidemill_weight_update import Request, WeightUpdater
+from tidemill_weight_update.control.board import SharedBoard
 from tidemill_weight_update.control.mailbox import LOADED, Mailbox
 from tidemill_weight_update.control.request import request_from_json, request_to_json
 from tidemill_weight_update.sglang import loader, sglang_launch_args
@@ -55,7 +56,7 @@ def load(model: torch.nn.Module, text: str) -> None:
 @pytest.fixture
 def mailbox():
     """Mailbox of a trainer that waits for an engine rank in update 3."""
-    box = Mailbox.create()
+    box = Mailbox(SharedBoard.create())
     box.begin(3)
     yield box
     box.close()

@@ -152,11 +152,6 @@ class Mailbox:
         self._listing: Place = (0, 0)
 
     @classmethod
-    def create(cls) -> "Mailbox":
-        """Return a mailbox of this process in shared memory."""
-        return cls(SharedBoard.create())
-
-    @classmethod
     def open(cls, path: str) -> "Mailbox":
         """Open the mailbox of another process in shared memory; for errors see `SharedBoard.open`."""
         return cls(SharedBoard.open(path))
