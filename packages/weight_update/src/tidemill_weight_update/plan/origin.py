@@ -5,6 +5,7 @@ and strides.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 
@@ -73,6 +74,16 @@ def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[i
     Raises:
         UntraceableError: the view consists of too many boxes.
     """
+    unnamed = tuple(Part(part.box, str(index), part.start, part.dims) for index, part in enumerate(origin.parts))
+    view, runs = _trace(Origin(origin.shape, unnamed), offset, tuple(shape), tuple(strides))
+    named = tuple(Part(part.box, origin.parts[int(part.name)].name, part.start, part.dims) for part in view.parts)
+    return Origin(view.shape, named), runs
+
+
+@lru_cache(maxsize=4096)  # a model has thousands of expert weights of the same few shapes
+def _trace(
+    origin: Origin, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[Origin, tuple[Run, ...]]:
     runs = _runs(origin.shape, shape, strides)
     counted = [run.size if run.origin_dim is None else 1 for run in runs]
     parts = []

@@ -71,14 +71,15 @@ class _Progress:
 
     def __init__(self, sources: Sequence[SourceSpec], tracer: Tracer) -> None:
         self._sources = sources
+        self._tensors = [tracer.source(spec) for spec in sources]  # here, where no operation is watched
         self._tracer = tracer
         self._current: SourceSpec | None = None
         self._exhausted = False
 
     def named_tensors(self) -> Iterator[tuple[str, Traced]]:
-        for spec in self._sources:
+        for spec, tensor in zip(self._sources, self._tensors, strict=True):
             self._current, self._tracer.current = spec, spec.name
-            yield spec.name, self._tracer.source(spec)
+            yield spec.name, tensor
         self._exhausted, self._tracer.current = True, None
 
     def where(self) -> str:

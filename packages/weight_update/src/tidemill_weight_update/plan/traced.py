@@ -35,6 +35,11 @@ def is_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
+def writes(func: Any) -> bool:
+    """Return whether the operation writes to any of its arguments."""
+    return bool(_written_arguments(func))
+
+
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(func._schema.arguments)
@@ -132,7 +137,10 @@ class Watch(TorchDispatchMode):
         self._runner = runner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return self._runner.run(func, args, {} if kwargs is None else kwargs)
+        kwargs = {} if kwargs is None else kwargs
+        if Traced not in types and not writes(func):
+            return func(*args, **kwargs)  # thousands of views of parameters
+        return self._runner.run(func, args, kwargs)
 
 
 def traced_arguments(args: tuple, kwargs: Mapping[str, Any]) -> list[Traced]:

@@ -103,6 +103,8 @@ class Tracer:
             if func is _aten.stack.default:
                 tensors = [view_of(tensor, _aten.unsqueeze.default, dim) for tensor in tensors]
             return self._cat(tensors, dim)
+        if func is _aten.narrow.default:
+            return view_of(args[0], func, *args[1:], **kwargs)
         # In inference mode, without autograd's dispatch keys, composite operations arrive undecomposed.
         out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
