@@ -124,7 +124,9 @@ def time_losses(batch: DataProto, turns: int) -> None:
 
             def backward(loss_fn: ActorLoss = loss_fn, parts: Parts = parts) -> None:
                 for part, output in parts:
-                    output.log_probs.grad = output.topk_log_probs.grad = None
+                    for tensor in (output.log_probs, output.topk_log_probs):
+                        if tensor is not None:
+                            tensor.grad = None
                     loss_fn(output_for(loss_fn, output), part, counts)[0].backward()
 
             measure(name, forward, turns)
