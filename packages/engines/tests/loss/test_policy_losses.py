@@ -7,7 +7,16 @@ of both backends cover all cases once; `slow` runs all cases in each layout.
 import numpy as np
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, plain_distributions, plain_log_probs, plain_model, shard
+from engine_cases import (
+    VOCAB,
+    build_engine,
+    make_batch,
+    plain_distributions,
+    plain_log_probs,
+    plain_model,
+    shard,
+    weights_of,
+)
 from tidemill_algorithms import POLICY_LOSSES, ActorLoss, token_weights
 from tidemill_dataproto import DataProto, ragged
 from tidemill_engines import ModelOutput, Normalizer
@@ -25,6 +34,8 @@ LAYOUTS = {
         {"max_token_len_per_gpu": 40, "context_parallel_size": 2},
     ],
 }
+# AdamW with a huge epsilon is plain gradient descent, here with a learning rate of 10.
+DESCENT = {"lr": 1e7, "eps": 1e6, "betas": (0.0, 0.0), "clip_grad": float("inf"), "weight_decay": 0.0}
 ALL_CASES = [(name, mode) for name in POLICY_LOSSES for mode in MODES]
 
 
@@ -66,18 +77,22 @@ def weigh(batch, mode):
 
 
 def plain_steps(model, batch, cases):
-    """Compute the loss, its metrics and the norm of the gradient of each case, with one forward of each row."""
+    """Compute the loss and its metrics with the norm of the gradient, and the gradient, of each case.
+
+    One forward of each row serves all cases.
+    """
     mask = ragged.values(batch["response_mask"])
     normalizer = Normalizer(num_tokens=mask.sum().item(), num_sequences=1.0)
     log_probs, entropy = (torch.cat(column) for column in zip(*plain_log_probs(model, batch), strict=True))
     topk = torch.cat(plain_distributions(model, batch)).gather(-1, ragged.values(batch["topk_ids"]).long())
     output, steps = ModelOutput(log_probs=log_probs, entropy=entropy, topk_log_probs=topk), {}
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = dict(model.named_parameters())
     for name, mode in cases:
         loss, metrics = loss_of(name)(output, weigh(batch, mode), normalizer)
-        gradient = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-        norm = torch.cat([part.flatten() for part in gradient if part is not None]).norm()
-        steps[name, mode] = {key: value.item() for key, value in {**metrics, "loss": loss, "grad_norm": norm}.items()}
+        parts = torch.autograd.grad(loss, [*params.values()], retain_graph=True, materialize_grads=True)
+        norm = torch.cat([part.flatten() for part in parts]).norm()
+        values = {key: value.item() for key, value in {**metrics, "loss": loss, "grad_norm": norm}.items()}
+        steps[name, mode] = values, dict(zip(params, parts, strict=True))
     return steps
 
 
@@ -85,14 +100,23 @@ def run_losses(backend, path, batch, cases_by_layout):
     out = []
     for layout, cases in zip(LAYOUTS[backend], cases_by_layout, strict=True):
         engine = build_engine(path, backend=backend, optimizer={"lr": 0.0}, **layout)
-        out.append(
-            [
-                engine.train_batch(shard(engine, weigh(batch, mode)), loss_of(name), calculate_entropy=True)
-                for name, mode in cases
-            ]
-        )
+        steps = [
+            engine.train_batch(shard(engine, weigh(batch, mode)), loss_of(name), calculate_entropy=True)
+            for name, mode in cases
+        ]
         engine.close()
+        out.append((steps, descend(backend, path, batch, *cases[0], layout)))
     return out
+
+
+def descend(backend, path, batch, name, mode, layout):
+    """Return the gradients of the weights, from one step of gradient descent."""
+    engine = build_engine(path, backend=backend, optimizer=DESCENT, **layout)
+    before = weights_of(engine)
+    engine.train_batch(shard(engine, weigh(batch, mode)), loss_of(name), calculate_entropy=True)
+    after = weights_of(engine)
+    engine.close()
+    return {key: (weight - after[key]) * (DESCENT["eps"] / DESCENT["lr"]) for key, weight in before.items()}
 
 
 def check_losses(backend, path, cases_by_layout):
@@ -102,12 +126,15 @@ def check_losses(backend, path, cases_by_layout):
     batch = make_policy_batch(model)
     expected = plain_steps(model, batch, sorted({case for cases in cases_by_layout for case in cases}))
     for of_rank in run_ranks(run_losses, 2, backend, path / "model", batch, cases_by_layout, timeout_s=250.0):
-        for layout, cases, steps in zip(LAYOUTS[backend], cases_by_layout, of_rank, strict=True):
+        for layout, cases, (steps, gradients) in zip(LAYOUTS[backend], cases_by_layout, of_rank, strict=True):
             for case, metrics in zip(cases, steps, strict=True):
-                wanted = expected[case]
+                wanted, _ = expected[case]
                 assert wanted["grad_norm"] > 1e-3
                 actual = {name: metrics[name] for name in wanted}
-                assert actual == pytest.approx(wanted, rel=2e-5, abs=2e-6), (layout, case)
+                assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6), (layout, case)
+            wanted, of_names = expected[cases[0]]
+            error = torch.cat([(gradients[name] - gradient).flatten() for name, gradient in of_names.items()]).norm()
+            assert error < 1e-5 * wanted["grad_norm"], (layout, cases[0])
 
 
 @pytest.mark.parametrize("backend", sorted(LAYOUTS))
