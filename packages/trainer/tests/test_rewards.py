@@ -18,7 +18,7 @@ def test_function_loads_by_registered_name_and_by_module_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", r"expected a registered reward function \(exact_match\), .*, got 'exactmatch'"),
+        ("exactmatch", r"expected a registered reward function \(exact_match\), .*, got 'exactmatch'; or \"endpoint\""),
         ("none.py:f", r"the file /.*/none\.py does not exist"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("tidemill_trainer.rewards:nothing", "has no function 'nothing'"),

@@ -62,4 +62,5 @@ def load_reward(function: str) -> RewardFn:
     try:
         return _functions.load(function)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"config key reward.function: {error}") from error
+        endpoint = "" if ":" in function else '; or "endpoint", a reward model on the server at reward.url'
+        raise ConfigError(f"config key reward.function: {error}{endpoint}") from error
