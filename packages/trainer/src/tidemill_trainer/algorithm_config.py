@@ -133,6 +133,8 @@ class CriticConfig:
 class TeacherConfig:
     """The teacher of on-policy distillation, for the estimator "opd" or the loss "forward_kl_topk".
 
+    Its log-probs are those of its logits divided by `rollout.temperature`, like the log-probs of the policy.
+
     Attributes:
         path: folder of the model, with the tokenizer of the policy.
         topk: number of the teacher's most probable tokens whose log-probs "forward_kl_topk" reads at each position.
