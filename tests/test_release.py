@@ -74,9 +74,7 @@ INSTALLS = {
     "weight_update": Install(
         extra="[sglang]", needs=("sglang_cpu",), script=WITH_ENGINE_AND_MODEL, output=r"\d+ tensors, \d+ bytes"
     ),
-    "trainer": Install(
-        extra="[cpu]", needs=("dataproto", "dispatch", "engines", "rollout", "weight_update", "sglang_cpu"), script=""
-    ),
+    "trainer": Install(extra="[cpu]", needs=tuple(name for name in PACKAGES if name != "trainer"), script=""),
 }
 
 
