@@ -9,7 +9,7 @@ from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailb
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.receive.plan_cache import PlanCache
 from tidemill_weight_update.receive.session import UpdateSession
-from tidemill_weight_update.remote.engine_link import EngineLinks
+from tidemill_weight_update.remote.engine_link import EngineLink
 from tidemill_weight_update.remote.group_link import LinkAddress
 
 ALL_BUCKETS = 1 << 31
@@ -39,7 +39,7 @@ class Receiver(PlanCache):
         super().__init__(model, may_ignore, finish)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._links = EngineLinks(self.device)
+        self._link: EngineLink | None = None
         self._mailboxes: dict[str, Mailbox] = {}
 
     def handle(self, request: Request) -> None:
@@ -52,7 +52,8 @@ class Receiver(PlanCache):
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
-        self._links.keep(request.mailboxes)
+        if not LinkAddress.is_path(request.mailboxes[0]):
+            self._link = None
         control = self._open(request.mailboxes[0], request.timeout_s)
         if not control.is_at(request.sequence):
             raise RuntimeError(
@@ -97,9 +98,16 @@ class Receiver(PlanCache):
         if path in self._mailboxes and not self._mailboxes[path].is_current():
             self._forget(path)
         if path not in self._mailboxes:
-            is_far = LinkAddress.is_path(path)
-            self._mailboxes[path] = self._links.open(path, timeout_s) if is_far else Mailbox.open(path)
+            is_linked = LinkAddress.is_path(path)
+            self._mailboxes[path] = self._open_linked(path, timeout_s) if is_linked else Mailbox.open(path)
         return self._mailboxes[path]
+
+    def _open_linked(self, path: str, timeout_s: float) -> Mailbox:
+        address, rank = LinkAddress.from_path(path)
+        if self._link is None or self._link.address != address or self._link.store.is_broken:
+            self._link = None  # close the old connection before the next one
+            self._link = EngineLink(address, self.device, timeout_s)
+        return self._link.mailbox(path, rank)
 
     def _forget(self, path: str) -> None:
         box = self._mailboxes.pop(path)

@@ -1,8 +1,8 @@
-"""The engine rank's side of links: receives what it cannot map."""
+"""The engine rank's side of a link: receives what it cannot map."""
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,11 +30,18 @@ class EngineLink:
     """
 
     def __init__(self, address: LinkAddress, device: torch.device, timeout_s: float) -> None:
+        self.address = address
         self.store = open_store(address, timeout_s)
-        self.address = address.own_address()
+        self.own_address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
         self._memory: Tensor | None = None
+
+    def mailbox(self, path: str, rank: int) -> Mailbox:
+        """Return the mailbox of trainer rank `rank`, whose path is `path`."""
+        board = StoreBoard(self.store, path, rank)
+        view = Mailbox(board)
+        return view if can_map(*view.owner) else Mailbox(board, StoreInput(self, view, rank))
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return uint8 [num_bytes]: one buffer for all trainer ranks, because they are served one after the other."""
@@ -101,7 +108,7 @@ class StoreInput:
         try:
             if self._wire is None:
                 name = wire_name(self._rank, receiver, self._wire_number)
-                at = ENGINE, data.device, link.address, link.timeout_s
+                at = ENGINE, data.device, link.own_address, link.timeout_s
                 self._wire = link.store.call(lambda store: connect(store, name, *at))
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire
@@ -113,34 +120,3 @@ class StoreInput:
         except BaseException:
             self.close()  # a transfer may still be running on it
             raise
-
-
-class EngineLinks:
-    """The links of an engine rank.
-
-    Args:
-        device: device of the model.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._links: dict[LinkAddress, EngineLink] = {}
-
-    def open(self, path: str, timeout_s: float) -> Mailbox:
-        """Return a trainer rank's mailbox.
-
-        Raises:
-            LinkError: the link's store cannot be reached.
-        """
-        address, rank = LinkAddress.from_path(path)
-        link = self._links.get(address)
-        if link is None or link.store.is_broken:
-            link = self._links[address] = EngineLink(address, self._device, timeout_s)
-        board = StoreBoard(link.store, path, rank)
-        view = Mailbox(board)
-        return view if can_map(*view.owner) else Mailbox(board, StoreInput(link, view, rank))
-
-    def keep(self, paths: Iterable[str]) -> None:
-        """Close the links that none of these mailboxes needs."""
-        needed = {LinkAddress.from_path(path)[0] for path in paths if LinkAddress.is_path(path)}
-        self._links = {address: link for address, link in self._links.items() if address in needed}
