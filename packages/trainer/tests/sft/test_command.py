@@ -53,8 +53,9 @@ def test_setting_that_does_not_fit_is_rejected(failed, override, message):
 def test_section_dpo_is_absent_by_default_and_saved_with_its_defaults(tmp_path):
     assert read_config(SFTConfig, RECIPE).dpo is None
     assert "dpo" not in config_to_dict(read_config(SFTConfig, RECIPE))
-    config = read_config(SFTConfig, RECIPE, ["dpo.beta=0.2"])
+    config = read_config(SFTConfig, RECIPE, [str(RECIPE.with_name("dpo.toml")), "dpo.beta=0.2"])
     assert config.dpo == DPOConfig(beta=0.2, label_smoothing=0.0)
+    assert config.data.train_files == ("preferences.jsonl",)
     save_config(config, tmp_path / "saved.toml")
     assert read_config(SFTConfig, tmp_path / "saved.toml") == config
 

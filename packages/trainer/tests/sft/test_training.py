@@ -68,6 +68,18 @@ def load_model(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
 
+def check_resumed(train, whole, settings, *, num_steps):
+    """Check that a copy of a run that continues after step 1 has the metrics and the weights of the whole run."""
+    resumed = whole.parent / "resumed"
+    shutil.copytree(whole, resumed)
+    for step in range(2, num_steps + 1):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:06d}")
+    train("resumed", *settings, resume=True)
+    assert metrics_of(resumed) == metrics_of(whole)
+    weights, expected = (load_file(export(folder, num_steps) / "model.safetensors") for folder in (resumed, whole))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
 def test_resumed_run_equals_an_uninterrupted_one(train, write, capsys):
     """The last batch has one example, fewer than there are ranks."""
     settings = [*data(write, TRAIN, VAL), "data.train_batch_size=4", "trainer.total_epochs=1", "trainer.save_freq=1"]
@@ -80,16 +92,8 @@ def test_resumed_run_equals_an_uninterrupted_one(train, write, capsys):
     assert metrics[3]["val/loss"] < metrics[0]["val/loss"]
     assert not list((whole / "logs").glob("rollout*"))  # no SGLang process
 
-    resumed = whole.parent / "resumed"
-    shutil.copytree(whole, resumed)
-    for step in (2, 3):
-        shutil.rmtree(resumed / "checkpoints" / f"step_{step:06d}")
-    train("resumed", *settings, resume=True)
+    check_resumed(train, whole, settings, num_steps=3)
     assert "continuing after step 1" in capsys.readouterr().out
-    assert metrics_of(resumed) == metrics
-    weights, expected = (load_file(export(folder, 3) / "model.safetensors") for folder in (resumed, whole))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
-
     with torch.no_grad():
         model = load_model(export(whole, 3))
         of_rows = torch.cat([log_probs(model, example) for [example] in examples_of(VAL, "example")])
@@ -118,7 +122,12 @@ def dpo_loss(model, reference, pairs, beta, smoothing):
 
 
 @pytest.mark.parametrize(
-    "layout", [["actor.num_workers=1"], ["actor.num_workers=2", "engine.micro_batch_size_per_gpu=1"]]
+    "layout",
+    [
+        ["actor.num_workers=1"],
+        ["actor.num_workers=2", "engine.micro_batch_size_per_gpu=1"],
+        ["actor.num_workers=2", "engine.backend=megatron", "engine.tp=2", "engine.max_token_len_per_gpu=128"],
+    ],
 )
 def test_loss_and_gradient_of_dpo_do_not_depend_on_ranks_and_micro_batches(train, write, chat_assets, layout):
     """Adam with a large epsilon is plain gradient descent, so two exports give the gradient."""
@@ -141,3 +150,19 @@ def test_loss_and_gradient_of_dpo_do_not_depend_on_ranks_and_micro_batches(train
     found = torch.cat([(before[name] - after[name]).double().flatten() / 0.2 for name in before])
     expected = torch.cat([gradients[name].flatten() for name in before])
     assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_resumed_dpo_equals_an_uninterrupted_one_with_lora(train, write, chat_assets):
+    """The reference is the initial model, also of the resumed run, and the adapter is merged into the export."""
+    settings = [*data(write, PREFERENCES, PREFERENCES), "dpo.beta=0.3", "model.lora.rank=4", "optimizer.lr=1e-2"]
+    settings += ["data.train_batch_size=3", "trainer.total_epochs=3", "trainer.save_freq=1", "trainer.test_freq=1"]
+    settings += ["trainer.max_ckpt_to_keep=3"]
+    whole = train("whole", *settings)
+    metrics = metrics_of(whole)
+    assert metrics[1]["train/loss"] == pytest.approx(0.6931472, rel=1e-6)
+    assert metrics[3]["val/loss"] < 0.69
+    with torch.no_grad():
+        model, reference = load_model(export(whole, 3)), load_model(chat_assets[0].removeprefix("model.path="))
+        loss = dpo_loss(model, reference, examples_of(PREFERENCES, "pair"), beta=0.3, smoothing=0.0)
+    assert metrics[3]["val/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    check_resumed(train, whole, settings, num_steps=3)
