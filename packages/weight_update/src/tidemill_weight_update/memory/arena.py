@@ -93,8 +93,6 @@ def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | 
     _check_device(device)
     if device.type == "cpu":
         return HostArena(max(num_bytes, 1))
-    from tidemill_weight_update.memory.arena import CudaArena
-
     return CudaArena(max(num_bytes, 1), device)
 
 
