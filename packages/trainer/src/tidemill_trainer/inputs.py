@@ -71,6 +71,11 @@ def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> 
             "each step contains some problems more than once"
         )
     size = config.actor.ppo_mini_batch_size
+    if size is not None and prompts % size:
+        progress.warn(
+            f"actor.ppo_mini_batch_size={size} does not divide data.train_batch_size={prompts}: the last optimizer "
+            f"step of each epoch has {prompts % size} prompts, and the same learning rate"
+        )
     per_step = config.actor.ppo_epochs * (1 if size is None else -(-prompts // size))
     num_steps = config.trainer.total_steps * per_step
     if optimizer.lr_warmup_steps > num_steps:
