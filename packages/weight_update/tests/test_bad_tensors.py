@@ -85,7 +85,7 @@ def test_bad_tensors_are_refused_by_name(change, tp_size, mode):
         assert engine.paused is None
     else:
         assert engine.paused == "abort"  # it is mixed
-    updater.update(as_named_tensors(tensors(2).items(), mode), "again")
+    updater.readmit([engine], as_named_tensors(tensors(2).items(), mode), "again")
     assert holds(engine, tensors(2))
     assert (engine.version, engine.paused) == ("again", None)
     updater.close()
@@ -102,10 +102,10 @@ def test_more_than_256_engine_ranks_are_refused(mode):
     small, large = ToyEngine(2), ToyEngine(1, "large")
     large.tp_size = 255
     updater = WeightUpdater([small, large])
-    with pytest.raises(ValueError, match="one update supports at most 256 engine ranks, got 257; update"):
+    with pytest.raises(ValueError, match="one WeightUpdater supports at most 256 engine ranks, got 257; create"):
         updater.update(as_named_tensors(tensors().items(), mode), 1)
-    assert updater.update(as_named_tensors(tensors().items(), mode), 1, engines=[small]).verified
-    assert small.calls == ["load, flush", "finish", "finish", "version 1"]
+    assert updater.readmit([small], as_named_tensors(tensors().items(), mode), 1).verified
+    assert small.calls == ["load, flush", "finish", "finish", "version 1", "resume"]
     updater.close()
 
 
@@ -191,7 +191,7 @@ def test_invalid_tensors_are_refused(items, error, message, mode):
     if mode == "complete":
         assert holds(engine, tensors(0))
         assert engine.paused is None
-    assert updater.update(as_named_tensors(tensors(1).items(), mode), "again").quarantined == {}
+    assert updater.readmit([engine], as_named_tensors(tensors(1).items(), mode), "again").quarantined == {}
     assert holds(engine, tensors(1))
     updater.close()
 
@@ -211,7 +211,9 @@ def test_iterator_that_raises_leaves_engines_paused(error):
     with pytest.raises(type(error)):
         updater.update(items(), "bad")
     assert [(engine.version, engine.paused) for engine in engines] == [("good", "abort")] * 2
-    assert updater.update(tensors(2).items(), "again").quarantined == {}
+    with pytest.raises(RuntimeError, match=r"all engines are excluded .*readmit\(\).*the trainer failed while sending"):
+        updater.update(tensors(2).items(), "again")
+    assert updater.readmit(engines, tensors(2).items(), "again").quarantined == {}
     assert all(holds(engine, tensors(2)) and engine.paused is None for engine in engines)
     updater.close()
 
@@ -275,7 +277,7 @@ def test_float8_values_are_sent_unchanged_to_float8_parameters_only(mode, dtype)
     with pytest.raises(RuntimeError, match=rf"'{K}' has the wrong dtype: it is cast from torch.float8_e5m2"):
         updater.update(as_named_tensors((tensors() | {K: torch.zeros(2, 8).to(torch.float8_e5m2)}).items(), mode), 0)
     small, scale = torch.randn(4, 6).to(torch.float8_e4m3fn), torch.rand(4)
-    stats = updater.update(as_named_tensors((tensors() | {"small": small, "scale": scale}).items(), mode), 1)
+    stats = updater.readmit([engine], as_named_tensors((tensors() | {"small": small, "scale": scale}).items(), mode), 1)
     assert (stats.verified, stats.num_unverified) == (True, 0)
     assert torch.equal(engine.models[0].small.view(torch.uint8), small.view(torch.uint8))
     assert torch.equal(engine.models[0].scale, scale)

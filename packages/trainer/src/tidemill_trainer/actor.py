@@ -93,11 +93,13 @@ class ActorWorker(PolicyWorker, RoleWorker):
             RuntimeError: an engine was not updated; the run requires all of them.
         """
         assert self._updater is not None, "call connect_engines() first"
-        engines = None if only is None else [self._clients[number] for number in only]
         # With a list, the engines check all tensors before they change any. Copies are streamed to save memory.
         shards = self._engine.get_per_tensor_shards()
         named = shards if self._engine.streams_weights else list(shards)
-        stats = self._updater.update(named, weight_version=weight_version, engines=engines)
+        if only is None:
+            stats = self._updater.update(named, weight_version)
+        else:
+            stats = self._updater.readmit([self._clients[number] for number in only], named, weight_version)
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(

@@ -1,6 +1,6 @@
 """Bucketed weight updates from a trainer into running SGLang engines."""
 
-from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode, PausingClient
+from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode
 from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.merge import merge_lora
@@ -19,7 +19,6 @@ __all__ = [
     "LocalShard",
     "LoraConfig",
     "PauseMode",
-    "PausingClient",
     "Request",
     "UpdateStats",
     "WeightUpdater",

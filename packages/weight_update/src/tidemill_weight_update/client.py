@@ -88,24 +88,6 @@ class HoldingClient(Protocol):
 
 
 @runtime_checkable
-class PausingClient(Protocol):
-    """An `EngineClient` that remembers its own pauses across updaters.
-
-    An updater pauses an engine that may hold a mix of versions with mode "abort" and leaves it paused. If the client
-    remembers that pause, a later updater resumes the engine after a complete update. Until then it refuses adapters for
-    the engine, and partial updates unless the engine is listed in `engines`. An engine stays paused if its client does
-    not remember the pause, or if the mode is another one: then somebody else paused it.
-    """
-
-    @property
-    def paused(self) -> PauseMode | None:
-        """Mode of the last `pause` of this object, also if that call raised (`hold` counts as "retract"). None if there
-        was no pause, or `resume` has ended it. Must not contact the engine.
-        """
-        ...
-
-
-@runtime_checkable
 class AdapterClient(Protocol):
     """What `WeightUpdater.update_adapter` requires in addition to `EngineClient`."""
 

@@ -21,7 +21,7 @@ class UpdateStats:
         through_loader: name -> reason, for tensors that engines loaded with SGLang's own loader. A long list is
             truncated to some hundred names; the last reason then contains the number of omitted names.
         quarantined: name of each engine that failed -> error. A quarantined engine is paused if it may hold a mix of
-            versions. Later updates skip it until it is listed in `update(engines=...)` or no other engine is left.
+            versions. Later updates exclude it until `WeightUpdater.readmit`.
         prepare_s: time to describe the tensors to the engines.
         gather_s: time to gather DTensors into full tensors; stock path only.
         fill_s: time to copy (and cast) into shared memory and to compute the checksums of what is sent.

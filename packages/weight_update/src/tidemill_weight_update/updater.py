@@ -16,11 +16,11 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.adapter import AdapterPath
+from tidemill_weight_update.send.engines import Engines
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
 from tidemill_weight_update.send.load_calls import LoadCalls
 from tidemill_weight_update.send.plain import PlainCheck
-from tidemill_weight_update.send.quarantine import Operation, Quarantine, distinct
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.sender import PreparedBucket
 from tidemill_weight_update.send.stock import StockPath
@@ -87,8 +87,7 @@ class WeightUpdater:
             raise ValueError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self._engines = distinct(engines)
-        self._quarantine = Quarantine()
+        self._engines = Engines(engines)
         self._ranks = Ranks(process_group)
         self._plain = PlainCheck(self._ranks)
         place = None if device is None else torch.device(device)
@@ -115,7 +114,6 @@ class WeightUpdater:
         weight_version: int | str,
         *,
         partial: bool = False,
-        engines: Sequence[EngineClient] | None = None,
     ) -> UpdateStats:
         """Load `named_tensors` into the engines and set `weight_version` on those that loaded all of it.
 
@@ -131,28 +129,50 @@ class WeightUpdater:
         Args:
             named_tensors: pairs of name and tensor, for all parameters of the model.
             weight_version: version that the engines report afterwards, as a string.
-            partial: whether parameters without a tensor keep their values; otherwise they are an error. An engine that
-                failed in an earlier update takes part only if it is listed in `engines`: then no other parameter of it
-                may be outdated.
-            engines: update only these engines. They may be quarantined or new; they take part in later updates. Used on
-                rank 0.
+            partial: whether parameters without a tensor keep their values; otherwise they are an error.
 
         Returns:
-            The statistics of this update. An engine that fails while others succeed raises nothing; it is listed in
-            `UpdateStats.quarantined`.
+            The statistics of this update. An engine that fails while others succeed raises nothing: it is listed in
+            `UpdateStats.quarantined` and excluded from later updates until `readmit`.
 
         Raises:
             ValueError: no tensors, a duplicate name, an empty version, no engines, a duplicate engine, more engine
                 ranks than one update supports (256, without a link), non-finite tensors, a LocalShard that does not fit
                 its tensor, plain tensors on another rank that rank 0 does not have (found after the other tensors are
-                sent), or a partial update of an engine that failed before and is not listed.
+                sent).
             TypeError: an item that is not `(name, dense tensor)`, a generator for engines of both paths, or (fast path)
                 a generator on some ranks only.
-            RuntimeError: no engine could be updated (the message contains the error of each), another rank failed, the
-                ranks passed different tensors on the stock path, or the updater is closed. Exceptions of the iterable
-                propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`, close the updater;
-                the remaining ranks can create another one.
+            RuntimeError: no engine could be updated (the message contains the error of each), all are excluded, another
+                rank failed, the ranks passed different tensors on the stock path, or the updater is closed. Exceptions
+                of the iterable propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`,
+                close the updater; the remaining ranks can create another one.
         """
+        return self._update(named_tensors, weight_version, partial=partial, readmitted=None)
+
+    def readmit(
+        self, engines: Sequence[EngineClient], named_tensors: NamedTensors, weight_version: int | str
+    ) -> UpdateStats:
+        """Load `named_tensors`, all of them, into engines that failed or join late, and include them in later updates.
+
+        Collective, like `update`, with the same arguments and errors. The other engines are not called. Each engine is
+        resumed afterwards, whoever paused it. One that fails stays excluded. Adapters are not sent: an engine that
+        missed some serves them after the next `update_adapter`.
+
+        Args:
+            engines: engines to update; used on rank 0 only, other ranks may pass an empty sequence.
+            named_tensors: as in `update`, with the current weights.
+            weight_version: version that the engines report afterwards, as a string.
+        """
+        return self._update(named_tensors, weight_version, partial=False, readmitted=engines)
+
+    def _update(
+        self,
+        named_tensors: NamedTensors,
+        weight_version: int | str,
+        *,
+        partial: bool,
+        readmitted: Sequence[EngineClient] | None,
+    ) -> UpdateStats:
         started = time.perf_counter()
         version = str(weight_version)
         stages, failure = Stages(), Failure()
@@ -160,7 +180,7 @@ class WeightUpdater:
         self._sequence += 1
         with failure:
             self._check_ready(version)
-            fleet = self._assemble(engines, "update", self._in_flight, catches_up=not partial or engines is not None)
+            fleet = self._assemble(readmitted)
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             begun = self._fast.begin(self._sequence, linked)
         is_stream = isinstance(named_tensors, Iterator)
@@ -169,7 +189,7 @@ class WeightUpdater:
         if num_receivers:
             check_same_kind([bool(row[-1]) for row in rows])
         fast = stock = (0, 0, 0)
-        with self._paused(fleet, "update"):
+        with self._paused(fleet):
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 try:
@@ -194,7 +214,6 @@ class WeightUpdater:
         weight_version: int | str,
         *,
         replaces: str | None = None,
-        engines: Sequence[EngineClient] | None = None,
     ) -> UpdateStats:
         """Make the engines serve a LoRA adapter as `name` (`lora_path` of SGLang's requests), then set
         `weight_version`.
@@ -213,12 +232,10 @@ class WeightUpdater:
             config: settings of the adapter.
             weight_version: version that the engines report afterwards, as a string.
             replaces: adapter to unload after the new one is loaded.
-            engines: update only these engines, including engines that failed at an earlier adapter or missed it. Used
-                on rank 0.
 
         Raises:
-            ValueError: a matrix is missing, has another shape than `config` requires, or is not finite; an error that
-                `update` raises too; or an engine of `engines` failed in `update` and must be updated by it first.
+            ValueError: a matrix is missing, has another shape than `config` requires, or is not finite; or an error
+                that `update` raises too.
             TypeError: an item that is not `(name, dense tensor)`, or a LocalShard.
             RuntimeError: as in `update`. An engine that fails continues to serve its own weights; requests for the
                 adapter use the old one or the new one, or are refused.
@@ -231,10 +248,10 @@ class WeightUpdater:
             self._check_ready(version)
             if not name:
                 raise ValueError("name must not be empty")
-            in_flight: InFlight = "abort" if self._in_flight == "abort" else "wait"
-            fleet = self._assemble(engines, "update_adapter", in_flight, catches_up=False)
+            if self._ranks.rank == 0:
+                fleet = self._engines.fleet("abort" if self._in_flight == "abort" else "wait")
         self._ranks.exchange(failure.error, [])
-        with self._paused(fleet, "update_adapter"):
+        with self._paused(fleet):
             with torch.inference_mode(False), torch.no_grad():
                 counts = self._adapters.send(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
@@ -254,42 +271,26 @@ class WeightUpdater:
         if not version:
             raise ValueError("weight_version must not be empty")
 
-    def _assemble(
-        self, engines: Sequence[EngineClient] | None, operation: Operation, in_flight: InFlight, *, catches_up: bool
-    ) -> Fleet:
-        """Return the engines of this update; empty on ranks other than 0.
-
-        Args:
-            catches_up: whether engines receive everything they may lack, so that engines that failed before can take
-                part.
-        """
+    def _assemble(self, readmitted: Sequence[EngineClient] | None) -> Fleet:
+        """Return the engines of an update, or those to readmit; empty on ranks other than 0."""
         if self._ranks.rank != 0:
-            return Fleet([], in_flight)
-        chosen = self._quarantine.eligible(self._engines, operation) if engines is None else distinct(engines)
-        if not chosen:
-            raise ValueError("expected at least one engine on rank 0, got none; pass engine clients as engines=[...]")
-        fleet = Fleet(chosen, in_flight)
-        if operation == "update" and self._link is None and fleet.num_receivers > MAX_RECEIVERS:
+            return Fleet([], self._in_flight)
+        fleet = self._engines.fleet(self._in_flight, readmitted)
+        if self._link is None and fleet.num_receivers > MAX_RECEIVERS:
             raise ValueError(
-                f"one update supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; "
-                f"update some engines with engines=[...] and then the others"
+                f"one WeightUpdater supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; create "
+                f"one for each part of the engines"
             )
-        for member in fleet.members:
-            self._quarantine.restore(member)
-            if member.paused and not catches_up:
-                raise ValueError(
-                    f"{member.name} failed in update() or is still paused; first call "
-                    f"update(..., engines=[that engine]) with all tensors that may be outdated in it"
-                )
-        self._engines += [engine for engine in chosen if not any(engine is known for known in self._engines)]
         return fleet
 
     @contextmanager
-    def _paused(self, fleet: Fleet, operation: Operation) -> Iterator[None]:
-        """Pause the engines; finally resume them and record which of them failed."""
+    def _paused(self, fleet: Fleet) -> Iterator[None]:
+        """Pause the engines; finally resume them and exclude those that failed."""
+        is_complete = False
         try:
             fleet.pause()
             yield
+            is_complete = True
         except BaseException as error:
             self._fast.is_link_broken = True
             fleet.fail_changed(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
@@ -299,13 +300,16 @@ class WeightUpdater:
                 fleet.resume()
             finally:
                 self._fast.is_link_broken |= bool(fleet.failures())
-                self._quarantine.record_outcome(fleet, operation)
+                self._engines.record(fleet, is_complete=is_complete)
 
     def _report(
         self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages
     ) -> UpdateStats:
         """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
+        outcome: dict[str, Any] = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
+        if outcome.pop("all_failed"):
+            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return UpdateStats(
             seconds=time.perf_counter() - started,
             num_bytes=num_bytes,
@@ -317,7 +321,7 @@ class WeightUpdater:
             fill_s=stages.seconds["fill"],
             load_s=stages.seconds["load"],
             finish_s=stages.seconds["finish"],
-            **self._agree_on_outcome(fleet),
+            **outcome,
         )
 
     def _connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
@@ -394,10 +398,3 @@ class WeightUpdater:
             # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
             timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )
-
-    def _agree_on_outcome(self, fleet: Fleet) -> dict[str, Any]:
-        """Return the engines' outcome on all ranks; raise on all ranks if no engine could be updated."""
-        outcome = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
-        if outcome.pop("all_failed"):
-            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
-        return outcome

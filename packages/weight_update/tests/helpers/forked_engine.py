@@ -38,12 +38,12 @@ def send_all(engine, tensors, group):
     for number, way in enumerate(ways):
         stream = way.pop("stream", False)
         factor = len(ways) - number  # 1 for the last update
-        with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
-            for partial in (False, True):
+        for partial in (False, True):
+            with closing(WeightUpdater([engine], **way, process_group=group, timeout_s=60)) as updater:
                 items = ((name, factor * tensor) for name, tensor in tensors.items())
                 try:
                     tensors_sent = items if stream else list(items)
-                    stats = updater.update(tensors_sent, number, partial=partial, engines=[engine])
+                    stats = updater.update(tensors_sent, number, partial=partial)
                 except RuntimeError as error:
                     refused.append(str(error))
                     continue

@@ -200,7 +200,7 @@ def test_adapter_is_cast_and_must_be_finite():
     WeightUpdater([engine], allow_non_finite=True).update_adapter(changed_adapter("nan"), "policy", CONFIG, 3)
 
 
-def test_failed_engine_is_quarantined_and_updated_alone_later():
+def test_failed_engine_is_excluded_until_it_is_readmitted():
     good, bad = AdapterEngine("good"), AdapterEngine("bad")
     updater = WeightUpdater([good, bad])
     updater.update_adapter(adapter(1), "policy", CONFIG, 1)
@@ -211,7 +211,7 @@ def test_failed_engine_is_quarantined_and_updated_alone_later():
     bad.refuses, calls = None, len(bad.calls)
     assert updater.update_adapter(adapter(3), "policy", CONFIG, 3).quarantined == {}
     assert len(bad.calls) == calls  # left out
-    assert updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad]).quarantined == {}
+    updater.readmit([bad], base().items(), 3)
     updater.update_adapter(adapter(4), "policy", CONFIG, 4)
     assert good.loaded() == bad.loaded() == {"policy": dict(adapter(4))}
     assert (good.version, bad.version) == ("4", "4")
@@ -243,12 +243,9 @@ def test_engine_that_cannot_set_the_version_keeps_running(fails, in_flight):
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 1).quarantined == {"engine 1 of 2 (bad)": "no answer"}
     assert (bad.paused, good.version) == (None, "1")
     bad.fails = ""
-    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad]).quarantined == {}
+    updater.readmit([bad], base().items(), 2)
+    assert updater.update_adapter(adapter(2), "policy", CONFIG, 2).quarantined == {}
     assert (bad.paused, bad.version, bad.loaded()) == (None, "2", {"policy": dict(adapter(2))})
-    bad.fails = fails
-    with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\): no answer"):
-        updater.update_adapter(adapter(3), "policy", CONFIG, 3, engines=[bad])
-    assert bad.paused is None
 
 
 def test_quarantined_engine_needs_weights_before_adapters():
@@ -257,30 +254,12 @@ def test_quarantined_engine_needs_weights_before_adapters():
     bad.refuses = "no"
     assert list(updater.update(base().items(), 1).quarantined) == ["engine 1 of 2 (bad)"]
     bad.refuses = None
-    with pytest.raises(ValueError, match=r"engine 0 of 1 \(bad\) failed in update\(\) or is still paused; first call"):
-        updater.update_adapter(adapter(1), "policy", CONFIG, 2, engines=[bad])
     assert updater.update_adapter(adapter(1), "policy", CONFIG, 2).quarantined == {}
     assert (bad.loaded(), bad.paused) == ({}, "abort")
-    updater.update(base().items(), 1, engines=[bad])
-    updater.update_adapter(adapter(2), "policy", CONFIG, 3)
-    assert bad.loaded() == {}  # it missed the previous adapter
-    updater.update_adapter(adapter(2), "policy", CONFIG, 3, engines=[bad])
+    updater.readmit([bad], base().items(), 1)
+    assert bad.loaded() == {}  # it missed the adapter
     updater.update_adapter(adapter(3), "policy", CONFIG, 4)
     assert good.loaded() == bad.loaded() == {"policy": dict(adapter(3))}
-
-
-def test_engine_without_the_adapter_still_gets_weights():
-    good, bad = AdapterEngine("good"), AdapterEngine("bad")
-    updater = WeightUpdater([good, bad])
-    bad.refuses = "no"
-    updater.update_adapter(adapter(1), "policy", CONFIG, 1)
-    bad.refuses = None
-    updater.update(base().items(), "weights")
-    assert (good.version, bad.version) == ("weights", "weights")
-    updater.update_adapter(adapter(2), "policy", CONFIG, 2)
-    assert bad.loaded() == {}
-    updater.update_adapter(adapter(2), "policy", CONFIG, 2, engines=[bad])
-    assert good.loaded() == bad.loaded() == {"policy": dict(adapter(2))}
 
 
 def test_engine_without_adapter_support_is_refused():

@@ -3,7 +3,7 @@
 import random
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -152,7 +152,7 @@ def test_bad_tensors_are_refused_by_name_and_the_next_update_works(closing, remo
         if mode == "complete":
             assert holds(engine, first)
             assert engine.paused is None
-        updater.update(first.items(), 1, engines=[engine])
+        updater.readmit([engine], first.items(), 1)
         assert holds(engine, first)
 
     refused(lambda t: t.pop("norm.weight"), "'norm'|norm.weight")
@@ -172,7 +172,7 @@ def test_iterator_that_raises_aborts_the_update_and_the_next_one_works(closing, 
     with pytest.raises(OSError, match="the disk is gone"):
         updater.update(broken(), 1)
     checkpoint = tensors(2)
-    assert updater.update(iter(checkpoint.items()), 2).verified
+    assert updater.readmit([engine], iter(checkpoint.items()), 2).verified
     assert holds(engine, checkpoint)
 
 
@@ -189,18 +189,21 @@ def test_connections_are_reused_and_reopened_when_engines_change(closing, remote
     first, second = closing(RemoteEngine, remote[:1], "first"), closing(RemoteEngine, remote[1:3], "second")
     updater = linked(closing, [first])
 
-    def connections_in_update(version: int, **kwargs) -> int:
+    def connections_in_update(version: int, readmitted: Sequence[RemoteEngine] = ()) -> int:
         made.clear()
         checkpoint = tensors(version)
-        updater.update(checkpoint.items(), version, **kwargs)
-        assert holds(kwargs.get("engines", [first])[-1], checkpoint)
+        if readmitted:
+            updater.readmit(readmitted, checkpoint.items(), version)
+        else:
+            updater.update(checkpoint.items(), version)
+        assert holds([first, *readmitted][-1], checkpoint)
         return len(made)
 
     assert connections_in_update(1) == 1
     assert connections_in_update(2) == 0
-    assert connections_in_update(3, engines=[first, second]) == 3  # an engine with two ranks joins, the link reopens
+    assert connections_in_update(3, [first, second]) == 3  # an engine with two ranks joins, the link reopens
     assert connections_in_update(4) == 0
-    assert connections_in_update(5, engines=[second]) == 2
+    assert connections_in_update(5, [second]) == 2
     assert connections_in_update(6) == 3
     assert connections_in_update(7) == 0
     first.ask_all("new", 0, 1)  # as if its process had been restarted
@@ -217,7 +220,7 @@ def test_link_is_reopened_after_a_failed_update(closing, remote):
         if version == 2:
             with pytest.raises(RuntimeError, match="no parameter for these tensors: 'strange'"):
                 updater.update([*checkpoint.items(), ("strange", torch.ones(3))], "refused")
-        assert updater.update(checkpoint.items(), version, engines=[engine]).verified
+        assert updater.readmit([engine], checkpoint.items(), version).verified
         ports.append(updater._fast.mailbox.path)
     assert ports[0] == ports[1] != ports[2] == ports[3]
 

@@ -249,7 +249,7 @@ def test_engine_that_joins_late_gets_the_current_version():
     first, late = ToyEngine(1, "first"), ToyEngine(2, "late")
     updater = WeightUpdater([first])
     updater.update(tensors(1).items(), 1)
-    updater.update(tensors(1).items(), 1, engines=[late])
+    updater.readmit([late], tensors(1).items(), 1)
     assert holds(late, tensors(1))
     assert (late.version, len(first.requests)) == ("1", 1)
     updater.update(tensors(2).items(), 2)  # it takes part in later updates
@@ -288,7 +288,7 @@ def test_corrupted_bucket_is_detected_and_engine_is_not_updated(tp_size, mode):
     with pytest.raises(RuntimeError, match=r"engine 0 of 1 \(bad\).*did not arrive as they were sent: 'embed.weight'"):
         updater.update(as_mode(tensors(), mode), 1)
     assert (bad.version, bad.paused) == ("first", "abort")
-    stats = updater.update(as_mode(tensors(), mode), 2, engines=[good])
+    stats = updater.readmit([good], as_mode(tensors(), mode), 2)
     assert (stats.verified, good.version, bad.version) == (True, "2", "first")
     updater.close()
 

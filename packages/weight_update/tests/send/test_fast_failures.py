@@ -79,7 +79,7 @@ def test_failed_engine_is_quarantined_and_others_are_updated(broken, message, is
     assert updater.update(tensors(3).items(), 3).quarantined == {}  # it is skipped
     assert len(bad.requests) == requests
     bad.broken = ""
-    assert updater.update(tensors(3).items(), 3, engines=[bad]).quarantined == {}  # updated alone
+    assert updater.readmit([bad], tensors(3).items(), 3).quarantined == {}  # updated alone
     assert holds(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.update(tensors(4).items(), 4)
@@ -99,11 +99,11 @@ def test_mixed_engine_is_paused_until_a_complete_update():
     bad.broken = ""
     lacking = [item for item in tensors(3).items() if item[0] != "norm.weight"]
     with pytest.raises(RuntimeError, match="no tensor was sent"):
-        updater.update(lacking, 3, engines=[bad])
+        updater.readmit([bad], lacking, 3)
     assert bad.paused == "abort"
     assert bad.calls.count("pause abort") == 1
     assert "resume" not in bad.calls
-    assert updater.update(tensors(3).items(), 3, engines=[bad]).quarantined == {}
+    assert updater.readmit([bad], tensors(3).items(), 3).quarantined == {}
     assert holds(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.close()
@@ -130,7 +130,7 @@ def test_failed_stock_engine_does_not_stop_fast_engines():
     assert holds(good, tensors(1))
     assert (good.version, good.paused) == ("1", None)
     stock.fail_at = None
-    assert updater.update(tensors(2).items(), 2, engines=[stock]).quarantined == {}
+    assert updater.readmit([stock], tensors(2).items(), 2).quarantined == {}
     assert stock.version == "2"
     updater.close()
 
@@ -246,7 +246,7 @@ def test_hanging_engine_is_quarantined_and_others_are_updated(timeout_s):
     assert holds(good, tensors(1))
     assert (good.version, hanging.version) == ("1", "first")
     hanging.may_continue.set()
-    assert updater.update(tensors(2).items(), 2, engines=[hanging, good]).quarantined == {}
+    assert updater.readmit([hanging, good], tensors(2).items(), 2).quarantined == {}
     assert holds(hanging, tensors(2))
     updater.close()
 
@@ -264,7 +264,7 @@ def test_request_of_an_earlier_update_is_refused():
                 late.receivers[0].handle(request)
             yield item
 
-    assert updater.update(items(), 1, engines=[other]).verified
+    assert updater.readmit([other], items(), 1).verified
     assert other.requests[0].first_receiver == request.first_receiver
     assert holds(other, tensors(1))
     assert holds(late, tensors(0))
@@ -314,7 +314,7 @@ def test_stalled_engine_that_resumes_in_a_later_update_does_not_disturb_it():
     assert (stats.verified, stats.quarantined) == (True, {})
     assert other.requests[1].first_receiver == stalled.requests[0].first_receiver
     assert holds(other, tensors(1))
-    assert updater.update(tensors(2).items(), 2, engines=[stalled]).verified
+    assert updater.readmit([stalled], tensors(2).items(), 2).verified
     assert holds(stalled, tensors(2))
     updater.close()
 

@@ -82,7 +82,7 @@ def test_killed_engine_is_quarantined_and_others_are_updated(start_engine, kille
     assert (good.version, bad.version) == ("1", "0")
     bad.close()
     bad.start()  # restart
-    assert updater.update(tensors(2).items(), 2, engines=[bad, good]).quarantined == {}
+    assert updater.readmit([bad, good], tensors(2).items(), 2).quarantined == {}
     assert same_as_fresh(bad, tensors(2))
     updater.close()
 
@@ -120,7 +120,7 @@ def test_stopped_engine_is_quarantined_and_updated_after_it_continues(start_engi
         updater.update(tensors(2).items(), 2)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert updater.update(tensors(3).items(), 3, engines=[good, bad]).quarantined == {}
+    assert updater.readmit([good, bad], tensors(3).items(), 3).quarantined == {}
     assert same_as_fresh(bad, tensors(3))
     assert (bad.version, bad.paused) == ("3", None)
     updater.close()

@@ -273,7 +273,7 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
     if engines:
         assert engines[0].version == "good", kind
         assert engines[0].paused is None or (engines[0].paused == "abort" and not is_checked_before), kind
-    updater.update(sharded(tensors(1), "rows").items(), "again")
+    updater.readmit(engines, sharded(tensors(1), "rows").items(), "again")
     assert all(holds(engine, tensors(1)) and engine.version == "again" for engine in engines), kind
     updater.close()
     return message
@@ -330,8 +330,7 @@ def _plain(kind: str, mode: str, *, partial: bool) -> str:
             updater.update(as_mode(named_tensors, mode), version, partial=partial)
         except (ValueError, RuntimeError) as error:
             message = f"{type(error).__name__}: {error}"
-            if partial:  # the engine is mixed
-                updater.update(as_mode(tensors(0).items(), mode), 0)
+            updater.readmit(engines, as_mode(tensors(0).items(), mode), 0)  # the engine may be mixed
     if engines:
         assert holds(engines[0], tensors(1)) == (holder == 0)
         assert engines[0].version == ("0" if holder else "2")

@@ -1,7 +1,5 @@
 """Engines that could start requests between a load and the flush after it are held before the load ends."""
 
-import os
-import signal
 import time
 
 import pytest
@@ -84,7 +82,7 @@ def test_engine_that_fails_to_hold_or_flush_is_quarantined_and_paused(broken, wh
     assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (bad)": why}
     assert (bad.paused, bad.version, good.paused, good.version) == ("abort", "first", None, "1")
     bad.broken = ""
-    assert updater.update(tensors(2).items(), 2, engines=[bad]).quarantined == {}
+    assert updater.readmit([bad], tensors(2).items(), 2).quarantined == {}
     assert holds(bad, tensors(2))
     assert (bad.paused, bad.version) == (None, "2")
     updater.close()
@@ -134,27 +132,4 @@ def test_engine_that_exits_before_it_starts_is_not_waited_for():
     assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (gone)": "the server has ended"}
     assert gone.calls == []
     assert holds(good, tensors(1))
-    updater.close()
-
-
-class InterruptedEngine(HeldEngine):
-    """Engine that sends SIGINT while it is held for the first time."""
-
-    hold_s = 0.5
-
-    def hold(self) -> None:
-        if "held" not in self.calls:
-            os.kill(os.getpid(), signal.SIGINT)
-        super().hold()
-
-
-def test_interrupt_during_hold_leaves_no_thread_that_holds_later(ctrl_c):
-    engine = InterruptedEngine(1)
-    updater = WeightUpdater([engine], bucket_bytes=100)
-    with pytest.raises(KeyboardInterrupt):
-        updater.update(tensors(1).items(), 1)
-    assert engine.calls.index("held") < engine.calls.index("pause abort")  # it may be mixed
-    updater.update(tensors(2).items(), 2)
-    assert holds(engine, tensors(2))
-    assert (engine.paused, engine.version) == (None, "2")
     updater.close()

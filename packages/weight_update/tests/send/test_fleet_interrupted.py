@@ -1,8 +1,7 @@
-"""Ctrl-C while engines load, are paused or are resumed; cancelled calls."""
+"""Ctrl-C while engines load; cancelled calls."""
 
 import asyncio
 import signal
-import sys
 import threading
 
 import pytest
@@ -50,7 +49,7 @@ def test_interrupted_engine_that_has_loaded_is_quarantined(updated):
     assert engine.paused == "abort"
     assert engine.version == "0"
     engine.may_answer.set()
-    assert updater.update(tensors(2).items(), 2).quarantined == {}
+    assert updater.readmit([engine], tensors(2).items(), 2).quarantined == {}
     assert engine.paused is None
     assert engine.version == "2"
     assert holds(engine, tensors(2))
@@ -108,37 +107,9 @@ def pair():
 
 
 def update_works(updater, *engines) -> bool:
-    """Whether an update that names all engines updates and resumes them."""
-    updater.update(tensors(2).items(), 2, engines=engines)
+    """Whether a readmission updates and resumes them."""
+    updater.readmit(engines, tensors(2).items(), 2)
     return all((engine.paused, engine.version) == (None, "2") and holds(engine, tensors(2)) for engine in engines)
-
-
-def test_interrupt_in_resume_of_one_engine_does_not_keep_others_paused(pair):
-    updater, first, second = pair
-    first.raises = {"resume": KeyboardInterrupt()}
-    with pytest.raises(KeyboardInterrupt):
-        updater.update(tensors(1).items(), 1)
-    assert (second.paused, second.version) == (None, "1")
-    assert first.paused == "retract"
-    requests = len(first.requests)
-    updater.update(tensors(1).items(), 1)
-    assert len(first.requests) == requests  # quarantined
-    assert update_works(updater, first, second)
-
-
-def test_second_interrupt_leaves_every_engine_paused_or_quarantined(pair):
-    updater, first, second = pair
-    first.raises = {"get_weight_version": KeyboardInterrupt("one"), "pause abort": KeyboardInterrupt("two")}
-    with pytest.raises(KeyboardInterrupt, match="two") as caught:
-        updater.update(tensors(1).items(), 1)
-    assert str(caught.value.__context__) == "one"
-    assert (second.paused, second.version) == ("abort", "0")
-    with pytest.raises(ValueError, match="failed in update"):
-        updater.update({"temperature": tensors(1)["temperature"]}.items(), 1, partial=True)
-    with pytest.raises(ValueError, match="an empty iterable"):
-        updater.update([], 1)
-    assert first.paused == "abort"  # the pause that failed is repeated
-    assert update_works(updater, first, second)
 
 
 @pytest.mark.parametrize("where", ["pause retract", "set_weight_version", "get_weight_version", "resume"])
@@ -150,59 +121,3 @@ def test_cancelled_error_in_one_client_quarantines_that_engine(pair, where):
     assert (second.paused, second.version) == (None, "1")
     assert holds(second, tensors(1))
     assert update_works(updater, first, second)
-
-
-class InterruptAtLine:
-    """Trace function that raises KeyboardInterrupt at line number `at` of those executed while a thread starts."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, frame, event, arg):
-        if frame.f_code.co_name != "_start" or not frame.f_code.co_filename.endswith("fleet.py"):
-            return None
-        sys.settrace(self.within)
-        return self.line
-
-    def within(self, frame, event, arg):
-        return self.line if frame.f_code.co_qualname == "Thread.start" else None
-
-    def line(self, frame, event, arg):
-        lock = threading._active_limbo_lock  # type: ignore[attr-defined]
-        if event == "line" and not lock._is_owned():  # Python itself is not safe here
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        elif event == "return" and frame.f_code.co_name == "_start":
-            sys.settrace(None)
-        return self.line
-
-
-def test_interrupt_at_any_line_of_a_thread_start_leaves_no_call_running():
-    engine = ToyEngine(1)
-    updater = WeightUpdater([engine])
-    updater.update(tensors(0).items(), 0)
-    for at in range(200):
-        before = set(threading.enumerate())
-        tracing = InterruptAtLine(at)
-        sys.settrace(tracing)
-        try:
-            updater.update(tensors(1).items(), 1)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        if tracing.left >= 0:
-            break
-        for thread in set(threading.enumerate()) - before:
-            if thread.ident is not None:
-                thread.join(5)
-                assert not thread.is_alive()
-        assert engine.version == "0"
-        assert engine.paused == "abort" or (engine.paused is None and holds(engine, tensors(0)))
-        updater.update(tensors(0).items(), 0)
-        assert (engine.paused, holds(engine, tensors(0))) == (None, True)
-    assert at > 8
-    assert (engine.version, holds(engine, tensors(1))) == ("1", True)
-    updater.close()

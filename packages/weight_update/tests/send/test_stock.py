@@ -77,7 +77,7 @@ def test_failed_engine_is_quarantined_and_others_are_updated():
     assert updater.update(items, 2).quarantined == {}
     assert engines[1].calls == []  # skipped
     engines[1].fail_at = None
-    stats = updater.update(items, 2, engines=[engines[1]])
+    stats = updater.readmit([engines[1]], items, 2)
     assert (stats.quarantined, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
     assert_same(engines[1].weights, dict(items))
     updater.update(items, 3)
@@ -94,7 +94,7 @@ def test_update_that_fails_on_all_engines_is_an_error():
     with pytest.raises(RuntimeError, match=message):
         updater.update(items, 1)
     engines[0].fail_at = engines[1].fail_at = None
-    assert updater.update(items, 2).quarantined == {}  # no engine is healthy, so all are tried
+    assert updater.readmit(engines, items, 2).quarantined == {}
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
@@ -112,7 +112,7 @@ def test_iterator_that_raises_leaves_mixed_engine_paused(error):
     with pytest.raises(type(error)):
         updater.update(items(), 1)
     assert engine.calls == ["load 0 None", "pause abort"]
-    updater.update([("t0", torch.ones(8))], 2)
+    updater.readmit([engine], [("t0", torch.ones(8))], 2)
     assert (engine.version, engine.calls[-1]) == ("2", "resume")
 
 
@@ -207,7 +207,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=message):
         WeightUpdater([twice, StockToyEngine(), twice])
     with pytest.raises(ValueError, match=message):
-        WeightUpdater([twice]).update([("a", torch.zeros(1))], 1, engines=[twice, StockToyEngine(), twice])
+        WeightUpdater([twice]).readmit([twice, StockToyEngine(), twice], [("a", torch.zeros(1))], 1)
     with pytest.raises(ValueError, match="expected at least one engine on rank 0, got none"):
         WeightUpdater([]).update([("a", torch.zeros(1))], 1)
     updater = WeightUpdater([StockToyEngine()])

@@ -241,15 +241,16 @@ def bad_tensors(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, 
 )
 def test_bad_tensors_are_refused_by_name(engine, models, kind, error, message):
     """The answers are bitwise the same as before. NaN is found while tensors are sent; then the engine is paused until
-    the next complete update."""
-    updater = WeightUpdater([LocalEngine(engine)], bucket_bytes=1 << 16)
+    it is readmitted."""
+    client = LocalEngine(engine)
+    updater = WeightUpdater([client], bucket_bytes=1 << 16)
     updater.update(state(models[0]), "good")
     wanted = generate(engine, return_logprob=True)
     bad = bad_tensors({name: tensor.clone() for name, tensor in state(models[1])}, kind)
     with pytest.raises(error, match=message):
         updater.update(bad, "bad")
     if kind == "nan":
-        updater.update(state(models[0]), "good")
+        updater.readmit([client], state(models[0]), "good")
     out = generate(engine, return_logprob=True)
     assert out["meta_info"]["weight_version"] == "good"
     assert out["output_ids"] == wanted["output_ids"]

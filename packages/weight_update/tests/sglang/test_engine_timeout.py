@@ -78,7 +78,7 @@ def test_stopped_engine_is_quarantined_and_updated_alone_later(engine, tmp_path)
     finally:
         os.kill(pid, signal.SIGCONT)
     for version in (1, 2):
-        assert updater.update(checkpoints[version].items(), version, engines=[stopped]).quarantined == {}
+        assert updater.readmit([stopped], checkpoints[version].items(), version).quarantined == {}
         assert generate(engine) == (answers[version], str(version))
     assert updater.update(checkpoints[0].items(), "both").quarantined == {}
     assert generate(engine) == (answers[0], "both")

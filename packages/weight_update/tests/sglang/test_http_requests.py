@@ -237,7 +237,7 @@ def test_interrupt_during_the_load_leaves_the_server_paused(server, models, upda
         waiting = pool.submit(generate, server)
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
-        updater.update(state(models[0]), "good", engines=[HttpEngine(server.url, api_key=API_KEY)])
+        updater.readmit([HttpEngine(server.url, api_key=API_KEY)], state(models[0]), "good")
         assert version_of(waiting.result(20)) == "good"
 
 

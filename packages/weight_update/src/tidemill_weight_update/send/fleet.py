@@ -152,8 +152,7 @@ class Fleet:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
         try:
             for call in self.calls:
-                if not call.cancelled():
-                    call.result()
+                call.result()
         except BaseException as error:
             for member in self.members:
                 if member.rows and member.error is None and not member.replies:
@@ -167,14 +166,10 @@ class Fleet:
         self._exclude(member, sequence, control)
 
     def _start(self, action: Callable[..., None], *args: object) -> Future[None]:
-        """Call `action` in another thread. At an interrupt, either the call never starts or it is waited for."""
+        """Call `action` in another thread."""
         call: Future[None] = Future()
-        try:
-            self.calls.append(call)
-            threading.Thread(target=_run_call, args=(call, action, *args), daemon=True).start()
-        except BaseException:
-            call.cancel()  # has no effect if the call has started
-            raise
+        threading.Thread(target=_run_call, args=(call, action, *args), daemon=True).start()
+        self.calls.append(call)
         return call
 
     def _load(self, member: Member, request: Request, control: Mailbox) -> None:
@@ -256,23 +251,12 @@ class Fleet:
             member.attempt(lambda member=member: _check_version(member.client, version), unchanged=everywhere)
 
     def resume(self) -> None:
-        """Resume paused engines, and pause those that may hold a mix of versions.
-
-        An interrupt is raised after all engines were handled; the call for one of them may have been cut short.
-        """
-        interrupts: list[BaseException] = []
+        """Resume paused engines, and pause those that may hold a mix of versions."""
         for member in self.members:
-            try:
-                if member.error is not None and not member.unchanged:
-                    self._stop(member)
-                elif member.paused:
-                    _resume(member)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                why = f"the trainer was interrupted before it was paused or resumed: {type(error).__name__}"
-                member.fail(why, unchanged=member.unchanged)
-                interrupts.append(error)
-        if interrupts:
-            raise interrupts[0]
+            if member.error is not None and not member.unchanged:
+                self._stop(member)
+            elif member.paused:
+                _resume(member)
 
     def _stop(self, member: Member) -> None:
         if member.stopped:
@@ -293,11 +277,10 @@ def _resume(member: Member) -> None:
 
 
 def _run_call(call: Future[None], action: Callable[..., None], *args: object) -> None:
-    if call.set_running_or_notify_cancel():
-        try:
-            action(*args)
-        finally:
-            call.set_result(None)
+    try:
+        action(*args)
+    finally:
+        call.set_result(None)
 
 
 def _hold(member: Member) -> None:

@@ -31,10 +31,6 @@ class HttpEngine:
         url: URL of the server, such as "http://127.0.0.1:30000".
         api_key: bearer token: the server's `--admin-api-key` if it has one, else its `--api-key`.
         timeout_s: longest wait for one response of the server, including running requests.
-
-    Attributes:
-        paused: mode in which this object has paused the server; None if it has not, or has resumed it. A successful
-            `update` ends an "abort" pause, which is how updaters leave an engine with a mix of versions.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 300.0) -> None:
@@ -47,7 +43,7 @@ class HttpEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         self._info: dict[str, Any] | None = None
-        self.paused: PauseMode | None = None
+        self._is_paused = False
         self._is_held = False
         self._flushing: http.client.HTTPConnection | None = None  # its response arrives after that of the load
 
@@ -97,7 +93,7 @@ class HttpEngine:
         """
         self._drop_flush()
         connection = self._connect()
-        self.paused = "retract"
+        self._is_paused = True
         self._send(connection, "POST", "/pause_generation", {"mode": "retract"})
         if not wait([connection.sock], _AT_ONCE_S):
             self.get_weight_version()  # The server responds to other requests,
@@ -138,7 +134,7 @@ class HttpEngine:
             if status == 200:
                 return
             self._request("POST", "/abort_request", {"abort_all": True})
-        self._flush_within(DRAIN_S if self.paused is not None else self._timeout_s * FLUSH_WAIT_FRACTION)
+        self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * FLUSH_WAIT_FRACTION)
 
     def get_weight_version(self) -> str:
         return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
@@ -149,7 +145,7 @@ class HttpEngine:
         If it is, and not by `hold`, requests that waited for the end of that pause may start, and are aborted with the
         others.
         """
-        self.paused = mode  # set before the call: the server may pause and not respond
+        self._is_paused = True  # set before the call: the server may pause and not respond
         if mode == "abort" and self._is_held:  # nothing runs, so all requests end while the server stays paused
             self._request("POST", "/abort_request", {"abort_all": True})
             return
@@ -160,7 +156,7 @@ class HttpEngine:
     def resume(self) -> None:
         self._drop_flush()
         self._request("POST", "/continue_generation", {})
-        self.paused, self._is_held = None, False
+        self._is_paused = self._is_held = False
 
     def set_weight_version(self, version: str) -> None:
         self._request("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -30,16 +30,11 @@ class LocalEngine:
     Args:
         engine: stock `sglang.Engine`, with any launch arguments.
         timeout_s: longest wait for one response of the engine, including running requests.
-
-    Attributes:
-        paused: mode in which this object has paused the engine; None if it has not, or has resumed it. A successful
-            `update` ends an "abort" pause, which is how updaters leave an engine with a mix of versions.
     """
 
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self.paused: PauseMode | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop alone keeps weak references
 
     def __repr__(self) -> str:
@@ -95,7 +90,6 @@ class LocalEngine:
         """Stop generation; new requests wait for `resume`. The engine may be paused already."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-        self.paused = mode  # set before the call: the engine may pause and not respond
         if mode == "abort":  # SGLang waits until all requests have finished; those of a paused scheduler never do
             self._wait(self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput()))
         self._wait(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
@@ -104,7 +98,6 @@ class LocalEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         self._wait(self._manager.continue_generation(ContinueGenerationReqInput()))
-        self.paused = None
 
     def set_weight_version(self, version: str) -> None:
         self._manager.record_config_updates("tidemill.weight_update", weight_version=version)
