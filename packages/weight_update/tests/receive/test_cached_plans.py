@@ -106,8 +106,8 @@ def test_missing_tensor_is_reported_after_a_stream_that_failed_at_its_end():
         updater.update(iter(lacking.items()), 1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no tensor was sent for these parameters of the engine: 'norm'"):
-            updater.update(lacking.items(), 1)
-    assert updater.update(tensors().items(), 1).verified
+            updater.readmit([engine], lacking.items(), 1)
+    assert updater.readmit([engine], tensors().items(), 1).verified
     assert holds(engine, tensors())
     updater.close()
 
@@ -124,8 +124,8 @@ def test_tensors_are_combined_in_a_complete_update_after_a_failed_stream():
     updater = WeightUpdater([engine], bucket_bytes=64)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"combines these tensors with others .* pass a collection"):
-            updater.update(iter(checkpoint.items()), 1)
-    assert updater.update(checkpoint.items(), 1).verified
+            updater.readmit([engine], iter(checkpoint.items()), 1)
+    assert updater.readmit([engine], checkpoint.items(), 1).verified
     assert holds(engine, checkpoint)  # including the padding
     updater.close()
 
@@ -146,7 +146,7 @@ def test_tensor_after_a_loader_tensor_of_the_same_parameter_keeps_its_order():
     updater = WeightUpdater([engine], bucket_bytes=64)
     with pytest.raises(RuntimeError, match=r"combines these tensors with others .*'above.part'; pass a collection"):
         updater.update(iter(checkpoint.items()), 1)
-    stats = updater.update(checkpoint.items(), 1)
+    stats = updater.readmit([engine], checkpoint.items(), 1)
     assert (list(stats.through_loader), stats.num_unverified) == (list(checkpoint), 2)
     assert holds(engine, checkpoint)
     updater.close()
