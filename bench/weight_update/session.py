@@ -111,8 +111,11 @@ class Session:
         updater = WeightUpdater(engines, timeout_s=CALL_TIMEOUT_S)
         stock = self._stock()
 
+        transfer = updater.declare(self._trainer.named)
+
         def ours(version: str) -> UpdateStats:
-            return _checked(updater.update(self._trainer.named, version))
+            self._trainer.quantize()
+            return _checked(transfer.send(version))
 
         self._measure(OURS, ours, max_s=NO_LIMIT_S)
         middle = self._case.buckets[1]

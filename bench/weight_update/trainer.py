@@ -75,6 +75,11 @@ class Trainer:
         """The part of the weights that this rank holds, as arguments for the updater; in float8 if the engine is."""
         return self._piece.named if self._in_fp8 is None else self._in_fp8.quantize()
 
+    def quantize(self) -> None:
+        """Write the current values to the float8 tensors of `named`, if the engine is in float8."""
+        if self._in_fp8 is not None:
+            self._in_fp8.quantize()
+
     def in_engine_dtype(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return whole tensors as the engine has them."""
         return list(named) if self._in_fp8 is None else BlockFp8(named).quantize()

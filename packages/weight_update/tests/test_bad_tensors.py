@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+from sources import WithEvent, fail
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.copy import copier
 from toy_engines import ATTN, TIED, ToyEngine, ToyModel, holds, tensors
 
-MODES = ["complete", "streaming"]
+MODES = ["collection", "function"]
 K = f"{ATTN}.k_proj.weight"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def as_named_tensors(items, mode: str):
-    return list(items) if mode == "complete" else iter(list(items))
+    items = list(items)
+    return items if mode == "collection" else lambda: iter(items)
 
 
 def nan(checkpoint):
@@ -80,7 +82,7 @@ def test_bad_tensors_are_refused_by_name(change, tp_size, mode):
     with pytest.raises(error, match=message):
         updater.update(as_named_tensors(bad.items(), mode), "bad")
     assert engine.version == "good"
-    if mode == "complete" and change not in (nan, infinite):
+    if change not in (nan, infinite):
         assert holds(engine, tensors(0))
         assert engine.paused is None
     else:
@@ -188,28 +190,21 @@ def test_invalid_tensors_are_refused(items, error, message, mode):
     with pytest.raises(error, match=message):
         updater.update(as_named_tensors(items, mode), "bad")
     assert engine.version == "good"
-    if mode == "complete":
-        assert holds(engine, tensors(0))
-        assert engine.paused is None
+    assert holds(engine, tensors(0))
+    assert engine.paused is None
     assert updater.readmit([engine], as_named_tensors(tensors(1).items(), mode), "again").quarantined == {}
     assert holds(engine, tensors(1))
     updater.close()
 
 
 @pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
-def test_iterator_that_raises_leaves_engines_paused(error):
+def test_function_whose_tensors_end_with_an_error_leaves_engines_paused(error):
     engines = [ToyEngine(2), ToyEngine(1)]
     updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=30)
 
-    def items():
-        for count, item in enumerate(tensors(1).items()):
-            if count == 7:
-                raise error
-            yield item
-
     updater.update(tensors(0).items(), "good")
     with pytest.raises(type(error)):
-        updater.update(items(), "bad")
+        updater.update(WithEvent(tensors(1).items(), 7, fail(error)), "bad")
     assert [(engine.version, engine.paused) for engine in engines] == [("good", "abort")] * 2
     with pytest.raises(RuntimeError, match=r"all engines are excluded .*readmit\(\).*the trainer failed while sending"):
         updater.update(tensors(2).items(), "again")

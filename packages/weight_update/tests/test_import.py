@@ -30,7 +30,7 @@ def test_import_loads_torch_only(module):
 def test_exports_are_pinned():
     assert tidemill_weight_update.__all__ == [
         *("AdapterClient", "BucketHandle", "EngineClient", "GroupLink", "HoldingClient", "LocalShard", "LoraConfig"),
-        *("PauseMode", "Request", "UpdateStats", "WeightUpdater", "merge_lora"),
+        *("PauseMode", "Request", "Transfer", "UpdateStats", "WeightUpdater", "merge_lora"),
     ]
     assert tidemill_weight_update.sglang.__all__ == ["HttpEngine", "LocalEngine", "sglang_launch_args"]
     assert all(hasattr(tidemill_weight_update, name) for name in tidemill_weight_update.__all__)

@@ -8,6 +8,7 @@ from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.stats import UpdateStats
 from tidemill_weight_update.tensors.shards import LocalShard
+from tidemill_weight_update.transfer import Transfer
 from tidemill_weight_update.updater import WeightUpdater
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LoraConfig",
     "PauseMode",
     "Request",
+    "Transfer",
     "UpdateStats",
     "WeightUpdater",
     "merge_lora",

@@ -8,7 +8,7 @@ scale, `max|w| / 448` in float32, and its elements are `w / scale` in float8_e4m
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from tidemill_weight_update.tensors.shards import (
     is_dtensor,
     local_values,
 )
-from tidemill_weight_update.tensors.source import NamedTensors
+from tidemill_weight_update.tensors.source import Item
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -89,7 +89,7 @@ class BlockFp8:
             LocalShard that starts or ends inside a block.
     """
 
-    def __init__(self, named_tensors: NamedTensors, is_quantized: Callable[[str], bool] = is_projection) -> None:
+    def __init__(self, named_tensors: Iterable[Item], is_quantized: Callable[[str], bool] = is_projection) -> None:
         self._items: list[tuple[str, Any]] = []
         self._whole = _Matrices()
         cut: dict[tuple, list[tuple[str, DTensor]]] = {}

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +19,16 @@ from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.adapter import AdapterPath
 from tidemill_weight_update.send.engines import Engines
 from tidemill_weight_update.send.fast import FastPath
+from tidemill_weight_update.send.fast_update import FastUpdate
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
-from tidemill_weight_update.send.load_calls import LoadCalls
 from tidemill_weight_update.send.plain import PlainCheck
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
-from tidemill_weight_update.send.sender import PreparedBucket
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
-from tidemill_weight_update.tensors.source import NamedTensors, check_same_kind
+from tidemill_weight_update.tensors.plain_names import PlainNames
+from tidemill_weight_update.tensors.source import NamedTensors, Source, check_same_declaration, items_of, source_of
+from tidemill_weight_update.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,29 +107,24 @@ class WeightUpdater:
         self._adapters = AdapterPath(self._ranks, dtype=dtype, allow_non_finite=allow_non_finite)
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
-        self._sequence = 0
+        self._sequence = self._num_declared = 0
         self._closed = False
 
-    def update(
-        self,
-        named_tensors: NamedTensors,
-        weight_version: int | str,
-        *,
-        partial: bool = False,
-    ) -> UpdateStats:
+    def update(self, named_tensors: NamedTensors, weight_version: int | str, *, partial: bool = False) -> UpdateStats:
         """Load `named_tensors` into the engines and set `weight_version` on those that loaded all of it.
 
-        Collective. Flushes the prefix caches. The tensors must not change until this call returns.
+        Collective. Flushes the prefix caches. The tensors must not change until this call returns. Declares them (see
+        `declare`) unless they, or the function, are those of the last call.
 
         On the fast path each rank passes what it holds, under Hugging Face names and in any order: plain tensors (those
-        of rank 0 are sent, so it must have all of them), DTensors, and `LocalShard`s. If `named_tensors` is a
-        collection (a list, `state_dict().items()`), everything is checked before an engine changes anything. A
-        generator is read while it is sent, so its tensors may be temporary; a missing tensor is then found after the
-        others are loaded. On the stock path every rank passes the same names in the same order, as plain tensors or
-        DTensors.
+        of rank 0 are sent, so it must have all of them), DTensors, and `LocalShard`s. All of it is checked before an
+        engine changes anything. An iterator is read before anything is sent, so all of its tensors exist at once.
+        Instead, pass a function that returns a generator: it is called once to describe the tensors and once to send
+        them, one bucket at a time, and must return the same names, shapes and dtypes in the same order each time. On
+        the stock path every rank passes the same names in the same order, as plain tensors or DTensors.
 
         Args:
-            named_tensors: pairs of name and tensor, for all parameters of the model.
+            named_tensors: pairs of name and tensor, for all parameters of the model, or a function that returns them.
             weight_version: version that the engines report afterwards, as a string.
             partial: whether parameters without a tensor keep their values; otherwise they are an error.
 
@@ -140,14 +137,42 @@ class WeightUpdater:
                 ranks than one update supports (256, without a link), non-finite tensors, a LocalShard that does not fit
                 its tensor, plain tensors on another rank that rank 0 does not have (found after the other tensors are
                 sent).
-            TypeError: an item that is not `(name, dense tensor)`, a generator for engines of both paths, or (fast path)
-                a generator on some ranks only.
+            TypeError: an item that is not `(name, dense tensor)`.
             RuntimeError: no engine could be updated (the message contains the error of each), all are excluded, another
                 rank failed, the ranks passed different tensors on the stock path, or the updater is closed. Exceptions
                 of the iterable propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`,
                 close the updater; the remaining ranks can create another one.
         """
-        return self._update(named_tensors, weight_version, partial=partial, readmitted=None)
+        return self._update(named_tensors, None, str(weight_version), is_partial=partial, readmitted=None)
+
+    def declare(self, named_tensors: NamedTensors, *, partial: bool = False) -> Transfer:
+        """Describe tensors once, to send them at every step with `Transfer.send`.
+
+        Collective. Reads names, shapes, dtypes, sharding and addresses. The engines record and check their copy plans
+        at the first `send`.
+
+        Args:
+            named_tensors: as in `update`.
+            partial: as in `update`.
+
+        Raises:
+            ValueError: no tensors, a duplicate name, a LocalShard that does not fit its tensor, or plain tensors on
+                another rank that rank 0 does not have.
+            TypeError: an item that is not `(name, dense tensor)`.
+            RuntimeError: another rank failed, or the updater is closed.
+        """
+        failure, plain = Failure(), PlainNames()
+        source: Source = []
+        declaration = None
+        with failure, torch.no_grad():
+            self._check_open()
+            source = source_of(named_tensors)
+            declaration = self._fast.declare(source)
+            plain = declaration.plain
+        self._plain.exchange(failure.error, plain, None)
+        assert declaration is not None
+        self._num_declared += 1
+        return Transfer(source, declaration, partial=partial, number=self._num_declared, send=self._send_declared)
 
     def readmit(
         self, engines: Sequence[EngineClient], named_tensors: NamedTensors, weight_version: int | str
@@ -163,43 +188,57 @@ class WeightUpdater:
             named_tensors: as in `update`, with the current weights.
             weight_version: version that the engines report afterwards, as a string.
         """
-        return self._update(named_tensors, weight_version, partial=False, readmitted=engines)
+        return self._update(named_tensors, None, str(weight_version), is_partial=False, readmitted=engines)
+
+    def _send_declared(
+        self, transfer: Transfer, version: str, readmitted: Sequence[EngineClient] | None
+    ) -> UpdateStats:
+        return self._update(transfer.source, transfer, version, is_partial=transfer.partial, readmitted=readmitted)
 
     def _update(
         self,
         named_tensors: NamedTensors,
-        weight_version: int | str,
+        transfer: Transfer | None,
+        version: str,
         *,
-        partial: bool,
+        is_partial: bool,
         readmitted: Sequence[EngineClient] | None,
     ) -> UpdateStats:
         started = time.perf_counter()
-        version = str(weight_version)
+        source: Source = []
         stages, failure = Stages(), Failure()
         fleet, begun = Fleet([], self._in_flight), (0, 0)
         self._sequence += 1
         with failure:
             self._check_ready(version)
+            source = source_of(named_tensors)
+            if transfer is not None:
+                transfer.check_memory()
             fleet = self._assemble(readmitted)
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             begun = self._fast.begin(self._sequence, linked)
-        is_stream = isinstance(named_tensors, Iterator)
-        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), is_stream])
+        number = 0 if transfer is None else transfer.number
+        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), number])
         _, _, num_receivers, num_stock, _ = rows[0]
-        if num_receivers:
-            check_same_kind([bool(row[-1]) for row in rows])
+        check_same_declaration([row[-1] for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
+                request = partial(self._request, mailboxes=mailboxes, is_partial=is_partial)
+                # A single rank has more to read and a shorter path to its engine: its GPU starts first.
+                early = self._ranks.size > 1
+                one = FastUpdate(fleet, self._fast, self._plain, self._sequence, request, starts_early=early)
+                declaration = None if transfer is None else transfer.declaration
+                at = {"control": mailboxes[0], "num_receivers": num_receivers, "timeout_s": 3 * self._timeout_s}
                 try:
-                    fast = self._send(named_tensors, fleet, mailboxes, num_receivers, num_stock, partial, stages)
+                    fast = one.run(source, declaration, stages, **at)
                 except RankLostError as error:  # engines may know which rank was lost
                     raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
                 with torch.inference_mode(False), torch.no_grad():
                     stock = self._stock.send(
-                        named_tensors, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
+                        items_of(source), version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
                     )
             with stages("finish"):
                 fleet.make_visible(version)
@@ -265,9 +304,12 @@ class WeightUpdater:
         self._fast.close()
         self._stock.close()
 
-    def _check_ready(self, version: str) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this WeightUpdater is closed; create a new one")
+
+    def _check_ready(self, version: str) -> None:
+        self._check_open()
         if not version:
             raise ValueError("weight_version must not be empty")
 
@@ -334,67 +376,13 @@ class WeightUpdater:
             self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
         return mailboxes
 
-    def _send(
-        self,
-        named_tensors: NamedTensors,
-        fleet: Fleet,
-        mailboxes: tuple[str, ...],
-        num_receivers: int,
-        num_stock: int,
-        partial: bool,
-        stages: Stages,
-    ) -> tuple[int, int, int]:
-        """Run the fast path: all engines read while all ranks publish."""
-        is_stream = isinstance(named_tensors, Iterator)
-
-        def request(member: Member) -> Request:
-            return self._request(member, mailboxes, not is_stream, partial)
-
-        load_calls = LoadCalls(fleet, self._fast, self._sequence, request)
-        failure = Failure()
-        counts, is_sent = (0, 0, 0), False
-        try:
-            # Buffers are kept and written again later, so they must not be inference tensors.
-            with failure, torch.inference_mode(False), torch.no_grad():
-                if is_stream and num_stock:
-                    raise TypeError(
-                        "got a generator, but engines of both the fast and the stock path are updated and each path "
-                        "reads the tensors; pass a collection, for example list(named_tensors)"
-                    )
-                # A single rank has more to read and a shorter path to its engine: its GPU starts first.
-                if self._ranks.size > 1:
-                    load_calls.start()
-                buckets: Iterable[PreparedBucket]
-                if is_stream:
-                    buckets = self._fast.stream(named_tensors)
-                else:
-                    buckets = self._fast.prepare(named_tensors, stages, load_calls.let_calls_start)
-                counts = self._fast.send(
-                    buckets, mailboxes[0], num_receivers, stages, load_calls.start, load_calls.hold
-                )
-                is_sent = True
-            if not is_sent:  # the engines would wait
-                load_calls.cancel()
-            # The engines compare checksums meanwhile. Other ranks may wait for engines now, with a timeout.
-            self._plain.exchange(failure.error, self._fast.plain, 3 * self._timeout_s)
-        except RankLostError:
-            is_sent = False
-            raise
-        finally:  # also after an interrupt
-            if not is_sent:
-                load_calls.cancel()
-            with stages("load"):
-                load_calls.join()
-        return counts
-
-    def _request(self, member: Member, mailboxes: tuple[str, ...], complete: bool, partial: bool) -> Request:
+    def _request(self, member: Member, *, mailboxes: tuple[str, ...], is_partial: bool) -> Request:
         return Request(
             sequence=self._sequence,
             mailboxes=mailboxes,
             first_receiver=member.rows.start,
             num_receivers=len(member.rows),
-            complete=complete,
-            partial=partial,
+            partial=is_partial,
             # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
             timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )

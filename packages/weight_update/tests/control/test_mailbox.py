@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,66 +72,72 @@ def sides(request) -> Iterator[Sides]:
 def test_update_is_announced_bucket_by_bucket(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(5)
-    assert engine.listing(5) == (False, None)
-    assert engine.num_buckets(5) is None
-    trainer.write_journal(0, b"the lines")
-    trainer.announce(5, (0, 9))
-    assert engine.listing(5) == (True, (0, 9))
-    assert engine.read_journal((0, 9)) == b"the lines"
-    assert engine.announced(5, 0) is None
-    trainer.write_journal(9, b"line")
-    trainer.write_journal(13, b"memory")
-    trainer.publish(5, 0, (9, 4), (13, 6))
-    trainer.publish(5, 1, (9, 4), None)
-    assert engine.announced(5, 0) == ((9, 4), (13, 6))
-    assert engine.announced(5, 1) == ((9, 4), None)
-    assert engine.announced(5, 2) is None
-    assert (engine.read_journal((9, 4)), engine.read_journal((13, 6))) == (b"line", b"memory")
-    trainer.publish(5, 2, (9, 4), (13, 6))
-    assert engine.announced(5, 0) is None
-    assert engine.announced(5, 2) == ((9, 4), (13, 6))
+    assert engine.declared(5) is None
+    trainer.declare(b"the buckets")
+    trainer.announce(5)
+    assert engine.declared(5) == 1
+    assert engine.read_declaration() == b"the buckets"
+    for count in range(3):
+        assert engine.published(5) == (count, False)
+        trainer.publish(5, count + 1)
     trainer.finish(5, 3)
-    assert engine.num_buckets(5) == 3
+    assert engine.published(5) == (3, True)
+
+
+def test_declaration_is_valid_until_the_next_one(sides):
+    trainer, (engine, _) = sides.trainer, sides.engines
+    for sequence, (text, number) in enumerate([(b"first one", 1), (None, 1), (b"second", 2)], start=1):
+        trainer.begin(sequence)
+        if text is not None:
+            trainer.declare(text)
+        trainer.announce(sequence)
+        assert engine.declared(sequence) == number
+        assert engine.read_declaration() == (b"first one", b"second")[number - 1]
 
 
 def test_state_of_another_update_is_ignored(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
-    trainer.announce(1, None)
-    trainer.publish(1, 0, (0, 4), None)
+    trainer.announce(1)
+    trainer.publish(1, 1)
     trainer.exclude(1, 0)
     engine.report(1, 0, LOADED, {})
     engine.acknowledge(1, 0, 3)
     trainer.begin(2)
-    assert engine.listing(2) == (False, None)
-    assert engine.announced(2, 0) is None
+    assert engine.declared(2) is None
+    assert engine.published(2) == (0, False)
     assert trainer.state(2, 0) == IDLE
     assert trainer.acknowledged(2, 8).tolist() == [0] * 8
     assert trainer.readers(2, 8) == [Reader()] * 8
     assert trainer.receiver_pid(2, 0) == 0
     assert not trainer.is_excluded(2, 0)
-    with pytest.raises(RuntimeError, match="cancelled update 1"):
-        engine.num_buckets(1)
+    for read in (engine.declared, engine.published):
+        with pytest.raises(RuntimeError, match="cancelled update 1"):
+            read(1)
 
 
 @pytest.mark.parametrize("num_buckets", [None, 3])
 def test_failed_trainer_raises_on_engine_ranks(sides, num_buckets):
     sides.trainer.begin(1)
     if num_buckets is not None:
-        sides.trainer.announce(1, None)
+        sides.trainer.announce(1)
         sides.trainer.finish(1, num_buckets)
-        assert sides.engines[0].num_buckets(1) == num_buckets
+        assert sides.engines[0].published(1) == (num_buckets, True)
     sides.trainer.fail(1)
     with pytest.raises(RuntimeError, match="the trainer failed while sending"):
-        sides.engines[0].num_buckets(1)
+        sides.engines[0].published(1)
     sides.trainer.begin(2)
-    assert sides.engines[0].num_buckets(2) is None
+    assert sides.engines[0].published(2) == (0, False)
 
 
-def test_journal_entry_of_10_mib_arrives(sides):
+def test_declaration_of_10_mib_arrives(sides):
     text = os.urandom(10 << 20)
-    sides.trainer.write_journal(7, text)
-    assert sides.engines[0].read_journal((7, len(text))) == text
+    sides.trainer.begin(1)
+    sides.trainer.declare(text)
+    sides.trainer.announce(1)
+    while sides.engines[0].declared(1) is None:  # a store does not confirm what is written
+        time.sleep(0.01)
+    assert sides.engines[0].read_declaration() == text
 
 
 def test_reports_of_engine_ranks_are_visible_to_all(sides):
@@ -242,11 +249,11 @@ def test_too_many_tensors_are_refused(sides):
         sides.engines[0].write_totals(0, many, many)
 
 
-def test_journal_beyond_its_area_is_refused_in_shared_memory():
-    box = Mailbox(SharedBoard.create())
-    with pytest.raises(RuntimeError, match="the journal of the tensors needs more than 805306368 bytes"):
-        box.write_journal(805306360, b"123456789")
-    box.close()
+def test_text_beyond_its_area_is_refused_in_shared_memory():
+    board = SharedBoard.create()
+    with pytest.raises(RuntimeError, match="the declaration of the tensors needs more than 805306368 bytes"):
+        board.write("declaration", 805306360, b"123456789")
+    board.close()
 
 
 # The store below.
@@ -254,10 +261,10 @@ def test_journal_beyond_its_area_is_refused_in_shared_memory():
 
 def test_values_of_another_link_are_not_found(server):
     first = StoreBoard(link(server, "first"), "path", 0)
-    first.write("journal", 0, b"value")
-    assert StoreBoard(link(client(server), "first"), "path", 0).read("journal", 0, 5) == b"value"
+    first.write("declaration", 0, b"value")
+    assert StoreBoard(link(client(server), "first"), "path", 0).read("declaration", 0, 5) == b"value"
     with pytest.raises(LinkError, match="does not respond"):
-        StoreBoard(link(client(server, timeout_s=0.2), "second"), "path", 0).read("journal", 0, 5)
+        StoreBoard(link(client(server, timeout_s=0.2), "second"), "path", 0).read("declaration", 0, 5)
 
 
 def test_unresponsive_store_is_an_error_and_marks_the_board(server):

@@ -20,7 +20,6 @@ def request(**changes) -> Request:
         "mailboxes": ("/proc/1/fd/9", "/proc/2/fd/9"),
         "first_receiver": 2,
         "num_receivers": 2,
-        "complete": True,
         "partial": False,
         "timeout_s": 5.0,
     }

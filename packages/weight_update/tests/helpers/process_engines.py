@@ -108,12 +108,15 @@ def _trainer(rank: int, world_size: int, store: str, connection: Connection, kil
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
+    made = []
+
     def items() -> Iterator[tuple[str, Tensor]]:
+        made.append(None)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         for count, (name, tensor) in enumerate(tensors(1).items()):
-            if count == 8 and rank == killed:
+            if count == 8 and rank == killed and len(made) == (2 if mode == "function" else 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             if world_size > 1:
                 mesh = init_device_mesh("cpu", (world_size,))
@@ -125,8 +128,7 @@ def _trainer(rank: int, world_size: int, store: str, connection: Connection, kil
     engines = [EngineProxy(connection)] if rank == 0 else []
     updater = WeightUpdater(engines, bucket_bytes=100, timeout_s=20)
     try:
-        named_tensors = items()
-        stats = updater.update(named_tensors if mode == "streaming" else list(named_tensors), "from a process")
+        stats = updater.update(items if mode == "function" else items(), "from a process")
         outcome = f"verified {stats.verified}"
     except RuntimeError as error:
         outcome = f"{type(error).__name__}: {error}"

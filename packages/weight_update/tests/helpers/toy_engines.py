@@ -155,9 +155,11 @@ def holds(engine: ToyEngine, checkpoint: Mapping[str, Tensor]) -> bool:
     return same(state(engine), freshly_loaded(engine, checkpoint))
 
 
-MODES = ["complete", "streaming"]
+MODES = ["collection", "function"]
 
 
 def as_mode(checkpoint: dict[str, Tensor], mode: str):
-    """Pass the tensors to `update` as a collection, or stream them as temporaries."""
-    return checkpoint.items() if mode == "complete" else ((name, tensor.clone()) for name, tensor in checkpoint.items())
+    """Pass the tensors to `update` as a collection, or as a function that makes temporary ones."""
+    if mode == "collection":
+        return checkpoint.items()
+    return lambda: ((name, tensor.clone()) for name, tensor in checkpoint.items())

@@ -12,20 +12,24 @@ from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.memory.mapped import MappedMemories
 
 
-def test_cached_addresses_of_unused_buckets_are_dropped():
-    """All buckets are in one allocation, which stays in use."""
+def test_memory_that_is_no_longer_declared_is_unmapped():
+    first, second = HostArena(1000), HostArena(2000)
     mapped = MappedMemories(torch.device("cpu"))
-    allocation = DeviceMemory(pid=os.getpid(), buffer_id=7, handle=b"", address=4096, num_bytes=8, device_uuid="own")
-    always = (allocation,)
-    kept = []
-    for count in range(2, 50):
-        line = (allocation,) * count
-        assert mapped.addresses(always) == [4096]
-        assert mapped.addresses(line) == [4096] * count
-        assert mapped.addresses(line) is mapped.addresses(line)
-        mapped.close_unused()
-        kept.append(len(mapped._lists))
-    assert set(kept) == {2}
+    one, two = first.publish(), second.publish()
+    mapped.open([one, two, one])
+    view = mapped.tensor(one)
+    mapped.open([one])
+    assert mapped.tensor(one) is view
+    with pytest.raises(KeyError):
+        mapped.tensor(two)
+    first.close()
+    second.close()
+
+
+def test_gpu_memory_is_refused_on_a_cpu():
+    memory = DeviceMemory(pid=os.getpid(), buffer_id=7, handle=b"", address=4096, num_bytes=8, device_uuid="own")
+    with pytest.raises(RuntimeError, match="an engine on a CPU cannot read GPU memory; pass device='cpu'"):
+        MappedMemories(torch.device("cpu")).open([memory])
 
 
 READER = """
@@ -36,7 +40,9 @@ from tidemill_weight_update.memory.mapped import MappedMemories
 path, num_bytes, inode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mapped = MappedMemories(torch.device("cpu"))
 for line in sys.stdin:
-    tensor = mapped.tensor(HostMemory(path=path, num_bytes=num_bytes, inode=inode))
+    memory = HostMemory(path=path, num_bytes=num_bytes, inode=inode)
+    mapped.open([memory])
+    tensor = mapped.tensor(memory)
     print(tensor.sum(dtype=torch.int64).item(), flush=True)
 """
 
@@ -47,6 +53,7 @@ def test_mapped_memory_sees_later_trainer_writes():
     arena = HostArena(size)
     memory = arena.publish()
     mapped = MappedMemories(torch.device("cpu"))
+    mapped.open([memory])
     command = [sys.executable, "-c", READER, memory.path, str(memory.num_bytes), str(memory.inode)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
@@ -76,9 +83,11 @@ def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes)
         assert memory.path == f"/proc/{os.getpid()}/fd/{number}"
         mapped = MappedMemories(torch.device("cpu"))
         with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is closed \(its file descriptor was reused\)"):
-            mapped.tensor(memory)
+            mapped.open([memory])
         # Even if it was mistaken for the same file, the mapping is private: the file does not change.
-        mapped.tensor(replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)).fill_(0)
+        mistaken = replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)
+        mapped.open([mistaken])
+        mapped.tensor(mistaken).fill_(0)
     finally:
         os.close(number)
     assert path.read_bytes() == b"x" * num_bytes
@@ -89,4 +98,4 @@ def test_closed_memory_is_an_error():
     memory = arena.publish()
     arena.close()
     with pytest.raises(RuntimeError, match=r"cannot open the trainer's memory /proc/\d+/fd/\d+ \(No such file"):
-        MappedMemories(torch.device("cpu")).tensor(memory)
+        MappedMemories(torch.device("cpu")).open([memory])

@@ -61,7 +61,8 @@ def test_growing_arenas_release_the_smaller_ones(mode):
     items = [(str(i), torch.full(((i + 1) * 1024,), float(i))) for i in range(16)]
     before = mapped_bytes()
     for version, last in enumerate((4, 4, 8, 16, 16)):
-        stats = updater.update(items[:last] if mode == "complete" else iter(items[:last]), version, partial=True)
+        checkpoint = dict(items[:last])
+        stats = updater.update(as_mode(checkpoint, mode), version, partial=True)
         assert mapped_bytes() - before <= 2 * (1 << 16) + 2 * 4096
     assert stats.num_buckets > 10
     assert all(torch.equal(row, tensor) for row, (_, tensor) in zip(engine.models[0].rows, items, strict=True))
@@ -77,14 +78,14 @@ def test_repeated_updates_of_one_bucket_reuse_the_arena(mode):
     for version in range(4):
         assert updater.update(as_mode(tensors(version), mode), version).num_buckets == 1
         used.append(mapped_bytes())
-        mapped.append(set(engine.receivers[0].memories._host))
+        mapped.append(set(engine.receivers[0]._memories._open))
     assert used == used[:1] * 4
     assert mapped == mapped[:1] * 4
     updater.close()
 
 
-def test_streamed_tensors_are_released_as_they_are_sent():
-    """Of 100 tensors of 4 kB in buckets of 16 kB, at most those of two buckets and two more modules are alive."""
+def test_tensors_of_a_function_are_released_as_they_are_sent():
+    """Of 100 tensors of 4 kB in buckets of 16 kB, at most those of two buckets and a few more are alive."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0
 
@@ -109,7 +110,7 @@ def test_streamed_tensors_are_released_as_they_are_sent():
     engine = ToyEngine(1, model=Rows)
     updater = WeightUpdater([engine], bucket_bytes=16_384)
     for version in range(2):
-        assert updater.update(items(), version).num_buckets == 25
+        assert updater.update(items, version).num_buckets == 25
         assert torch.equal(engine.models[0].weight[:, 0], torch.arange(100.0))
         assert len(alive) == 0
     assert most <= 10

@@ -47,7 +47,7 @@ def engine() -> Iterator[LargeEngine]:
 
 
 @pytest.mark.parametrize("bucket_mib", [16, 256])
-@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("mode", ["collection", "function"])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=str)
 def test_update_takes_two_buckets_of_gpu_memory_for_any_tensor_size(engine, held, mode, bucket_mib):
     weight = torch.empty(SHAPE, dtype=held, device="cuda")
@@ -58,7 +58,7 @@ def test_update_takes_two_buckets_of_gpu_memory_for_any_tensor_size(engine, held
     peak = 0
     for version in range(2):
         with peak_memory() as extra:
-            stats = updater.update(items if mode == "complete" else iter(items), version)
+            stats = updater.update(items if mode == "collection" else lambda: iter(items), version)
         peak = max(peak, extra[0])
         assert stats.verified
         assert stats.num_bytes == 2 * weight.numel()

@@ -1,5 +1,7 @@
 """Packed buckets for a link: they contain only what an engine rank reads, and give the same parameters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tidemill_weight_update.control.descriptor import BucketDescriptor
@@ -9,7 +11,7 @@ from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.receive.plan_cache import BucketCopies
 from tidemill_weight_update.remote.packed import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
 from tidemill_weight_update.remote.trainer_link import batches
-from tidemill_weight_update.send.fast_bucket import in_arena
+from tidemill_weight_update.send.fast_bucket import FastBucket, in_arena
 from tidemill_weight_update.tensors.box import Box
 from tidemill_weight_update.tensors.shards import Piece
 from tidemill_weight_update.tensors.spec import SourceSpec
@@ -63,14 +65,26 @@ def bucket_of(
         for box in random_boxes(tensor, generator):
             if torch.rand((), generator=generator) < keep:
                 local = tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
-                pieces.append(Piece(spec=SourceSpec(name, tuple(tensor.shape), tensor.dtype), box=box, local=local))
-    fast_bucket = in_arena(pieces, [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
+                pieces.append(
+                    Piece(
+                        spec=SourceSpec(name, tuple(tensor.shape), tensor.dtype),
+                        box=box,
+                        local=local,
+                        device=local.device,
+                    )
+                )
+    fast_bucket = in_arena(pieces)
     arena = torch.full((fast_bucket.num_bytes,), 255, dtype=torch.uint8)
     for piece, place in zip(fast_bucket.pieces, fast_bucket.places, strict=True):
         flat = piece.local.contiguous().view(-1).view(torch.uint8)
         start = place.offset * piece.spec.dtype.itemsize
         arena[start : start + flat.numel()] = flat
-    return fast_bucket.descriptor, arena
+    return received(fast_bucket), arena
+
+
+def received(bucket: FastBucket) -> BucketDescriptor:
+    """The descriptor of a bucket that is not mapped."""
+    return replace(bucket.descriptor(None, 0), is_in_place=False)
 
 
 def run(
@@ -79,8 +93,8 @@ def run(
     """Run the copies; return the parameters, checksums and non-finite counts."""
     for parameter in model.parameters():
         parameter.fill_(7)
-    bucket_copies = BucketCopies(descriptor, plan, dict(model.named_parameters()), CPU)
-    bucket_copies.run(memory, MappedMemories(CPU), {})
+    bucket_copies = BucketCopies(descriptor, plan, dict(model.named_parameters()), CPU, MappedMemories(CPU))
+    bucket_copies.run(memory, {})
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
     return state, bucket_copies.sums.checksums, bucket_copies.counts.tolist()
 
@@ -132,8 +146,8 @@ def test_bucket_is_sent_unpacked_to_a_rank_that_reads_all_of_it():
 
 def test_loader_tensors_are_sent_whole():
     spec = SourceSpec("scale", (4, 4), torch.float32)
-    pieces = [Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]
-    descriptor = in_arena(pieces).descriptor
+    pieces = [Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4), device=torch.device("cpu"))]
+    descriptor = received(in_arena(pieces))
     assert parts_of(descriptor, CopyPlan(copies=(), through_loader={"scale": "not a copy"})) == (
         (Box((0, 0), (2, 4)),),
     )
@@ -147,7 +161,8 @@ def test_parts_survive_json():
 
 def test_parts_that_the_bucket_does_not_hold_are_refused():
     spec = SourceSpec("weight", (4, 4), torch.float32)
-    descriptor = in_arena([Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4))]).descriptor
+    piece = Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4), device=torch.device("cpu"))
+    descriptor = received(in_arena([piece]))
     with pytest.raises(
         ValueError, match=r"'weight': 'message' needs the 16 elements of .*, but the shards hold 8 of them"
     ):

@@ -154,12 +154,15 @@ class RaisingReceiver(Receiver):
 
     fails = ""
 
-    def arena(self, box, place):
-        memory = super().arena(box, place)
-        self.count = getattr(self, "count", 0) + 1
-        if self.fails == "copy" and self.model.rank == 1 and self.count % 20 == 3:
-            raise RuntimeError("out of memory")
-        return memory
+    def copies(self, boxes, manifest):
+        copies = super().copies(boxes, manifest)
+        if self.fails == "copy" and self.model.rank == 1:
+            copies.in_arena[0][2].run = fail
+        return copies
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("out of memory")
 
 
 def test_errors_of_pause_and_resume_are_both_reported():
@@ -180,12 +183,9 @@ def test_failed_rank_of_an_engine_is_named(where, mode):
     bad, good = ToyEngine(2, "bad", receiver=RaisingReceiver), ToyEngine(2, "good")
     updater = WeightUpdater([good, bad], bucket_bytes=100)
 
-    def failing_finish():
-        raise RuntimeError("out of memory")
-
     bad.receivers[1].fails = where  # type: ignore[attr-defined]
     if where == "finish":
-        bad.receivers[1].finish = failing_finish
+        bad.receivers[1].finish = fail
     stats = updater.update(as_mode(tensors(1), mode), 1)
     (reason,) = stats.quarantined.values()
     assert list(stats.quarantined) == ["engine 1 of 2 (bad)"]
@@ -264,7 +264,7 @@ def test_request_of_an_earlier_update_is_refused():
                 late.receivers[0].handle(request)
             yield item
 
-    assert updater.readmit([other], items(), 1).verified
+    assert updater.readmit([other], items, 1).verified
     assert other.requests[0].first_receiver == request.first_receiver
     assert holds(other, tensors(1))
     assert holds(late, tensors(0))
@@ -278,9 +278,16 @@ class StalledReceiver(Receiver):
 
     may_continue: threading.Event
 
-    def arena(self, box, place):
-        self.may_continue.wait(20)
-        return super().arena(box, place)
+    def copies(self, boxes, manifest):
+        copies = super().copies(boxes, manifest)
+        original = copies.in_arena[0][0].run
+
+        def run(*args):
+            self.may_continue.wait(20)
+            original(*args)
+
+        copies.in_arena[0][0].run = run
+        return copies
 
 
 class ImpatientEngine(ToyEngine):
@@ -302,15 +309,18 @@ def test_stalled_engine_that_resumes_in_a_later_update_does_not_disturb_it():
     updater = WeightUpdater([stalled, other], bucket_bytes=100, timeout_s=20)
     assert "no answer within 0.5 s" in updater.update(tensors(0).items(), 0).quarantined["engine 0 of 2 (stalled)"]
 
+    made = []
+
     def items():
+        made.append(None)
         for count, item in enumerate(tensors(1).items()):
             yield item
-            if count == 8:
+            if count == 8 and len(made) == 2:
                 stalled.receivers[0].may_continue.set()  # type: ignore[attr-defined]
                 stalled.thread.join(10)
                 assert not stalled.thread.is_alive()
 
-    stats = updater.update(items(), 1)
+    stats = updater.update(items, 1)
     assert (stats.verified, stats.quarantined) == (True, {})
     assert other.requests[1].first_receiver == stalled.requests[0].first_receiver
     assert holds(other, tensors(1))

@@ -72,9 +72,16 @@ class StallingReceiver(Receiver):
         self.stall("begins")
         super().handle(request)
 
-    def arena(self, box, place):
-        self.stall("reads")
-        return super().arena(box, place)
+    def copies(self, boxes, manifest):
+        copies = super().copies(boxes, manifest)
+        original = copies.in_arena[0][0].run
+
+        def run(*args):
+            self.stall("reads")
+            original(*args)
+
+        copies.in_arena[0][0].run = run
+        return copies
 
 
 @pytest.mark.parametrize("where", ["begins", "reads"])

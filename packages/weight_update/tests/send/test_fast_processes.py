@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from process_engines import ProcessEngine, serve, trainers
+from sources import WithEvent
 from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, freshly_loaded, holds, tensors
 
@@ -35,20 +36,12 @@ def start_engine() -> Iterator:
         engine.close()
 
 
-def items_with_event(count: int, event, seed: int = 1):
-    """Yield the tensors; call `event()` before number `count`."""
-    for number, item in enumerate(tensors(seed).items()):
-        if number == count:
-            event()
-        yield item
-
-
 def test_engines_in_other_processes_are_updated(start_engine):
     engines = [start_engine(2, "two"), start_engine(1, "one")]
     updater = WeightUpdater(engines, bucket_bytes=100)
     for version in range(3):
         checkpoint = tensors(version)
-        stats = updater.update(checkpoint.items() if version < 2 else iter(checkpoint.items()), version)
+        stats = updater.update(checkpoint.items() if version < 2 else checkpoint.items, version)
         assert (stats.verified, stats.quarantined) == (True, {})
         assert all(same_as_fresh(engine, checkpoint) for engine in engines)
     updater.close()
@@ -76,7 +69,7 @@ def test_killed_engine_is_quarantined_and_others_are_updated(start_engine, kille
     updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=30)
     updater.update(tensors(0).items(), 0)
     pids = [bad.processes[rank].pid for rank in killed]
-    stats = updater.update(items_with_event(8, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]), 1)
+    stats = updater.update(WithEvent(tensors(1).items(), 8, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]), 1)
     assert list(stats.quarantined) == ["engine 0 of 2 (bad)"]
     assert same_as_fresh(good, tensors(1))
     assert (good.version, bad.version) == ("1", "0")
@@ -103,7 +96,7 @@ def test_killed_rank_is_reported_by_the_other_ranks(start_engine):
     with pytest.raises(
         RuntimeError, match=rf"engine 0 of 1 \(bad\): rank 0: .*rank 1 of this engine \(process {pid}\)"
     ):
-        updater.update(items_with_event(8, lambda: os.kill(pid, signal.SIGKILL)), 1)
+        updater.update(WithEvent(tensors(1).items(), 8, lambda: os.kill(pid, signal.SIGKILL)), 1)
     updater.close()
 
 
@@ -112,7 +105,7 @@ def test_stopped_engine_is_quarantined_and_updated_after_it_continues(start_engi
     updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=1.5)
     updater.update(tensors(0).items(), "first")
     pid = bad.processes[0].pid
-    stats = updater.update(items_with_event(8, lambda: os.kill(pid, signal.SIGSTOP)), 1)
+    stats = updater.update(WithEvent(tensors(1).items(), 8, lambda: os.kill(pid, signal.SIGSTOP)), 1)
     try:
         assert list(stats.quarantined) == ["engine 0 of 2 (bad)"]
         assert (good.version, bad.version, bad.paused) == ("1", "first", "abort")
@@ -126,7 +119,7 @@ def test_stopped_engine_is_quarantined_and_updated_after_it_continues(start_engi
     updater.close()
 
 
-@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("mode", ["collection", "function"])
 @pytest.mark.parametrize(("world_size", "killed"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_killed_trainer_rank_leaves_engine_whole_or_paused(tmp_path, world_size, killed, mode):
     engine = ToyEngine(2)
@@ -141,7 +134,7 @@ def test_killed_trainer_rank_leaves_engine_whole_or_paused(tmp_path, world_size,
         else:
             assert outcome is not None
             assert re.search("RankLostError: a trainer rank does not respond", outcome), outcome
-        if mode == "complete":
+        if mode == "collection":
             assert holds(engine, tensors(0))  # it was killed before any bucket was sent
             assert engine.paused is None
         elif killed > 0:

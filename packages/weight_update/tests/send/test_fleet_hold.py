@@ -48,13 +48,13 @@ class LateReceiver(Receiver):
         super().handle(request)
 
 
-@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("mode", ["collection", "function"])
 def test_engine_is_held_after_all_ranks_started_and_before_any_finishes(mode):
     engine, other = HeldEngine(2, receiver=LateReceiver), ToyEngine(2)
     engine.hold_s = 0.3
     updater = WeightUpdater([other, engine], bucket_bytes=100)
     items = tensors(1).items()
-    assert updater.update(list(items) if mode == "complete" else iter(list(items)), 1).verified
+    assert updater.update(list(items) if mode == "collection" else lambda: iter(list(items)), 1).verified
     calls = [call for call in engine.calls if call != "finish"]
     assert calls == ["load", "hold with 2 of 2", "held", "loaded", "flush", "version 1", "resume"]
     assert engine.calls.index("held") < engine.calls.index("finish")

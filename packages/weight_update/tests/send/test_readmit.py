@@ -33,7 +33,7 @@ def leave_mixed(engine: ToyEngine) -> WeightUpdater:
     return updater
 
 
-@pytest.mark.parametrize("mode", ["complete", "streaming"])
+@pytest.mark.parametrize("mode", ["collection", "function"])
 @pytest.mark.parametrize("partial", [True, False])
 def test_mixed_engine_is_excluded_and_paused_until_it_is_readmitted(mode, partial):
     engine = ToyEngine(2)

@@ -99,7 +99,7 @@ def test_update_that_fails_on_all_engines_is_an_error():
 
 
 @pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
-def test_iterator_that_raises_leaves_mixed_engine_paused(error):
+def test_function_that_raises_leaves_mixed_engine_paused(error):
     engine = StockToyEngine()
     updater = WeightUpdater([engine], bucket_bytes=64)
 
@@ -110,7 +110,7 @@ def test_iterator_that_raises_leaves_mixed_engine_paused(error):
         raise error
 
     with pytest.raises(type(error)):
-        updater.update(items(), 1)
+        updater.update(items, 1)
     assert engine.calls == ["load 0 None", "pause abort"]
     updater.readmit([engine], [("t0", torch.ones(8))], 2)
     assert (engine.version, engine.calls[-1]) == ("2", "resume")

@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from sources import WithEvent
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.sglang import LocalEngine
@@ -63,14 +64,8 @@ def test_stopped_engine_is_quarantined_and_updated_alone_later(engine, tmp_path)
     updater = WeightUpdater([stopped, other], bucket_bytes=1 << 16, timeout_s=1.5)
     pid = scheduler()
 
-    def items_with_stop():
-        for index, item in enumerate(checkpoints[0].items()):
-            if index == 8:
-                os.kill(pid, signal.SIGSTOP)
-            yield item
-
     try:
-        stats = updater.update(items_with_stop(), "stopped")
+        stats = updater.update(WithEvent(checkpoints[0].items(), 8, lambda: os.kill(pid, signal.SIGSTOP)), "stopped")
         assert list(stats.quarantined) == [f"engine 0 of 2 ({stopped!r})"]
         assert other.version == "stopped"
         assert other.models[0].holds(checkpoints[0])

@@ -17,6 +17,7 @@ import torch
 import transformers
 from reference_answers import most_likely, state
 from sglang_server import HEADERS, Server, serving
+from sources import WithEvent, fail
 from tidemill_testing import tiny_model
 from tidemill_testing.sglang_server import API_KEY
 from tidemill_weight_update import GroupLink, WeightUpdater
@@ -145,12 +146,9 @@ def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(serve
     updater.update(state(models[0]), 0)
     answers = []
 
-    def items_with_requests(version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(state(models[version % 2])):
-            if index == 20:  # the load has started
-                calls.extend(pool.submit(call, server, num_tokens) for num_tokens in [2] * 4 + [12] * 4)
-                time.sleep(0.2)
-            yield item
+    def start_requests() -> None:
+        calls.extend(pool.submit(call, server, num_tokens) for num_tokens in [2] * 4 + [12] * 4)
+        time.sleep(0.2)
 
     with ThreadPoolExecutor(8) as pool:
         for version in range(1, 9):
@@ -161,7 +159,7 @@ def test_requests_during_a_load_with_abandoned_requests_get_no_stale_cache(serve
                 clients.enter_context(running_request(server, 400))
             abandoning = threading.Timer(0.1, clients.close)  # while the load waits for them
             abandoning.start()
-            assert updater.update(items_with_requests(version), version).quarantined == {}
+            assert updater.update(WithEvent(state(models[version % 2]), 20, start_requests), version).quarantined == {}
             abandoning.join()
             answers += [each.result(60) for each in calls]
             assert {version_of(a.out) for a in answers[-8:]} == {str(version)}
@@ -205,12 +203,9 @@ def test_refused_update_leaves_the_server_running(updater, models):
 
 
 def test_trainer_that_fails_during_an_update_leaves_the_server_paused(server, updater, models):
-    def failing():
-        yield from state(models[1])[:20]
-        raise OSError("no space left")
-
+    failing = WithEvent(state(models[1]), 20, fail(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
-        updater.update(failing(), "bad")
+        updater.update(failing, "bad")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(generate, server)
         with pytest.raises(TimeoutError):

@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
-from tidemill_weight_update.send.fingerprint import Fingerprint
+from tidemill_weight_update.send.declaration import Declaration
 from tidemill_weight_update.tensors.box import Box
-from tidemill_weight_update.tensors.plain_names import PlainNames
 from tidemill_weight_update.tensors.shards import piece_to_send
-from tidemill_weight_update.tensors.source import pieces_of
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
@@ -153,14 +151,16 @@ def test_object_with_the_fields_of_a_local_shard_is_accepted():
         num_replicas: int = 1
 
     part = Part(torch.ones(2, 6), (4, 6), (2, 0))
-    (piece,) = pieces_of([("w", part)], None, 1, PlainNames())
+    piece = piece_to_send("w", part, None, 1)
+    assert piece is not None
     assert (piece.box, piece.spec.shape) == (Box((2, 0), (2, 6)), (4, 6))
-    assert Fingerprint([("w", part)]).matches([("w", part)])
-    assert not Fingerprint([("w", part)]).matches([("w", part._replace(start=(0, 0)))])
+    declared = Declaration([("w", part)], None, 0)
+    assert declared.describes([("w", part)])
+    assert not declared.describes([("w", part._replace(global_shape=(5, 6)))])
     with pytest.raises(ValueError, match=r"'w'.*starts at \(3, 0\) is not inside \(4, 6\)"):
         piece_to_send("w", part._replace(start=(3, 0)), None, 0)
     with pytest.raises(TypeError, match=r"expected \(str, Tensor or LocalShard\), got \('w', tuple\)"):
-        list(pieces_of([("w", tuple(part))], None, 0, PlainNames()))
+        Declaration([("w", tuple(part))], None, 0)
 
 
 @pytest.mark.parametrize("rows", [(3, 1), (2, 0, 2), (1, 2, 1)])
@@ -246,10 +246,10 @@ def test_inner_tensor_of_a_wrapper_subclass_is_sent():
             assert piece is not None
             assert type(piece.local) is Tensor
             assert piece.local.data_ptr() == values.data_ptr()
-            known = Fingerprint([("w", tensor)])
-            assert known.covers([piece])
-            assert known.matches([("w", tensor)])
-            assert not known.matches([("w", Wrapping(values.clone()))])
+            declared = Declaration([("w", tensor)], None, 0)
+            assert declared.is_own == [True]
+            assert declared.describes([("w", tensor)])
+            assert not declared.describes([("w", Wrapping(values[1:]))])
 
 
 def _wrapping_in_dtensors() -> bool:
@@ -260,10 +260,10 @@ def _wrapping_in_dtensors() -> bool:
     local = Wrapping(values)
     tensor = torch.nn.Parameter(DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False))
     with torch.no_grad():
-        piece, known = piece_to_send("w", tensor, None, 0), Fingerprint([("w", tensor)])
+        piece, declared = piece_to_send("w", tensor, None, 0), Declaration([("w", tensor)], None, 0)
         assert piece is not None
-        assert known.covers([piece])
-        return piece.local.data_ptr() == values.data_ptr() and known.matches([("w", tensor)])
+        assert declared.is_own == [True]
+        return piece.local.data_ptr() == values.data_ptr() and declared.describes([("w", tensor)])
 
 
 def test_inner_tensor_of_a_wrapper_subclass_in_a_dtensor_is_sent():
@@ -309,12 +309,12 @@ def test_lazy_negation_and_conjugation_are_resolved():
         assert not piece.local.is_neg()
         assert not piece.local.is_conj()
         assert piece.local.tolist() == tensor.tolist()
-        known = Fingerprint(items)
-        assert known.matches(items)
-        assert not known.covers([piece])
+        declared = Declaration(items, None, 0)
+        assert declared.describes(items)
+        assert declared.is_own == [False]
         plain = numbers.imag if tensor.is_neg() else numbers
         assert plain.data_ptr() == tensor.data_ptr()
-        assert not known.matches([(name, plain)])
+        assert not declared.describes([(name, plain)])
 
 
 def _uneven() -> tuple[str, str]:

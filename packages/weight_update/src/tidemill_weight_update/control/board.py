@@ -20,11 +20,8 @@ MAX_TENSORS = 1 << 18
 REPLY_BYTES = 1 << 16
 """Longest reply of an engine rank."""
 
-Record = Literal["trainer", "bucket", "reader", "report", "excluded"]
-Area = Literal["journal", "checksums", "replies", "totals", "parts"]
-
-NUM_SLOTS = 2
-"""Rows of the record "bucket"."""
+Record = Literal["trainer", "reader", "report", "excluded"]
+Area = Literal["declaration", "checksums", "replies", "totals", "parts"]
 
 
 class LinkError(RuntimeError):
@@ -69,18 +66,17 @@ class Board(Protocol):
 
 _FIRST: dict[Record, int] = {
     "trainer": 0,
-    "bucket": 1,
-    "reader": 1 + NUM_SLOTS,
-    "report": 1 + NUM_SLOTS + MAX_RECEIVERS,
-    "excluded": 1 + NUM_SLOTS + 2 * MAX_RECEIVERS,
+    "reader": 1,
+    "report": 1 + MAX_RECEIVERS,
+    "excluded": 1 + 2 * MAX_RECEIVERS,
 }
 """Row of the first record of each kind."""
-_NUM_RECORDS = 1 + NUM_SLOTS + 3 * MAX_RECEIVERS
+_NUM_RECORDS = 1 + 3 * MAX_RECEIVERS
 _TOTALS_END = (1 << 30) + 2 * MAX_RECEIVERS * MAX_TENSORS * 8
 _AREAS: dict[Area, tuple[int, int, int]] = {
     "replies": (1 << 20, REPLY_BYTES, 128 << 20),
     "checksums": (128 << 20, 8, 256 << 20),
-    "journal": (256 << 20, 1, 1 << 30),
+    "declaration": (256 << 20, 1, 1 << 30),
     "totals": (1 << 30, MAX_TENSORS * 8, _TOTALS_END),
 }
 """First byte, bytes per place, and end of each area. Engines that map the trainer's memory need no "parts"."""

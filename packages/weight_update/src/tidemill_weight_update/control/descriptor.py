@@ -1,4 +1,4 @@
-"""Bucket descriptors: how a trainer rank describes what it sends, as JSON texts in the journal of its mailbox."""
+"""Bucket descriptors: how a trainer rank describes what it sends; all of them are one JSON text, the declaration."""
 
 import json
 from collections.abc import Sequence
@@ -19,63 +19,64 @@ class BucketDescriptor:
 
     Attributes:
         sources: tensors that the pieces belong to; `shards[i]` are the pieces of `sources[i]`.
-        shards: places of the pieces in `memories`, or, if `memories` is empty, in the arena announced with the bucket.
-        memories: allocations of the trainer's own tensors, for pieces that are read in place.
+        shards: places of the pieces in `memories`.
+        memories: the arena that is filled with the bucket, or the allocations of the trainer's own tensors.
+        is_in_place: whether the memories are those of the trainer's own tensors.
         first_checksum: index in the mailbox of the checksum of `sources[0]`; those of the other sources follow.
     """
 
     sources: tuple[SourceSpec, ...]
     shards: tuple[tuple[Shard, ...], ...]
-    memories: tuple[DeviceMemory, ...]
+    memories: tuple[Memory, ...]
+    is_in_place: bool
     first_checksum: int
 
 
 def merge_descriptors(descriptors: Sequence[BucketDescriptor]) -> BucketDescriptor:
     """Return one descriptor for buckets whose pieces are read in place. Its `first_checksum` is not valid."""
     sources: dict[SourceSpec, list[Shard]] = {}
-    memories: list[DeviceMemory] = []
+    memories: list[Memory] = []
     for descriptor in descriptors:
         for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
             places = [replace(shard, memory=shard.memory + len(memories)) for shard in shards]
             sources.setdefault(source, []).extend(places)
         memories += descriptor.memories
     shards = tuple(tuple(places) for places in sources.values())
-    return BucketDescriptor(sources=tuple(sources), shards=shards, memories=tuple(memories), first_checksum=0)
+    return BucketDescriptor(tuple(sources), shards, tuple(memories), is_in_place=True, first_checksum=0)
 
 
-def descriptor_to_json(descriptor: BucketDescriptor) -> bytes:
+def declaration_to_json(descriptors: Sequence[BucketDescriptor]) -> bytes:
+    return json.dumps([_descriptor_to_dict(each) for each in descriptors], separators=(",", ":")).encode()
+
+
+def declaration_from_json(text: bytes) -> list[BucketDescriptor]:
+    return [_descriptor_from_dict(fields) for fields in json.loads(text)]
+
+
+def _descriptor_to_dict(descriptor: BucketDescriptor) -> dict[str, Any]:
     shards = [
         [[s.box.start, s.box.shape, s.memory, s.offset, _strides_to_json(s)] for s in shards]
         for shards in descriptor.shards
     ]
-    document = {
+    return {
         "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in descriptor.sources],
         "shards": shards,
         "memories": [memory_to_dict(memory) for memory in descriptor.memories],
+        "is_in_place": descriptor.is_in_place,
         "first_checksum": descriptor.first_checksum,
     }
-    return json.dumps(document, separators=(",", ":")).encode()
 
 
-def descriptor_from_json(text: bytes) -> BucketDescriptor:
-    document = json.loads(text)
+def _descriptor_from_dict(fields: dict[str, Any]) -> BucketDescriptor:
     return BucketDescriptor(
         sources=tuple(
-            SourceSpec(name, tuple(shape), dtype_from_name(dtype)) for name, shape, dtype in document["sources"]
+            SourceSpec(name, tuple(shape), dtype_from_name(dtype)) for name, shape, dtype in fields["sources"]
         ),
-        shards=tuple(tuple(_shard_from_json(*item) for item in items) for items in document["shards"]),
-        memories=tuple(_device_memory(item) for item in document["memories"]),
-        first_checksum=document["first_checksum"],
+        shards=tuple(tuple(_shard_from_json(*item) for item in items) for items in fields["shards"]),
+        memories=tuple(memory_from_dict(item) for item in fields["memories"]),
+        is_in_place=fields["is_in_place"],
+        first_checksum=fields["first_checksum"],
     )
-
-
-def listing_to_json(items: Sequence[Sequence[int]]) -> bytes:
-    """Encode the places (offset, length) of all descriptors of an update."""
-    return json.dumps([list(item) for item in items], separators=(",", ":")).encode()
-
-
-def listing_from_json(text: bytes) -> list[tuple[int, int]]:
-    return [(offset, length) for offset, length in json.loads(text)]
 
 
 def memory_to_dict(memory: Memory) -> dict[str, Any]:
@@ -98,14 +99,6 @@ def memory_from_dict(fields: dict[str, Any]) -> Memory:
 def _device_memory(fields: dict[str, Any]) -> DeviceMemory:
     fields["handle"] = bytes.fromhex(fields["handle"])
     return DeviceMemory(**fields)
-
-
-def memory_to_json(memory: Memory) -> bytes:
-    return json.dumps(memory_to_dict(memory), separators=(",", ":")).encode()
-
-
-def memory_from_json(text: bytes) -> Memory:
-    return memory_from_dict(json.loads(text))
 
 
 def dtype_from_name(name: str) -> torch.dtype:

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill_weight_update.control.board import MAX_TENSORS, NUM_SLOTS, REPLY_BYTES, Board, LinkError, SharedBoard
+from tidemill_weight_update.control.board import MAX_TENSORS, REPLY_BYTES, Board, LinkError, SharedBoard
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.wait import has_exited, own_process
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 
-Place = tuple[int, int]
-"""Offset and length of a text in the journal of a trainer rank."""
+Text = tuple[int, int]
+"""Number and length of a text on a board."""
 
 
 class TrainerState(IntEnum):
@@ -76,7 +76,7 @@ class Reader:
     released: int = 0
     state: ReaderState = ReaderState.NONE
     wire: int = 0
-    parts: Place = (0, 0)
+    parts: Text = (0, 0)
 
     def waits_for(self, bucket: int) -> bool:
         return self.state == ReaderState.WAITS and self.released == bucket
@@ -114,13 +114,11 @@ def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
 class RemoteInput(Protocol):
     """How an engine rank receives what is in memory that it cannot map."""
 
-    def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
-        """Return the descriptor at `place`, reduced to what `plan` reads of it and packed together."""
+    def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+        """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
         ...
 
-    def receive(
-        self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
-    ) -> Tensor:
+    def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
         """Receive the bytes that the descriptor from `pack` describes: uint8 in memory of this process, valid until the
         next call.
 
@@ -149,7 +147,7 @@ class Mailbox:
         self.board = board
         self.path = board.path
         self.remote_input = remote_input
-        self._listing: Place = (0, 0)
+        self._declared: Text = (0, 0)
 
     @classmethod
     def open(cls, path: str) -> "Mailbox":
@@ -169,30 +167,27 @@ class Mailbox:
 
     def begin(self, sequence: int) -> None:
         """Start an update. Engine ranks of earlier updates no longer count."""
-        self._listing = (0, 0)
         self._put_trainer(sequence, TrainerState.BEGUN)
 
-    def write_journal(self, offset: int, text: bytes) -> None:
-        """Write a text into the journal; it never changes afterwards."""
-        self.board.write("journal", offset, text)
+    def declare(self, text: bytes) -> None:
+        """Write the descriptors of all buckets, before `announce`; they stay valid until the next call."""
+        self.board.write("declaration", 0, text)
+        self._declared = self._declared[0] + 1, len(text)
 
     def write_checksums(self, first: int, checksums: NDArray[np.int64]) -> None:
         """Write the checksums of a bucket, before it is published."""
         self.board.write("checksums", first, checksums)
 
-    def announce(self, sequence: int, listing: Place | None) -> None:
-        """Open the update. `listing` is the place of the list of all its descriptors, if they are known."""
-        self._listing = (0, 0) if listing is None else listing
+    def announce(self, sequence: int) -> None:
+        """Open the update of the declared buckets."""
         self._put_trainer(sequence, TrainerState.OPEN)
 
-    def publish(self, sequence: int, bucket: int, place: Place, arena: Place | None) -> None:
-        """Announce a bucket: the place of its descriptor and of the description of its memory (None: the descriptor has
-        it).
-        """
-        self.board.put("bucket", bucket % NUM_SLOTS, _stamp(sequence, bucket + 1), *place, *(arena or (0, 0)))
+    def publish(self, sequence: int, num_buckets: int) -> None:
+        """Announce that the first `num_buckets` buckets are filled."""
+        self._put_trainer(sequence, TrainerState.OPEN, num_buckets)
 
     def finish(self, sequence: int, num_buckets: int) -> None:
-        """Write the number of buckets of the update."""
+        """Let the engines finish the update; all buckets are filled."""
         self._put_trainer(sequence, TrainerState.SENT, num_buckets)
 
     def fail(self, sequence: int) -> None:
@@ -209,7 +204,7 @@ class Mailbox:
         self.board.put("excluded", receiver, _stamp(sequence, 1))
 
     def _put_trainer(self, sequence: int, state: TrainerState, num_buckets: int = 0) -> None:
-        self.board.put("trainer", 0, _stamp(sequence, num_buckets << 3 | state), *own_process(), *self._listing)
+        self.board.put("trainer", 0, _stamp(sequence, num_buckets << 3 | state), *own_process(), *self._declared)
 
     # Engine ranks write.
 
@@ -219,7 +214,7 @@ class Mailbox:
             state = ReaderState.MAPS if self.remote_input is None else ReaderState.RECEIVES
             self.board.put("reader", receiver, _stamp(sequence, num_buckets), state)
 
-    def wait_for(self, sequence: int, receiver: int, bucket: int, wire: int, parts: Place) -> None:
+    def wait_for(self, sequence: int, receiver: int, bucket: int, wire: int, parts: Text) -> None:
         """Report that `receiver` waits for these parts of a bucket and needs no earlier one."""
         self.board.put("reader", receiver, _stamp(sequence, bucket), ReaderState.WAITS, wire, *parts)
 
@@ -260,38 +255,38 @@ class Mailbox:
         """Return whether this is the current update. In later updates, other engine ranks may have the same rows."""
         return self.board.get("trainer", 0)[0] >> 32 == sequence
 
-    def listing(self, sequence: int) -> tuple[bool, Place | None]:
-        """Return whether the update is open, and the place of the list of its descriptors, if there is one."""
-        stamp, _, _, offset, length, *_ = self.board.get("trainer", 0)
-        if stamp >> 32 != sequence or stamp & 7 not in (TrainerState.OPEN, TrainerState.SENT):
-            return False, None
-        return True, (offset, length) if length else None
+    def declared(self, sequence: int) -> int | None:
+        """Return the number of the declaration that the update sends, or None before the update is open.
 
-    def announced(self, sequence: int, bucket: int) -> tuple[Place, Place | None] | None:
-        """Return the places of a bucket's descriptor and of its memory's description; None before it is published."""
-        stamp, offset, length, arena, arena_length, *_ = self.board.get("bucket", bucket % NUM_SLOTS)
-        if stamp != _stamp(sequence, bucket + 1):
-            return None
-        return (offset, length), (arena, arena_length) if arena_length else None
+        Raises:
+            RuntimeError: as in `published`.
+        """
+        stamp, _, _, number, *_ = self._trainer(sequence)
+        return number if stamp & 7 in (TrainerState.OPEN, TrainerState.SENT) else None
 
-    def num_buckets(self, sequence: int) -> int | None:
-        """Return the number of buckets of the update, or None if it is not known yet.
+    def published(self, sequence: int) -> tuple[int, bool]:
+        """Return how many buckets are filled, and whether engines may finish the update.
 
         Raises:
             RuntimeError: the mailbox belongs to another update, or the trainer rank has failed.
         """
-        stamp = self.board.get("trainer", 0)[0]
-        if stamp >> 32 != sequence:
+        stamp = self._trainer(sequence)[0]
+        return (stamp & _LOW) >> 3, stamp & 7 == TrainerState.SENT
+
+    def _trainer(self, sequence: int) -> list[int]:
+        words = self.board.get("trainer", 0)
+        if words[0] >> 32 != sequence:
             raise RuntimeError(
                 f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
                 f"the trainer's log"
             )
-        if stamp & 7 == TrainerState.FAILED:
+        if words[0] & 7 == TrainerState.FAILED:
             raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
-        return (stamp & _LOW) >> 3 if stamp & 7 == TrainerState.SENT else None
+        return words
 
-    def read_journal(self, place: Place) -> bytes:
-        return bytes(self.board.read("journal", *place))
+    def read_declaration(self) -> bytes:
+        """Return the text of the declaration of the update that is open."""
+        return bytes(self.board.read("declaration", 0, self.board.get("trainer", 0)[4]))
 
     def sent(self, first: int, count: int) -> NDArray[np.int64]:
         """Return `count` checksums of published tensors, from index `first`: int64 [count]."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import IDLE, Mailbox, Place
+from tidemill_weight_update.control.mailbox import IDLE, Mailbox
 from tidemill_weight_update.control.wait import PollingWait
 
 
@@ -31,12 +31,11 @@ class Readers:
         self._rows = set(range(num_receivers))
         self._timeout_s = self.max_wait_s = timeout_s
 
-    def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
+    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         """Send a published bucket to the readers that cannot map it; here there are none.
 
         Args:
-            place: place of the bucket's descriptor in this rank's journal.
-            descriptor: the descriptor.
+            descriptor: descriptor of the bucket.
             arena: memory that holds the bucket, uint8; None if it is read in place.
 
         Raises:

@@ -15,8 +15,6 @@ class Request:
             0.
         first_receiver: row of the engine's rank 0 in the mailboxes; rank r has row `first_receiver + r`.
         num_receivers: number of ranks of the engine.
-        complete: whether all tensors are described before the first byte is copied, so that everything is checked
-            first.
         partial: whether parameters without a tensor keep their values; otherwise they are an error.
         timeout_s: longest wait without progress.
     """
@@ -25,7 +23,6 @@ class Request:
     mailboxes: tuple[str, ...]
     first_receiver: int
     num_receivers: int
-    complete: bool
     partial: bool
     timeout_s: float
 

@@ -17,7 +17,8 @@ def merge_lora(
     """Yield the tensors of `base`, those of the adapter's layers merged with it one at a time.
 
     W + scale * B @ A, computed in float32 and cast to the dtype of W (Hu et al. 2021, arXiv:2106.09685, section 4.1).
-    Pass the result to `WeightUpdater.update`. `base` is not modified; one merged tensor is alive at a time.
+    Pass a function that returns the result to `WeightUpdater.update`, so that one merged tensor is alive at a time.
+    `base` is not modified.
 
     Args:
         base: tensors of the model, under its own names or those of a PEFT model, whose adapter tensors are skipped: for

@@ -1,4 +1,4 @@
-"""What an engine rank keeps between updates: plans, parsed descriptors, and copies built from them."""
+"""What an engine rank keeps between updates: the trainer's declaration, the plan, and copies built from both."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -8,19 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tidemill_weight_update.control.descriptor import (
-    BucketDescriptor,
-    descriptor_from_json,
-    listing_from_json,
-    memory_from_json,
-    merge_descriptors,
-)
-from tidemill_weight_update.control.mailbox import Mailbox, Place
+from tidemill_weight_update.control.descriptor import BucketDescriptor, declaration_from_json, merge_descriptors
+from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
-from tidemill_weight_update.memory.handle import DeviceMemory, Memory
+from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
 from tidemill_weight_update.plan.record import Recorder
@@ -30,49 +24,38 @@ from tidemill_weight_update.tensors.spec import SourceSpec
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier
 
-DescriptorKey = tuple[Mailbox, tuple[int, int]]
-"""A journal and the place (offset, length) of a descriptor in it."""
-
 
 class Manifest:
-    """The tensors of several descriptors, ordered by name.
+    """All tensors that the trainer ranks declared.
 
     Args:
-        keys: keys of the descriptors of all trainer ranks.
-        descriptors: the descriptors.
+        declared: descriptors of each trainer rank.
 
     Attributes:
-        keys: keys of the descriptors.
-        sources: each tensor once, in order of arrival.
+        declared: descriptors of each trainer rank.
+        descriptors: all of them, in rank order.
+        sources: each tensor once, in order of declaration.
         names: sorted names.
         index: position of each name in `names`.
         numel: number of elements of each name, at least 1, int64 [num_names].
-        num_in_place: number of descriptors whose pieces are read in place.
 
     Raises:
         ValueError: trainer ranks disagree about a tensor, or do not send each of its elements exactly once.
     """
 
-    def __init__(self, keys: Sequence[DescriptorKey], descriptors: Sequence[BucketDescriptor]) -> None:
-        self.keys = tuple(keys)
-        self.sources = _checked_sources(descriptors)
+    def __init__(self, declared: Sequence[Sequence[BucketDescriptor]]) -> None:
+        self.declared = declared
+        self.descriptors = [descriptor for of_rank in declared for descriptor in of_rank]
+        self.sources = _checked_sources(self.descriptors)
         self.names = sorted(source.name for source in self.sources)
-        self.num_in_place = sum(bool(descriptor.memories) for descriptor in descriptors)
-        self.numel = np.ones(len(self.names), dtype=np.int64)
         self.index = {name: i for i, name in enumerate(self.names)}
-        self._where: dict[int, tuple[BucketDescriptor, NDArray[np.int64]]] = {}
+        self.numel = np.ones(len(self.names), dtype=np.int64)
         for source in self.sources:
             self.numel[self.index[source.name]] = max(1, Box.whole(source.shape).numel)
 
-    def sum(self, descriptors: Sequence[BucketDescriptor], values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Add up values of the descriptors' sources by name, one array per descriptor: int64 [num_names]."""
-        total = np.zeros(len(self.names), dtype=np.int64)
-        for descriptor, line_values in zip(descriptors, values, strict=True):
-            if id(descriptor) not in self._where:  # keeps the descriptor alive, so that its id stays unique
-                where = np.array([self.index[source.name] for source in descriptor.sources], dtype=np.int64)
-                self._where[id(descriptor)] = descriptor, where
-            total[self._where[id(descriptor)][1]] += line_values  # a descriptor has each source once
-        return total
+    def positions(self, sources: Sequence[SourceSpec]) -> NDArray[np.int64]:
+        """Return the position of each source in `names`."""
+        return np.array([self.index[source.name] for source in sources], dtype=np.int64)
 
 
 def _checked_sources(descriptors: Sequence[BucketDescriptor]) -> list[SourceSpec]:
@@ -101,21 +84,28 @@ class BucketCopies:
     """Built once for a bucket descriptor and a plan, run at each update.
 
     Args:
-        descriptor: descriptor that a trainer rank announced.
+        descriptor: descriptor of the bucket; without memories if its bytes are received.
         plan: plan of at least the sources in `descriptor`.
         parameters: parameters of the model, by name.
         device: device of the model.
+        mapped: the open memories of the trainer.
 
     Attributes:
+        sources: sources of the descriptor.
         counts: number of elements of each source that are copied here, int64 [num_sources].
         sums: checksums of the sources, as the last run read them.
-        staged: sources that are loaded by the model's own loader; their copies need `run(staging=...)`.
+        staged: sources that are loaded by the model's own loader.
     """
 
     def __init__(
-        self, descriptor: BucketDescriptor, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device
+        self,
+        descriptor: BucketDescriptor,
+        plan: CopyPlan,
+        parameters: Mapping[str, Tensor],
+        device: torch.device,
+        mapped: MappedMemories,
     ) -> None:
-        self.descriptor = descriptor
+        self.sources = descriptor.sources
         self._device = device
         names = {source.name for source in descriptor.sources}
         self.staged = tuple(source for source in descriptor.sources if source.name in plan.through_loader)
@@ -130,65 +120,57 @@ class BucketCopies:
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(descriptor.sources))
         self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)
-        self._gpu_copier: CudaCopier | None = None
+        self._host = [mapped.tensor(memory) for memory in descriptor.memories if isinstance(memory, HostMemory)]
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
         self._addresses = [] if self.staged else [place.data_ptr() for place in self._places({})]
         self._host_copier: HostCopier | None = None
+        self._gpu_copier: CudaCopier | None = None
+        self._gpu: list[int] = []
         if device.type == "cpu" and not self.staged:
             self._host_copier = HostCopier(self._tables, self._places({}))
+        elif device.type == "cuda":
+            tables = _paced(self._tables, descriptor) if descriptor.is_in_place else self._tables
+            self._gpu_copier = _cuda_copier(tables, device)
+            self._gpu = [mapped.address(each) for each in descriptor.memories if isinstance(each, DeviceMemory)]
 
-    def run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
+    def run(self, received: Tensor | None, staging: Mapping[str, Tensor]) -> None:
         """Copy, and compute the checksums of what is copied. On a GPU the work is queued on the current stream.
 
         Args:
-            arena: memory that holds the pieces, of the trainer or of this process; None: the descriptor lists its
-                memories.
-            mapped: opens memories of the trainer.
+            received: memory of this process that holds the bucket, uint8; None: the descriptor's memories hold it.
             staging: source name -> tensor that receives a staged source.
         """
         self.sums.clear()
         if self._tables:
-            self._run(arena, mapped, staging)
+            host = self._host if received is None else [received]
+            if self._gpu_copier is None:
+                copier = self._host_copier or HostCopier(self._tables, self._places(staging))
+                copier.run(host, self.sums.checksums)
+            else:
+                # Uploads stay referenced until the copies are queued: the allocator reuses memory in stream order.
+                uploads = [memory.to(self._device) for memory in host]
+                targets = self._addresses or [place.data_ptr() for place in self._places(staging)]
+                bases = [upload.data_ptr() for upload in uploads] or self._gpu
+                self._gpu_copier.run(bases, targets, self.sums.checksums)
         self.sums.fetch()
-
-    def _run(self, arena: Memory | Tensor | None, mapped: MappedMemories, staging: Mapping[str, Tensor]) -> None:
-        memories = self.descriptor.memories if arena is None else (arena,)
-        if self._device.type == "cpu":
-            copier = self._host_copier or HostCopier(self._tables, self._places(staging))
-            copier.run([_on_host(memory, mapped) for memory in memories], self.sums.checksums)
-        else:
-            addresses = self._addresses or [place.data_ptr() for place in self._places(staging)]
-            self._run_on_gpu(arena, mapped, addresses)
-
-    def forget(self) -> None:
-        """Drop views of memory that the last runs read."""
-        if self._host_copier is not None:
-            self._host_copier.forget()
-
-    def _run_on_gpu(self, arena: Memory | Tensor | None, mapped: MappedMemories, targets: Sequence[int]) -> None:
-        from tidemill_weight_update.copy.cuda import CudaCopier
-
-        if self._gpu_copier is None:
-            self._gpu_copier = CudaCopier(self._paced() if arena is None else self._tables, self._device)
-        upload = None  # referenced until the copies are queued: the allocator reuses memory in stream order
-        if arena is None:
-            bases = mapped.addresses(self.descriptor.memories)
-        elif isinstance(arena, DeviceMemory):
-            bases = [mapped.address(arena)]
-        else:
-            upload = (arena if isinstance(arena, Tensor) else mapped.tensor(arena)).to(self._device)
-            bases = [upload.data_ptr()]
-        self._gpu_copier.run(bases, targets, self.sums.checksums)
-
-    def _paced(self) -> list[CopyTable]:
-        """Return the tables in an order that reads evenly from the GPUs that hold the memories."""
-        gpus = {memory.device_uuid: number for number, memory in enumerate(self.descriptor.memories)}
-        origin = np.array([gpus[memory.device_uuid] for memory in self.descriptor.memories], np.int64)
-        return [interleave(table, origin) for table in self._tables]
 
     def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
         staged = {f"staged {name}": tensor for name, tensor in staging.items()}
         return [self._parameters[name] if name in self._parameters else staged[name] for name in self._targets]
+
+
+def _cuda_copier(tables: Sequence[CopyTable], device: torch.device) -> "CudaCopier":
+    from tidemill_weight_update.copy.cuda import CudaCopier
+
+    return CudaCopier(tables, device)
+
+
+def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> list[CopyTable]:
+    """Return the tables in an order that reads evenly from the GPUs that hold the memories."""
+    uuids = [memory.device_uuid for memory in descriptor.memories if isinstance(memory, DeviceMemory)]
+    gpus = {uuid: number for number, uuid in enumerate(uuids)}
+    origin = np.array([gpus[uuid] for uuid in uuids], np.int64)
+    return [interleave(table, origin) for table in tables]
 
 
 def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
@@ -198,10 +180,75 @@ def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
     return counts
 
 
-def _on_host(memory: Memory | Tensor, mapped: MappedMemories) -> Tensor:
-    if isinstance(memory, DeviceMemory):
-        raise RuntimeError("an engine on a CPU cannot read GPU memory; pass device='cpu' to WeightUpdater")
-    return memory if isinstance(memory, Tensor) else mapped.tensor(memory)
+class Copies:
+    """The copies of all buckets of a declaration, for one plan.
+
+    Args:
+        manifest: the declaration.
+        boxes: mailboxes of the trainer ranks.
+        plan: plan of its sources.
+        model: model that receives them.
+        mapped: the open memories of the trainer.
+
+    Attributes:
+        manifest: the declaration.
+        plan: the plan.
+        in_place: copies of all buckets that are read in place, None if there are none. Together, the parts of a tensor
+            on several GPUs are copied at about the same time, and no GPU has to serve all others at once.
+        num_in_place: number of buckets that are read in place.
+        in_arena: copies of the other buckets of each trainer rank, by number.
+        all: all of them.
+        counts: number of elements of each tensor that are copied here, int64 [num_names].
+    """
+
+    def __init__(
+        self, manifest: Manifest, boxes: Sequence[Mailbox], plan: CopyPlan, model: nn.Module, mapped: MappedMemories
+    ) -> None:
+        self.manifest = manifest
+        self.plan = plan
+        parameters = dict(model.named_parameters())
+        device = next(model.parameters()).device
+
+        def build(descriptor: BucketDescriptor) -> BucketCopies:
+            return BucketCopies(descriptor, plan, parameters, device, mapped)
+
+        in_place = [descriptor for descriptor in manifest.descriptors if descriptor.is_in_place]
+        self.num_in_place = len(in_place)
+        self.in_place = build(merge_descriptors(in_place)) if in_place else None
+        self.in_arena: list[dict[int, BucketCopies]] = []
+        for box, descriptors in zip(boxes, manifest.declared, strict=True):
+            arena = {number: each for number, each in enumerate(descriptors) if not each.is_in_place}
+            if box.remote_input is not None:
+                arena = {number: box.remote_input.pack(number, each, plan) for number, each in arena.items()}
+            self.in_arena.append({number: build(each) for number, each in arena.items()})
+        self.all = [copies for of_rank in self.in_arena for copies in of_rank.values()]
+        self.all += [] if self.in_place is None else [self.in_place]
+        self._where = [manifest.positions(copies.sources) for copies in self.all]
+        self._where_sent = [manifest.positions(descriptor.sources) for descriptor in manifest.descriptors]
+        self.counts = self._sum(self._where, [copies.counts for copies in self.all])
+
+    def is_in_arena(self, trainer_rank: int, bucket: int) -> bool:
+        """Return whether a bucket is not read in place."""
+        return bucket in self.in_arena[trainer_rank]
+
+    def checksums(self) -> NDArray[np.int64]:
+        """Return the checksum of each tensor as the last run read it: int64 [num_names]."""
+        return self._sum(self._where, [copies.sums.checksums_on_host() for copies in self.all])
+
+    def sent(self, boxes: Sequence[Mailbox]) -> NDArray[np.int64]:
+        """Return the checksum of each tensor as the trainer ranks sent it: int64 [num_names]."""
+        sent = [
+            box.sent(descriptor.first_checksum, len(descriptor.sources))
+            for box, descriptors in zip(boxes, self.manifest.declared, strict=True)
+            for descriptor in descriptors
+        ]
+        return self._sum(self._where_sent, sent)
+
+    def _sum(self, where: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+        total = np.zeros(len(self.manifest.names), dtype=np.int64)
+        for positions, of_bucket in zip(where, values, strict=True):
+            total[positions] += of_bucket  # a bucket has each source once
+        return total
 
 
 class PlanCache:
@@ -213,9 +260,7 @@ class PlanCache:
         finish: called after the copies of each update.
 
     Attributes:
-        memories: mappings of the trainer's memory.
         recorder: the plan, and the sources it was recorded for.
-        checked: manifest that passed all checks last, its plan, and how many elements of each tensor are copied here.
         last_names: names of the tensors of the last update that loaded all parameters.
     """
 
@@ -224,74 +269,47 @@ class PlanCache:
         self.may_ignore = may_ignore
         self.finish = finish
         self.device = next(model.parameters()).device
-        self.memories = MappedMemories(self.device)
         self.recorder = Recorder(model)
-        self.checked: tuple[Manifest | None, CopyPlan, NDArray[np.int64]]
-        self.checked = None, self.recorder.plan, np.zeros(0, np.int64)
         self.last_names: Sequence[str] = ()
-        self._parsed: dict[DescriptorKey, BucketDescriptor] = {}
-        self._bucket_copies: dict[DescriptorKey, BucketCopies] = {}
-        self._joined: dict[tuple[DescriptorKey, ...], BucketCopies] = {}
-        self._plan = self.recorder.plan  # plan of `_bucket_copies` and `_joined`
+        self._memories = MappedMemories(self.device)
+        self._declared: tuple[tuple[Mailbox, int], ...] = ()
         self._manifest: Manifest | None = None
+        self._copies: Copies | None = None
         self._modules = list(model.modules())
         self._layout = self._find_parameters()
 
-    def manifest(self, keys: Sequence[DescriptorKey]) -> Manifest:
-        """Return what these descriptors send in total; cached because the next update usually has the same
-        descriptors.
+    def manifest(self, boxes: Sequence[Mailbox], numbers: Sequence[int]) -> Manifest:
+        """Return what the trainer ranks declared, read again if a number is not that of the last update.
+
+        Raises:
+            RuntimeError: a memory of the trainer cannot be opened.
+            ValueError: as in `Manifest`.
         """
-        if self._manifest is None or self._manifest.keys != tuple(keys):
-            self._manifest = Manifest(keys, [self.descriptor(*key) for key in keys])
+        declared = tuple(zip(boxes, numbers, strict=True))
+        if self._manifest is None or self._declared != declared:
+            self._manifest = self._copies = None
+            manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
+            self._memories.open(
+                memory
+                for box, descriptors in zip(boxes, manifest.declared, strict=True)
+                for descriptor in descriptors
+                if box.remote_input is None or descriptor.is_in_place
+                for memory in descriptor.memories
+            )
+            self._manifest, self._declared = manifest, declared
         return self._manifest
 
-    def read_listing(self, box: Mailbox, listed: Place) -> list[Place]:
-        """Return the places of an update's descriptors from its listing."""
-        return listing_from_json(box.read_journal(listed))
+    def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
+        """Return the copies of a declaration for the current plan.
 
-    def descriptor(self, box: Mailbox, place: Place) -> BucketDescriptor:
-        """Return a descriptor of a journal, parsed once. A text in a journal never changes."""
-        key = (box, place)
-        if key not in self._parsed:
-            self._parsed[key] = descriptor_from_json(box.read_journal(place))
-        return self._parsed[key]
-
-    def bucket_copies(self, box: Mailbox, place: Place) -> BucketCopies:
-        """Return the copies of a bucket for the current plan."""
-        self._follow_plan()
-        key = (box, place)
-        if key not in self._bucket_copies:
-            descriptor = self.descriptor(box, place)
-            if box.remote_input is not None:
-                descriptor = box.remote_input.pack(place, descriptor, self._plan)
-            self._bucket_copies[key] = self._build(descriptor)
-        return self._bucket_copies[key]
-
-    def merged_copies(self, keys: tuple[DescriptorKey, ...]) -> BucketCopies:
-        """Return one set of copies for buckets whose pieces are read in place.
-
-        The parts of a tensor on several GPUs are then copied at about the same time, and no GPU has to serve all others
-        at once.
+        Raises:
+            ValueError: a tensor has the wrong dtype.
         """
-        if len(keys) == 1:
-            return self.bucket_copies(*keys[0])
-        self._follow_plan()
-        if keys not in self._joined:
-            self._joined[keys] = self._build(merge_descriptors([self.descriptor(*key) for key in keys]))
-        return self._joined[keys]
-
-    def arena(self, box: Mailbox, place: Place) -> Memory:
-        return memory_from_json(box.read_journal(place))
-
-    def _follow_plan(self) -> None:
-        """Discard copies that were built for an earlier plan."""
-        if self._plan is not self.recorder.plan:
-            self._plan = self.recorder.plan
-            self._bucket_copies.clear()
-            self._joined.clear()
-
-    def _build(self, descriptor: BucketDescriptor) -> BucketCopies:
-        return BucketCopies(descriptor, self._plan, dict(self.model.named_parameters()), self.device)
+        copies = self._copies
+        if copies is None or copies.plan is not self.recorder.plan:
+            _check_dtypes(self.recorder)
+            copies = self._copies = Copies(manifest, boxes, self.recorder.plan, self.model, self._memories)
+        return copies
 
     def follow_model(self) -> None:
         """Discard the plan if the parameters have moved since the last update."""
@@ -306,15 +324,26 @@ class PlanCache:
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
 
-    def release_unused(self) -> None:
-        """Close mappings that the last two updates did not use, and drop views of them."""
-        if self.memories.close_unused():
-            for bucket_copies in self._bucket_copies.values():
-                bucket_copies.forget()
-
     def forget_box(self, box: Mailbox) -> None:
         """Discard what was read from a mailbox that is closed."""
-        self._parsed = {key: descriptor for key, descriptor in self._parsed.items() if key[0] is not box}
-        self._bucket_copies = {key: copies for key, copies in self._bucket_copies.items() if key[0] is not box}
-        self._joined.clear()
-        self._manifest = None
+        if any(box is each for each, _ in self._declared):
+            self._manifest = self._copies = None
+
+
+def _check_dtypes(recorder: Recorder) -> None:
+    """Raise ValueError for casts that loading would do silently: between integers and floats, and of quantized values
+    without their scale.
+    """
+    wrong = {name: recorder.plan.through_loader[name] for name in recorder.plan.converted}
+    for copy in recorder.plan.copies:
+        sent = recorder.sources[copy.name].dtype
+        if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
+            wrong[copy.name] = f"it is cast from {sent} to {copy.dtype} without its scale"
+    if wrong:
+        message = first_few([f"{name!r} has the wrong dtype: {why}" for name, why in wrong.items()])
+        raise ValueError(f"{message}; send it in the dtype of its parameter")
+
+
+def first_few(items: Sequence[str]) -> str:
+    """Return the first items of a message, and the number of the others."""
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

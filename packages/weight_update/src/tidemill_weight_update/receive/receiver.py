@@ -83,7 +83,6 @@ class Receiver(PlanCache):
             if control.is_at(request.sequence):
                 control.report(request.sequence, row, state, reply)
         finally:
-            self.release_unused()
             for box in [box for box in boxes if box.is_at(request.sequence)]:
                 box.acknowledge(request.sequence, row, ALL_BUCKETS)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import Mailbox, Place
+from tidemill_weight_update.control.mailbox import Mailbox, Text
 from tidemill_weight_update.control.wait import can_map
 from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
@@ -62,19 +62,17 @@ class StoreInput:
         self._written: set[int] = set()
         self._wire: Wire | None = None
         self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
-        self._packed: dict[Place, tuple[Place, int]] = {}
+        self._packed: dict[int, tuple[Text, int]] = {}
 
-    def pack(self, place: Place, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+    def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         parts = parts_of(descriptor, plan)
         packed = pack_descriptor(descriptor, parts)
-        self._packed[place] = self._write(parts_to_json(parts)), packed.num_bytes
+        self._packed[bucket] = self._write(parts_to_json(parts)), packed.num_bytes
         return packed.descriptor
 
-    def receive(
-        self, sequence: int, receiver: int, bucket: int, place: Place, memory: Memory, check: Callable[[], None]
-    ) -> Tensor:
+    def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
         device = self._device_for(memory)
-        parts, num_bytes = self._packed[place]
+        parts, num_bytes = self._packed[bucket]
         self._mailbox.wait_for(sequence, receiver, bucket, self._wire_number, parts)
         data = self._link.memory(num_bytes, device)
         if num_bytes:
@@ -95,7 +93,7 @@ class StoreInput:
             raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
         return self._link.device
 
-    def _write(self, parts: bytes) -> Place:
+    def _write(self, parts: bytes) -> Text:
         """Write a list of parts to the board, under its hash; return hash and length."""
         number = int.from_bytes(hashlib.blake2b(parts, digest_size=7).digest())
         if number not in self._written:

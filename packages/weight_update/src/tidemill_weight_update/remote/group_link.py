@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tidemill_weight_update.control.board import NUM_SLOTS, WORDS, Area, LinkError, Record
+from tidemill_weight_update.control.board import WORDS, Area, LinkError, Record
 
 _SCHEME = "tidemill-link"
 
@@ -112,8 +112,6 @@ T = TypeVar("T")
 
 _PART_BYTES = 4 << 20
 """TCPStore closes the connection on a message of more than 8 MiB."""
-_KEPT_BYTES = 4096
-"""Journal texts up to this length are cached: descriptions of memory, which are read with every bucket."""
 
 
 class LinkStore:
@@ -163,12 +161,11 @@ class StoreBoard:
         self.path = path
         self._link = link
         self._rank = rank
-        self._texts: dict[int, bytes] = {}
 
     def make_room(self, num_receivers: int) -> None:
         """Write the initial values of all records, before anybody reads them: a store waits for a missing key."""
-        rows: dict[Record, int] = {"trainer": 1, "bucket": NUM_SLOTS}
-        rows |= {"reader": num_receivers, "report": num_receivers, "excluded": num_receivers}
+        rows: dict[Record, int] = {"trainer": 1, "reader": num_receivers, "report": num_receivers}
+        rows["excluded"] = num_receivers
         keys = [self._key(record, row) for record, num_rows in rows.items() for row in range(num_rows)]
         self._link.call(lambda store: store.multi_set(keys, [_words()] * len(keys)))  # type: ignore[list-item]
 
@@ -189,14 +186,10 @@ class StoreBoard:
             self._link.call(lambda store, key=key, part=part: store.set(key, part))  # type: ignore[arg-type]
 
     def read(self, area: Area, at: int, num_bytes: int) -> bytes:
-        if area == "journal" and at in self._texts:
-            return self._texts[at]
         keys = [self._key(area, at, index) for index in range(-(-num_bytes // _PART_BYTES))]
         value = b"".join(self._link.call(lambda store, key=key: store.get(key)) for key in keys)
         if len(value) != num_bytes:
             raise LinkError(f"expected {num_bytes} bytes for {area} {at} in the link's store, got {len(value)}")
-        if area == "journal" and num_bytes <= _KEPT_BYTES:
-            self._texts[at] = value
         return value
 
     def is_current(self) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import Mailbox, Place, Reader, ReaderState
+from tidemill_weight_update.control.mailbox import Mailbox, Reader, ReaderState, Text
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.copy.table import aligned
@@ -49,14 +49,17 @@ class Connections:
         self._address = address
         self._timeout_s = timeout_s
         self._wires: dict[int, tuple[int, Wire]] = {}
-        self._messages: dict[tuple[Place, Place], Message] = {}
+        self._messages: dict[int, tuple[BucketDescriptor, dict[Text, Message]]] = {}
 
-    def message(self, reader: Reader, place: Place, descriptor: BucketDescriptor) -> Message:
-        """Return the message for what the engine rank reads of the descriptor at `place`."""
-        key = place, reader.parts
-        if key not in self._messages:
-            self._messages[key] = Message(descriptor, bytes(self._mailbox.board.read("parts", *reader.parts)))
-        return self._messages[key]
+    def message(self, reader: Reader, bucket: int, descriptor: BucketDescriptor) -> Message:
+        """Return the message for what the engine rank reads of a bucket."""
+        if bucket not in self._messages or self._messages[bucket][0] is not descriptor:
+            self._messages[bucket] = descriptor, {}
+        messages = self._messages[bucket][1]
+        if reader.parts not in messages:
+            parts = bytes(self._mailbox.board.read("parts", *reader.parts))
+            messages[reader.parts] = Message(descriptor, parts)
+        return messages[reader.parts]
 
     def wire(self, row: int, reader: Reader, device: torch.device) -> Wire:
         """Return the wire to the engine rank in `row`; connect if there is none.
@@ -143,7 +146,7 @@ class RemoteReaders(Readers):
                 wait.progress()
             self._pause(wait, late, readers)
 
-    def deliver(self, bucket: int, place: Place, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
+    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         if arena is None:
             return
         pending = set(self._rows)
@@ -154,7 +157,7 @@ class RemoteReaders(Readers):
             done = {row for row in pending if readers[row].state == ReaderState.MAPS or readers[row].released > bucket}
             pending -= waiting.keys() | done
             if waiting:
-                self._serve(waiting, place, descriptor, arena)
+                self._serve(waiting, bucket, descriptor, arena)
                 wait.progress()
             elif pending:
                 self._pause(wait, pending, readers)
@@ -170,8 +173,8 @@ class RemoteReaders(Readers):
                 raise  # a reader that maps the arena may still read what would be overwritten
             self._rows.difference_update(late)
 
-    def _serve(self, waiting: Mapping[int, Reader], place: Place, descriptor: BucketDescriptor, arena: Tensor) -> None:
-        messages = {row: self._connections.message(reader, place, descriptor) for row, reader in waiting.items()}
+    def _serve(self, waiting: Mapping[int, Reader], bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
+        messages = {row: self._connections.message(reader, bucket, descriptor) for row, reader in waiting.items()}
         for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
             packed = self._staging.pack(group, arena)
             if arena.device.type == "cuda":

@@ -1,17 +1,19 @@
 """Buckets of the stock path: which tensor is at which byte range of which bucket. Pure arithmetic."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.memory.handle import TensorEntry
-from tidemill_weight_update.send.modules import by_module, in_buckets, whole_modules
 from tidemill_weight_update.tensors.shards import ShardLike, check_dense, sent_dtype
-from tidemill_weight_update.tensors.source import NamedTensors, checked_item
+from tidemill_weight_update.tensors.source import Item, checked_item
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +44,13 @@ def tensor_range(entries: tuple[TensorEntry, ...]) -> str:
     return f"{entries[0].name!r} .. {entries[-1].name!r}, {len(entries)} {noun}"
 
 
-def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+def plan_buckets(
+    named_tensors: Iterable[Item], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[Bucket]:
     """Split `named_tensors` into buckets of at most `bucket_bytes`, in the order of their modules.
 
     The tensors of a module, which SGLang may combine, share a bucket; if they need more than `bucket_bytes`, the bucket
-    is larger. A generator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
+    is larger. An iterator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
     DTensors are global; nothing is gathered and no data is read here.
 
     Raises:
@@ -56,12 +60,48 @@ def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dt
     seen: set[str] = set()
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
     grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
-    modules = grouped(checked, lambda item: item[0])
-    buckets = in_buckets(modules, lambda item: _num_bytes(item[1], dtype), bucket_bytes, splits_modules=False)
-    for index, (items, is_last) in enumerate(buckets):
-        yield _bucket(index, items, dtype, is_last=is_last)
+    index = used = 0
+    items: list[tuple[str, Tensor]] = []
+    for module in grouped(checked, lambda item: item[0]):
+        num_bytes = sum(aligned(_num_bytes(tensor, dtype)) for _, tensor in module)
+        if items and used + num_bytes > bucket_bytes:
+            yield _bucket(index, items, dtype, is_last=False)
+            index, items, used = index + 1, [], 0
+        items += module
+        used += num_bytes
+    if items:
+        yield _bucket(index, items, dtype, is_last=True)
     if not seen:
-        raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
+        raise ValueError("expected named tensors, got an empty iterable")
+
+
+def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]:
+    """Group neighbouring items whose names are equal except for the last two parts, reading one item ahead.
+
+    These are the tensors of one module, such as `layers.0.self_attn.q_proj.weight` and
+    `layers.0.self_attn.k_proj.bias`. Tensors that a loader combines belong to one module: projections that an engine
+    fuses, a weight and its scale.
+    """
+    group: list[T] = []
+    for item in items:
+        if group and _module(name(item)) != _module(name(group[0])):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def whole_modules(items: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
+    """Group items as `by_module` does, independent of their position, in the order in which modules first appear."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(_module(name(item)), []).append(item)
+    return list(groups.values())
+
+
+def _module(name: str) -> str:
+    return name.rsplit(".", 2)[0]
 
 
 def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:

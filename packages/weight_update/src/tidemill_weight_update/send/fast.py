@@ -1,30 +1,51 @@
 """The fast path on one trainer rank: from the tensors it holds to engines with the tidemill loader."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tidemill_weight_update.control.board import SharedBoard, path_of
 from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.control.readers import Readers
+from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.allocation import allocations
+from tidemill_weight_update.send.declaration import Declaration
 from tidemill_weight_update.send.fast_bucket import in_place, pack
-from tidemill_weight_update.send.fingerprint import Fingerprint
-from tidemill_weight_update.send.sender import PreparedBucket, Sender
+from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values
 from tidemill_weight_update.stages import Stages
-from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import Piece, ShardLike
-from tidemill_weight_update.tensors.source import NamedTensors, pieces_of
+from tidemill_weight_update.tensors.shards import Piece, piece_to_send
+from tidemill_weight_update.tensors.source import Item, Source, items_of
 
 if TYPE_CHECKING:
     from tidemill_weight_update.remote.trainer_link import TrainerLink
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """The buckets of a declaration, as the sender declared them last.
+
+    Attributes:
+        declaration: the declaration.
+        fixed: buckets that refer to GPU memory by its address, with their addresses.
+        passed: buckets whose tensors are passed for each update.
+        positions: positions of the declared tensors in `fixed`.
+        memories: allocations that engines read in place.
+    """
+
+    declaration: Declaration
+    fixed: list[tuple[PreparedBucket, list[int]]]
+    passed: list[PreparedBucket]
+    positions: frozenset[int]
+    memories: Sequence[DeviceMemory]
+
+
 class FastPath:
-    """Describes tensors and sends them; keeps the sender and the descriptions between updates.
+    """Sends declared tensors; keeps the sender and the last declaration between updates.
 
     Args:
         bucket_bytes: maximum size of each half of the arena.
@@ -37,7 +58,6 @@ class FastPath:
             have half the size: the other half of the memory is needed to pack the part that each engine rank reads.
 
     Attributes:
-        plain: names of the plain tensors of the last update.
         is_link_broken: whether an engine or a rank failed, so that the next update opens the link anew; set on rank 0.
     """
 
@@ -63,16 +83,7 @@ class FastPath:
         self._sequence = 0
         self._sender: Sender | None = None
         self._control: Mailbox | None = None
-        self._fingerprint = Fingerprint([])
-        self._prepared: list[PreparedBucket] = []
-        self.plain = self._kept_plain = PlainNames()
-        # Referenced while an update reads them by address: the tensors passed, and the temporary tensors made of them.
-        self._items: list[tuple[str, Tensor | ShardLike]] = []
-        self._pieces: list[Piece] = []
-        self._is_same_input = False
-        self._num_freed: int | None = None
-        self._is_being_read = False
-        self._others_mostly_unused = False
+        self._prepared: Prepared | None = None
         self._engines: Sequence[tuple[int, range]] = ()
         self.is_link_broken = False
 
@@ -83,19 +94,16 @@ class FastPath:
             engines: identity and rows of each engine, on rank 0; a link is opened anew for other engines.
         """
         self._sequence = sequence
-        self._is_being_read = False  # may be True after an interrupt
-        is_mostly_unused = self._sender is not None and self._sender.is_mostly_unused
-        if self._link is not None and self._group_rank > 0:
-            return int(is_mostly_unused), 0
-        is_other_link = self._link is not None and (engines != self._engines or self.is_link_broken)
-        self._engines, self.is_link_broken = engines, False
-        if is_mostly_unused or self._others_mostly_unused or is_other_link:
-            self.close()  # a new mailbox (with a link: a new link for all ranks) makes engines drop their caches too
         if self._link is not None:
+            if self._group_rank > 0:
+                return 0, 0
+            if engines != self._engines or self.is_link_broken:
+                self.close()
+            self._engines, self.is_link_broken = engines, False
             return self._link.open()
         if self._sender is None:
             self._board = SharedBoard.create()
-            self._sender = Sender(Mailbox(self._board), self._bucket_bytes, self._allow_non_finite)
+            self._sender = Sender(Mailbox(self._board), self._allow_non_finite)
         assert self._board is not None
         self._sender.mailbox.begin(sequence)
         return self._board.identity
@@ -114,11 +122,8 @@ class FastPath:
         if not self._link.is_at(begun[0]):
             self.close()
         mailbox = self._link.connect(begun[0], num_receivers)
-        self._others_mostly_unused = self._sender is not None and any(
-            is_mostly_unused for is_mostly_unused, _ in begun[1:]
-        )
         if self._sender is None:
-            self._sender = Sender(mailbox, self._bucket_bytes, self._allow_non_finite)
+            self._sender = Sender(mailbox, self._allow_non_finite)
         mailbox.begin(self._sequence)
         return self._link.paths(len(begun))
 
@@ -132,94 +137,82 @@ class FastPath:
         if self._link is not None:
             self._link.close_connections()
 
-    def prepare(
-        self, named_tensors: NamedTensors, stages: Stages, let_calls_start: Callable[[bool], None]
-    ) -> list[PreparedBucket]:
-        """Describe tensors that stay in place until the update is complete; nothing is sent yet.
+    def declare(self, source: Source) -> Declaration:
+        """Return the declaration of these tensors: the last one if it describes them."""
+        if self._prepared is not None and self._prepared.declaration.describes(source):
+            return self._prepared.declaration
+        return Declaration(source, self._dtype, self._group_rank)
 
-        The descriptions of the last update are reused if the same tensors are passed again. If that was the case at the
-        last update too, the GPU starts to read them while the comparison runs, which is safe as long as the allocations
-        exist.
+    def prepare(self, declaration: Declaration, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
+        """Write the declaration of `source` into the mailbox unless it is there; return its buckets and their values.
 
-        Args:
-            let_calls_start: called before long work in Python; its argument is whether the GPU reads meanwhile.
+        A function is called when the first bucket is requested, and its tensors are read one bucket at a time.
         """
-        with stages("prepare"):
-            items = list(named_tensors)
-            num_freed = self._count_freed()
-            is_kept = self._is_still_allocated(num_freed)
-            reads = (
-                is_kept and self._is_same_input and bool(self._prepared) and bool(self._prepared[0].descriptor.memories)
-            )
-        if reads:
-            with stages("fill"):
-                self._require_sender().fill(self._prepared[0])
-        let_calls_start(reads)
-        with stages("prepare"):
-            self._is_same_input = is_kept and self._fingerprint.matches(items)
-            buckets = self._prepared if self._is_same_input else self._describe(items)
-            self.plain = self._kept_plain
-            self._num_freed = num_freed
-        self._items, self._is_being_read = items, reads and self._is_same_input
-        return buckets
+        prepared = self._prepared
+        if prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared.memories):
+            self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
+            prepared = self._prepared = self._prepare(declaration, [] if callable(source) else source)
+        return self._values(prepared, source)
 
-    def _describe(self, items: list[tuple[str, Tensor | ShardLike]]) -> list[PreparedBucket]:
-        self.plain = self._kept_plain = PlainNames()
-        pieces = list(pieces_of(items, self._dtype, self._group_rank, self.plain))
-        prepared = [] if not pieces else self._prepare_all(pieces, self._use_device_of(pieces[0]))
-        # Keep descriptions for the next update only if they refer to the passed tensors by address.
-        fingerprint = Fingerprint(items)
-        kept = all(isinstance(piece, int) for bucket in prepared for piece in bucket.pieces) and fingerprint.covers(
-            pieces
+    def _prepare(self, declaration: Declaration, items: Sequence[Item]) -> Prepared:
+        """Return the buckets of a declaration; `items` are its tensors if they stay where they are."""
+        if self._device is None:
+            self._device = next((piece.device for piece in declaration.pieces if piece is not None), None)
+        device = self._device or torch.device("cpu")
+        fixed: dict[int, Piece] = {}
+        for position, item in enumerate(items):
+            outline = declaration.pieces[position]
+            if declaration.is_own[position] and outline is not None and outline.device == device != _CPU:
+                piece = piece_to_send(*item, self._dtype, self._group_rank)
+                assert piece is not None
+                fixed[position] = piece
+        pieces = list(fixed.values())
+        stay, memories, memory_of, move = [], [], [], pieces
+        if pieces and self._link is None:
+            stay, memories, memory_of, move = allocations(pieces, device)
+        buckets = [in_place(stay, memories, memory_of)] if stay else []
+        values = [[memory.address for memory in memories]] if stay else []
+        for bucket in pack(move, self._bucket_bytes):
+            buckets.append(bucket)
+            values.append([piece.local.data_ptr() for piece in bucket.pieces])
+        rest = [piece for number, piece in enumerate(declaration.pieces) if piece is not None and number not in fixed]
+        buckets += pack(rest, self._bucket_bytes)
+        prepared = self._require_sender().declare(buckets, device)
+        num_fixed = len(values)
+        return Prepared(
+            declaration=declaration,
+            fixed=list(zip(prepared[:num_fixed], values, strict=True)),
+            passed=prepared[num_fixed:],
+            positions=frozenset(fixed),
+            memories=memories,
         )
-        self._fingerprint, self._prepared = (fingerprint, prepared) if kept else (Fingerprint([]), [])
-        self._pieces = pieces
-        return prepared
 
-    def _is_still_allocated(self, num_freed: int | None) -> bool:
-        """Return whether the allocations of the last update's tensors still exist.
-
-        A new allocation can have the same address, but engines have not mapped it.
+    def _are_allocated(self, memories: Sequence[DeviceMemory]) -> bool:
+        """Return whether these allocations still exist. A new one can have the same address, but engines have not
+        mapped it.
         """
-        if self._device is None or (num_freed is not None and num_freed == self._num_freed):
-            return True
-        memories = [memory for bucket in self._prepared for memory in bucket.descriptor.memories]
         if not memories:
             return True
+        assert self._device is not None
         from tidemill_weight_update.memory.cuda_memory import are_allocated
 
         return are_allocated(memories, self._device)
 
-    def _count_freed(self) -> int | None:
-        if self._device is None or self._device.type != "cuda":
-            return None
-        from tidemill_weight_update.memory.cuda_memory import num_freed
+    def _values(self, prepared: Prepared, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
+        """Yield the buckets in their order with their values.
 
-        return num_freed(self._device)
-
-    def stream(self, named_tensors: NamedTensors) -> Iterator[PreparedBucket]:
-        """Describe tensors one bucket at a time; each may be freed when the next one is requested."""
-        self.plain = PlainNames()
-        for fast_bucket in pack(
-            pieces_of(named_tensors, self._dtype, self._group_rank, self.plain), self._bucket_bytes
-        ):
-            self._use_device_of(fast_bucket.pieces[0])
-            yield self._require_sender().prepare(fast_bucket)
-
-    def _prepare_all(self, pieces: Sequence[Piece], device: torch.device) -> list[PreparedBucket]:
-        sender = self._require_sender()
-        if device.type == "cuda" and self._link is None:
-            stay, memories, memory_of, move = allocations(pieces, device)
-        else:
-            stay, memories, memory_of, move = [], [], [], pieces
-        prepared = [sender.prepare(in_place(stay, memories, memory_of))] if stay else []
-        return prepared + [sender.prepare(fast_bucket) for fast_bucket in pack(move, self._bucket_bytes)]
-
-    def _use_device_of(self, piece: Piece) -> torch.device:
-        if self._device is None:
-            self._device = piece.local.device
-        self._require_sender().use(self._device)
-        return self._device
+        Raises:
+            ValueError: the tensors are not the declared ones.
+        """
+        yield from prepared.fixed
+        parts = prepared.declaration.parts(items_of(source), prepared.positions, self._bucket_bytes)
+        for number, bucket in enumerate(prepared.passed, start=1):
+            tensors = [part.local for part in islice(parts, bucket.num_pieces)]
+            if number == len(prepared.passed):
+                deque(parts, maxlen=0)  # raises if the tensors are not the declared ones
+            yield bucket, tensors
+        if not prepared.passed and (callable(source) or prepared.declaration.has_partial_sums):
+            deque(parts, maxlen=0)  # reading them may be collective
 
     def _require_sender(self) -> Sender:
         assert self._sender is not None, "call begin() first"
@@ -227,7 +220,7 @@ class FastPath:
 
     def send(
         self,
-        buckets: Iterable[PreparedBucket],
+        buckets: Iterable[tuple[PreparedBucket, Values]],
         control: str,
         num_receivers: int,
         stages: Stages,
@@ -237,17 +230,12 @@ class FastPath:
         """Send buckets to all engine ranks; see `Sender.send`.
 
         Args:
-            buckets: a list if the update is complete, else an iterator.
+            buckets: return value of `prepare`.
             control: path of the mailbox of trainer rank 0.
         """
         sender = self._require_sender()
-        try:
-            sender.open(self._sequence, buckets if isinstance(buckets, list) else None)
-            readers = self._new_readers(sender.mailbox, control, num_receivers)
-            return sender.send(self._sequence, buckets, readers, stages, started, finishing, self._is_being_read)
-        finally:
-            self._is_being_read = False
-            self._items, self._pieces = [], []
+        readers = self._new_readers(sender.mailbox, control, num_receivers)
+        return sender.send(self._sequence, buckets, readers, stages, started, finishing)
 
     def _new_readers(self, own: Mailbox, control: str, num_receivers: int) -> Readers:
         if self._link is not None:
@@ -263,16 +251,15 @@ class FastPath:
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._close_sender()
-
-    def _close_sender(self) -> None:
         if self._sender is None:
             return
         if self._control is not None and self._control is not self._sender.mailbox:
             self._control.close()
         self._sender.close()
-        self._sender = self._control = None
-        self._fingerprint, self._prepared, self._is_same_input = Fingerprint([]), [], False
+        self._sender = self._control = self._prepared = None
+
+
+_CPU = torch.device("cpu")
 
 
 def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":

@@ -7,9 +7,8 @@ import torch
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.table import CopyTable, Shard, aligned, build_tables
-from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.send.modules import by_module, in_buckets
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
 from tidemill_weight_update.tensors.shards import Piece
 from tidemill_weight_update.tensors.spec import SourceSpec
@@ -21,20 +20,33 @@ class FastBucket:
 
     Attributes:
         pieces: pieces of tensors.
-        places: place of each piece, in the arena or in the descriptor's memories.
-        descriptor: descriptor that is written into the journal.
+        places: place of each piece, in the arena or in `memories`.
+        memories: allocations that engines read in place; empty if the pieces are copied to an arena.
         num_bytes: size in the arena; 0 if the engines read the trainer's own memory.
     """
 
     pieces: tuple[Piece, ...]
     places: tuple[Shard, ...]
-    descriptor: BucketDescriptor
+    memories: tuple[DeviceMemory, ...]
     num_bytes: int
 
-    @property
-    def addresses(self) -> list[int]:
-        """Addresses of the memories that are read in place; empty if the pieces are copied to the arena."""
-        return [memory.address for memory in self.descriptor.memories]
+    def descriptor(self, arena: Memory | None, first_checksum: int) -> BucketDescriptor:
+        """Return the descriptor of the bucket.
+
+        Args:
+            arena: the arena that is filled with it; None if it is read in place.
+            first_checksum: see `BucketDescriptor`.
+        """
+        sources: dict[SourceSpec, list[Shard]] = {}
+        for piece, place in zip(self.pieces, self.places, strict=True):
+            sources.setdefault(piece.spec, []).append(place)
+        return BucketDescriptor(
+            sources=tuple(sources),
+            shards=tuple(tuple(places) for places in sources.values()),
+            memories=self.memories if arena is None else (arena,),
+            is_in_place=arena is None,
+            first_checksum=first_checksum,
+        )
 
     @property
     def payload_bytes(self) -> int:
@@ -44,7 +56,7 @@ class FastBucket:
         """Return the copies that fill the arena (target 0); memory `i` is that of piece `i`.
 
         Pieces that are not on `device` count as contiguous: they are copied to it first. If the pieces are read in
-        place, the memories are those of the descriptor, and the tables are only valid for reading (checksums).
+        place, the memories are `memories`, and the tables are only valid for reading (checksums).
         """
         copies: list[Copy] = []
         shards: dict[str, list[Shard]] = {}
@@ -53,46 +65,35 @@ class FastBucket:
             name = piece.spec.name
             dtypes[name] = piece.local.dtype
             packed = contiguous_strides(piece.box.shape)
-            if self.descriptor.memories:
+            if self.memories:
                 copies.append(Copy(name, piece.box, "arena", 0, packed, piece.spec.dtype))
                 shards.setdefault(name, []).append(place)
             else:
                 copies.append(Copy(name, piece.box, "arena", place.offset, packed, piece.spec.dtype))
-                strides = piece.local.stride() if piece.local.device == device else packed
+                strides = piece.local.stride() if piece.device == device else packed
                 shards.setdefault(name, []).append(Shard(piece.box, index, 0, strides))
-        sources = [SourceSpec(s.name, s.shape, dtypes.get(s.name, s.dtype)) for s in self.descriptor.sources]
+        specs = dict.fromkeys(piece.spec for piece in self.pieces)
+        sources = [SourceSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in specs]
         return build_tables(copies, sources, shards, ("arena",), complete=False)
-
-    def layout(self) -> tuple[object, ...]:
-        """Return a key that is equal for buckets with equal `descriptor` and equal `tables()`."""
-        own = tuple((p.spec, p.box, p.local.dtype, p.local.stride(), p.local.device) for p in self.pieces)
-        return own, self.descriptor.memories, self.places if self.descriptor.memories else self.descriptor.sources
 
 
 def pack(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[FastBucket]:
-    """Pack pieces into buckets of at most `bucket_bytes`, in their order, reading one module ahead.
-
-    The tensors of one module (`layers.0.self_attn.q_proj.weight`, `...k_proj.weight`) share a bucket if they fit;
-    otherwise the first of their buckets announces all of them, so that an engine that combines them records them
-    together.
-    """
-    modules = (_announced(module, bucket_bytes) for module in by_module(pieces, lambda piece: piece.spec.name))
-    buckets = in_buckets(
-        modules, lambda item: item[0].box.numel * item[0].spec.dtype.itemsize, bucket_bytes, splits_modules=True
-    )
-    for bucket, _ in buckets:
-        yield in_arena([part for part, _ in bucket], [spec for _, specs in bucket for spec in specs])
-
-
-def _announced(module: Sequence[Piece], max_bytes: int) -> list[tuple[Piece, list[SourceSpec]]]:
-    """Return the parts of at most `max_bytes` of a module's pieces, the first one with the specs of all."""
-    parts = [part for piece in module for part in split(piece, max_bytes)]
-    specs = [piece.spec for piece in module]
-    return [(part, [] if index else specs) for index, part in enumerate(parts)]
+    """Pack pieces into arena buckets of at most `bucket_bytes`, in their order; larger ones are split."""
+    bucket: list[Piece] = []
+    used = 0
+    for part in (part for piece in pieces for part in split(piece, bucket_bytes)):
+        num_bytes = part.box.numel * part.spec.dtype.itemsize
+        if bucket and aligned(used) + num_bytes > bucket_bytes:
+            yield in_arena(bucket)
+            bucket, used = [], 0
+        bucket.append(part)
+        used = aligned(used) + num_bytes
+    if bucket:
+        yield in_arena(bucket)
 
 
-def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> FastBucket:
-    """Return a bucket whose pieces are copied to the arena one after the other; `announced` lists further tensors."""
+def in_arena(pieces: Sequence[Piece]) -> FastBucket:
+    """Return a bucket whose pieces are copied to the arena one after the other."""
     used = 0
     places: list[Shard] = []
     for piece in pieces:
@@ -100,7 +101,7 @@ def in_arena(pieces: Sequence[Piece], announced: Iterable[SourceSpec] = ()) -> F
         used = aligned(used)
         places.append(Shard(piece.box, 0, used // itemsize, contiguous_strides(piece.box.shape)))
         used += piece.box.numel * itemsize
-    return FastBucket(tuple(pieces), tuple(places), _descriptor(pieces, places, (), announced), used)
+    return FastBucket(tuple(pieces), tuple(places), (), used)
 
 
 def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> FastBucket:
@@ -114,20 +115,7 @@ def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_o
         )
         for piece, memory in zip(pieces, memory_of, strict=True)
     ]
-    return FastBucket(tuple(pieces), tuple(places), _descriptor(pieces, places, memories, ()), 0)
-
-
-def _descriptor(
-    pieces: Sequence[Piece],
-    places: Sequence[Shard],
-    memories: Sequence[DeviceMemory],
-    announced: Iterable[SourceSpec],
-) -> BucketDescriptor:
-    sources: dict[SourceSpec, list[Shard]] = {spec: [] for spec in announced}
-    for piece, place in zip(pieces, places, strict=True):
-        sources.setdefault(piece.spec, []).append(place)
-    shards = tuple(tuple(places) for places in sources.values())
-    return BucketDescriptor(sources=tuple(sources), shards=shards, memories=tuple(memories), first_checksum=0)
+    return FastBucket(tuple(pieces), tuple(places), tuple(memories), 0)
 
 
 def split(piece: Piece, max_bytes: int) -> list[Piece]:
@@ -153,5 +141,6 @@ def _cut(piece: Piece, dim: int, step: int) -> list[Piece]:
         size = min(step, piece.box.shape[dim] - start)
         first = (*piece.box.start[:dim], piece.box.start[dim] + start, *piece.box.start[dim + 1 :])
         shape = (*piece.box.shape[:dim], size, *piece.box.shape[dim + 1 :])
-        parts.append(Piece(spec=piece.spec, box=Box(first, shape), local=piece.local.narrow(dim, start, size)))
+        local = piece.local.narrow(dim, start, size)
+        parts.append(Piece(spec=piece.spec, box=Box(first, shape), local=local, device=piece.device))
     return parts

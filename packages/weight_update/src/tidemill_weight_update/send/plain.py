@@ -13,7 +13,7 @@ class PlainCheck:
         self._ranks = ranks
         self._in_order: list[int] = []
 
-    def exchange(self, error: Exception | None, plain: PlainNames, timeout_s: float) -> None:
+    def exchange(self, error: Exception | None, plain: PlainNames, timeout_s: float | None) -> None:
         """Call `Ranks.exchange` and compare the names of the plain tensors.
 
         Raises:

@@ -1,6 +1,6 @@
 """The stock path: full tensors in buckets, for engines without the tidemill loader."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
 from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
 from tidemill_weight_update.stages import Stages
-from tidemill_weight_update.tensors.source import NamedTensors
+from tidemill_weight_update.tensors.source import Item
 
 
 class StockPath:
@@ -36,7 +36,7 @@ class StockPath:
 
     def send(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: Iterable[Item],
         version: str,
         members: Sequence[Member],
         flush: bool,

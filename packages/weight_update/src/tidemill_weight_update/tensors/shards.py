@@ -80,11 +80,29 @@ def box_of_shard(name: str, shard: ShardLike) -> Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """Values `local` of the part `box` of tensor `spec.name`, which this rank sends as `spec.dtype`."""
+    """A part of a tensor that this rank sends.
+
+    Attributes:
+        spec: the whole tensor, in the dtype in which it is sent.
+        box: indices of the part.
+        local: its values; on the meta device if they are passed later.
+        device: device of the values.
+    """
 
     spec: SourceSpec
     box: Box
     local: Tensor
+    device: torch.device
+
+    def without_data(self) -> "Piece":
+        """Return a description of this piece that keeps no memory alive."""
+        local = self.local
+        meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        return Piece(spec=self.spec, box=self.box, local=meta, device=self.device)
+
+    def form(self) -> tuple[object, ...]:
+        """Return everything except the values."""
+        return self.spec, self.box, self.local.dtype, self.local.stride(), self.device
 
 
 def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | None, group_rank: int) -> Piece | None:
@@ -122,7 +140,7 @@ def _piece(
         return None
     local = dense_values(name, local)
     spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
-    return Piece(spec=spec, box=box, local=local.detach())
+    return Piece(spec=spec, box=box, local=local.detach(), device=local.device)
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,38 +1,45 @@
-"""Checks of the items that the caller passes to `update`."""
+"""The tensors that the caller passes to `update` and `declare`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.shards import Piece, ShardLike, is_dtensor, piece_to_send
+from tidemill_weight_update.tensors.shards import ShardLike
 
-NamedTensors = Iterable[tuple[str, Tensor | ShardLike]]
+Item = tuple[str, Tensor | ShardLike]
 
+NamedTensors = Iterable[Item] | Callable[[], Iterable[Item]]
+"""Tensors that stay where they are; or a function that makes them one after the other, so that none is needed longer
+than its bucket.
+"""
 
-def pieces_of(
-    named_tensors: NamedTensors, dtype: torch.dtype | None, group_rank: int, plain: PlainNames
-) -> Iterator[Piece]:
-    """Yield the piece that this rank sends of each item, and add the names of plain tensors to `plain`.
-
-    Raises:
-        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
-        ValueError: a duplicate name (except for parts of a tensor as `LocalShard`s), or no items at all.
-    """
-    seen: set[str] = set()
-    for item in named_tensors:
-        name, tensor = checked_item(item, seen)
-        if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
-            plain.names.add(name)
-        piece = piece_to_send(name, tensor, dtype, group_rank)
-        if piece is not None:
-            yield piece
-    if not seen:
-        raise ValueError("expected named tensors, got an empty iterable; if it is a generator, create a new one")
+Source = list[Item] | Callable[[], Iterable[Item]]
+"""The same, after an iterator is read."""
 
 
-def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | ShardLike]:
+def source_of(named_tensors: NamedTensors) -> Source:
+    """Return the tensors as a list, or the function that makes them."""
+    return named_tensors if callable(named_tensors) else list(named_tensors)
+
+
+def items_of(source: Source) -> Iterable[Item]:
+    """Return the tensors; those of a function are made while they are read."""
+    return source() if callable(source) else source
+
+
+def check_same_declaration(numbers: Sequence[int]) -> None:
+    """Raise ValueError unless all ranks send the same declaration; 0 is that of `update`."""
+    if len(set(numbers)) > 1:
+        shown = ", ".join(
+            f"rank {rank}: {f'declaration {number}' if number else 'update()'}" for rank, number in enumerate(numbers)
+        )
+        raise ValueError(
+            f"the ranks send different declarations ({shown}); all ranks must call declare() and Transfer.send() "
+            f"together and in the same order"
+        )
+
+
+def checked_item(item: object, seen: set[str]) -> Item:
     """Return the item after checking its types and its name; add the name to `seen`."""
     if not isinstance(item, tuple) or len(item) != 2:
         raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
@@ -43,13 +50,3 @@ def checked_item(item: object, seen: set[str]) -> tuple[str, Tensor | ShardLike]
         raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
     seen.add(name)
     return name, tensor
-
-
-def check_same_kind(are_streams: Sequence[bool]) -> None:
-    """Raise TypeError unless all ranks passed a collection or all passed a generator: one request covers all ranks."""
-    if len(set(are_streams)) > 1:
-        streams = ", ".join(str(rank) for rank, is_stream in enumerate(are_streams) if is_stream)
-        raise TypeError(
-            f"rank {streams} of {len(are_streams)} passed a generator and the others a collection; all ranks must pass "
-            f"the same kind: list(...) turns a generator into a collection, iter(...) a collection into an iterator"
-        )

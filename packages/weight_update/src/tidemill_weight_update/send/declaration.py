@@ -1,0 +1,166 @@
+"""Declared tensors of one trainer rank: what it sends of each, and where each was in memory."""
+
+import operator
+import weakref
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tidemill_weight_update.send.fast_bucket import split
+from tidemill_weight_update.tensors.plain_names import PlainNames
+from tidemill_weight_update.tensors.shards import (
+    Piece,
+    ShardLike,
+    has_partial_sums,
+    is_dtensor,
+    local_values,
+    piece_to_send,
+)
+from tidemill_weight_update.tensors.source import Item, Source, checked_item, items_of
+
+
+class Declaration:
+    """Names, shapes, dtypes, layouts and addresses of tensors. It keeps no memory alive.
+
+    Args:
+        source: the tensors, or a function that makes them.
+        dtype: dtype in which floating-point tensors are sent; None: their own.
+        group_rank: rank of this process among the trainer ranks.
+
+    Attributes:
+        function: the function, if the tensors are made by one; the same function makes tensors of the same form.
+        plain: names of the plain tensors.
+        pieces: what this rank sends of each tensor, None if nothing; `Piece.local` has no data.
+        is_own: for each tensor, whether its piece is its own memory and not a temporary copy.
+        has_partial_sums: whether any tensor is a DTensor with partial sums, which all of its ranks reduce together.
+
+    Raises:
+        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
+        ValueError: a duplicate name (except for parts of a tensor as `LocalShard`s), or no items at all.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype | None, group_rank: int) -> None:
+        self.function = source if callable(source) else None
+        self.plain = PlainNames()
+        self.pieces: list[Piece | None] = []
+        self.is_own: list[bool] = []
+        self.has_partial_sums = False
+        self._dtype = dtype
+        self._group_rank = group_rank
+        self._names: list[str] = []
+        self._tensors: list[weakref.ref[Tensor] | None] = []
+        self._forms: list[tuple[object, ...]] = []
+        self._addresses: list[int] = []
+        seen: set[str] = set()
+        kinds = set()
+        for name, tensor in (checked_item(item, seen) for item in items_of(source)):
+            if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
+                self.plain.names.add(name)
+            piece = piece_to_send(name, tensor, dtype, group_rank)
+            address = local_values(tensor).data_ptr()
+            is_summed = isinstance(tensor, Tensor) and is_dtensor(tensor) and has_partial_sums(tensor)
+            self.pieces.append(None if piece is None else piece.without_data())
+            self.is_own.append(piece is not None and piece.local.data_ptr() == address and not is_summed)
+            self.has_partial_sums |= is_summed
+            self._names.append(name)
+            self._tensors.append(weakref.ref(tensor) if isinstance(tensor, Tensor) else None)
+            self._forms.append(_form(tensor))
+            self._addresses.append(address)
+            kinds.add(_kind(tensor))
+        if not seen:
+            raise ValueError("expected named tensors, got an empty iterable")
+        self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
+
+    def describes(self, source: Source) -> bool:
+        """Return whether this is the declared function, or tensors of equal form at the same addresses."""
+        if callable(source) or self.function is not None:
+            return source == self.function
+        items = source
+        if len(items) != len(self._names) or set(map(type, items)) != {tuple} or {len(item) for item in items} != {2}:
+            return False
+        names, tensors = zip(*items, strict=True)
+        if list(names) != self._names or not all(isinstance(tensor, Tensor | ShardLike) for tensor in tensors):
+            return False
+        # Comparing thousands of forms takes tens of milliseconds.
+        same = all(ref is not None and tensor is ref() for tensor, ref in zip(tensors, self._tensors, strict=True))
+        return (same or [_form(tensor) for tensor in tensors] == self._forms) and not self.moved(items)
+
+    def moved(self, items: Sequence[Item]) -> list[str]:
+        """Return the names of the declared tensors whose address has changed."""
+        # Avoids a Python function call per tensor: there may be thousands.
+        if self._kind == "plain":
+            addresses = list(map(Tensor.data_ptr, map(operator.itemgetter(1), items)))  # type: ignore[arg-type]
+        elif self._kind == "dtensor":  # equal to `to_local()` without gradient recording
+            addresses = [tensor._local_tensor.data_ptr() for _, tensor in items]  # type: ignore[union-attr]
+        else:
+            addresses = [local_values(tensor).data_ptr() for _, tensor in items]
+        if addresses == self._addresses:
+            return []
+        both = zip(self._names, addresses, self._addresses, strict=True)
+        return [name for name, now, before in both if now != before]
+
+    def parts(self, items: Iterable[Item], skipped: Container[int], max_bytes: int) -> Iterator[Piece]:
+        """Yield what this rank sends, in parts of at most `max_bytes`, without the tensors at positions in `skipped`.
+
+        Raises:
+            ValueError: the tensors are not the declared ones in the declared order.
+        """
+        seen: set[str] = set()
+        count = 0
+        for item in items:
+            name, tensor = checked_item(item, seen)
+            declared = self._names[count] if count < len(self._names) else None
+            if name != declared:
+                expected = "no more tensors" if declared is None else repr(declared)
+                raise ValueError(
+                    f"expected {expected} as tensor {count}, as declared, got {name!r}; the function must return the "
+                    f"declared tensors in the same order, otherwise call declare() again"
+                )
+            if count not in skipped:
+                piece, declared_piece = piece_to_send(name, tensor, self._dtype, self._group_rank), self.pieces[count]
+                form = None if piece is None else piece.form()
+                if form != (None if declared_piece is None else declared_piece.form()):
+                    raise ValueError(
+                        f"tensor {name!r} differs from its declaration: expected {_text(declared_piece)}, got "
+                        f"{_text(piece)}; shape, dtype, device, strides and sharding must not change, otherwise call "
+                        f"declare() again"
+                    )
+                if piece is not None:
+                    yield from split(piece, max_bytes)
+            count += 1
+        if count < len(self._names):
+            raise ValueError(
+                f"expected {len(self._names)} tensors, as declared, got {count}: {self._names[count]!r} is missing"
+            )
+
+
+def _form(tensor: Tensor | ShardLike) -> tuple[object, ...]:
+    """Return everything that describes a tensor except its address and values."""
+    local = local_values(tensor)
+    own = (local.shape, local.stride(), local.dtype, local.device, local.is_neg(), local.is_conj())
+    if not isinstance(tensor, Tensor):
+        return *own, tensor.global_shape, tensor.start, tensor.replica, tensor.num_replicas
+    if is_dtensor(tensor):
+        return *own, tensor.shape, tensor.placements, tensor.device_mesh
+    return own
+
+
+def _kind(tensor: Tensor | ShardLike) -> str:
+    """Return how the tensor's address is found: one that wraps another tensor has no address of its own."""
+    if not isinstance(tensor, Tensor):
+        return "mixed"
+    if is_dtensor(tensor):
+        return "mixed" if is_traceable_wrapper_subclass(tensor._local_tensor) else "dtensor"
+    return "mixed" if is_traceable_wrapper_subclass(tensor) else "plain"
+
+
+def _text(piece: Piece | None) -> str:
+    if piece is None:
+        return "no part on this rank"
+    start, shape = piece.box.start, piece.box.shape
+    return (
+        f"part {shape} at {start} of {piece.spec.shape}, {piece.local.dtype} on {piece.device}, strides "
+        f"{piece.local.stride()}"
+    )
