@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, register
-from tidemill_weight_update import EngineClient, WeightUpdater
+from tidemill_weight_update import EngineClient, Transfer, WeightUpdater
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
@@ -30,6 +30,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         self._loss = Algorithm.of(config).loss
         self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
+        self._transfer: Transfer | None = None
 
     @register(compute, blocking=False)
     def infer(self, batch: DataProto) -> DataProto:
@@ -64,6 +65,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         """Create the weight updater for these engines; a second call replaces it."""
         if self._updater is not None:
             self._updater.close()
+        self._transfer = None
         self._clients = engines
         update = self._config.weight_update
         dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
@@ -93,13 +95,14 @@ class ActorWorker(PolicyWorker, RoleWorker):
             RuntimeError: an engine was not updated; the run requires all of them.
         """
         assert self._updater is not None, "call connect_engines() first"
-        # With a list, the engines check all tensors before they change any. Copies are streamed to save memory.
-        shards = self._engine.get_per_tensor_shards()
-        named = shards if self._engine.streams_weights else list(shards)
+        if self._transfer is None:
+            shards = self._engine.get_per_tensor_shards
+            # Weights that stay in memory are read there. Copies are made one after the other to save memory.
+            self._transfer = self._updater.declare(shards if self._engine.streams_weights else shards())
         if only is None:
-            stats = self._updater.update(named, weight_version)
+            stats = self._transfer.send(weight_version)
         else:
-            stats = self._updater.readmit([self._clients[number] for number in only], named, weight_version)
+            stats = self._transfer.readmit([self._clients[number] for number in only], weight_version)
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(
