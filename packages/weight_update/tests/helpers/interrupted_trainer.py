@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from remote_engines import RankProcess, RemoteEngine, resources, settled, steady
+from sources import WithEvent
 from tidemill_testing import ranks
 from tidemill_weight_update import GroupLink, LocalShard, WeightUpdater
 from torch import Tensor
@@ -96,17 +97,16 @@ def _main(plan: Plan, rank: int, result: Connection) -> None:
     second = updater(plan.timeout_s)
     second.update(shards(2, rank, plan.world_size, plan.device), 2)
 
-    def items_with_signal() -> Iterator[tuple[str, Tensor | LocalShard]]:
-        for index, item in enumerate(shards(3, rank, plan.world_size, plan.device)):
-            yield item
-            if rank == 0 and index == plan.after:
-                victim = plan.victim
-                os.kill(victim if isinstance(victim, int) else int(pid_file.with_name(victim).read_text()), plan.signal)
-                time.sleep(0.3)
+    def send_signal() -> None:
+        if rank == 0:
+            victim = plan.victim
+            os.kill(victim if isinstance(victim, int) else int(pid_file.with_name(victim).read_text()), plan.signal)
+            time.sleep(0.3)
 
+    items = WithEvent(shards(3, rank, plan.world_size, plan.device), plan.after + 1, send_signal)
     error, quarantined = "", {}
     try:
-        quarantined = second.update(items_with_signal(), 3).quarantined
+        quarantined = second.update(items, 3).quarantined
     except Exception as raised:  # noqa: BLE001 - checked by the test
         error = str(raised)
     second.close()
