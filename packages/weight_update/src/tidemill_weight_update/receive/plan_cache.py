@@ -300,13 +300,15 @@ class PlanCache:
         return self._manifest
 
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
-        """Return the copies of a declaration for the current plan.
+        """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed.
 
         Raises:
+            RuntimeError: the model rejects a tensor.
             ValueError: a tensor has the wrong dtype.
         """
         copies = self._copies
         if copies is None or copies.plan is not self.recorder.plan:
+            self.recorder.cover(manifest.sources)
             _check_dtypes(self.recorder)
             copies = self._copies = Copies(manifest, boxes, self.recorder.plan, self.model, self._memories)
         return copies

@@ -85,7 +85,6 @@ class UpdateSession:
     def _prepare(self, numbers: Sequence[int]) -> Copies:
         """Return the checked copies of all buckets: those of the last update unless something has changed."""
         manifest = self._receiver.manifest(self._boxes, numbers)
-        self._receiver.recorder.cover(manifest.sources)
         copies = self._receiver.copies(self._boxes, manifest)
         self._check_coverage(manifest)
         self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
