@@ -104,7 +104,7 @@ def export(address: int, device: torch.device) -> DeviceMemory:
 
 def are_allocated(memories: Iterable[DeviceMemory], device: torch.device) -> bool:
     """Return whether all of these allocations of this process still exist; new allocations at their addresses do not
-    count.
+    count. Takes about 2 us for each.
     """
     driver, buffer_id = _driver(), ctypes.c_ulonglong()
     with _current(device):

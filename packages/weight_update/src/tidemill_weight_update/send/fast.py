@@ -35,6 +35,7 @@ class Prepared:
         passed: buckets whose tensors are passed for each update.
         positions: positions of the declared tensors in `fixed`.
         memories: allocations that engines read in place.
+        num_freed: number of allocations that torch had returned to CUDA before; see `cuda_memory.num_freed`.
     """
 
     declaration: Declaration
@@ -42,6 +43,7 @@ class Prepared:
     passed: list[PreparedBucket]
     positions: frozenset[int]
     memories: Sequence[DeviceMemory]
+    num_freed: int | None
 
 
 class FastPath:
@@ -149,7 +151,7 @@ class FastPath:
         A function is called when the first bucket is requested, and its tensors are read one bucket at a time.
         """
         prepared = self._prepared
-        if prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared.memories):
+        if prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared):
             self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
             prepared = self._prepared = self._prepare(declaration, [] if callable(source) else source)
         return self._values(prepared, source)
@@ -159,6 +161,7 @@ class FastPath:
         if self._device is None:
             self._device = next((piece.device for piece in declaration.pieces if piece is not None), None)
         device = self._device or torch.device("cpu")
+        num_freed = self._num_freed()
         fixed: dict[int, Piece] = {}
         for position, item in enumerate(items):
             outline = declaration.pieces[position]
@@ -185,18 +188,26 @@ class FastPath:
             passed=prepared[num_fixed:],
             positions=frozenset(fixed),
             memories=memories,
+            num_freed=num_freed,
         )
 
-    def _are_allocated(self, memories: Sequence[DeviceMemory]) -> bool:
-        """Return whether these allocations still exist. A new one can have the same address, but engines have not
-        mapped it.
+    def _num_freed(self) -> int | None:
+        if self._device is None or self._device.type != "cuda":
+            return None
+        from tidemill_weight_update.memory.cuda_memory import num_freed
+
+        return num_freed(self._device)
+
+    def _are_allocated(self, prepared: Prepared) -> bool:
+        """Return whether its allocations still exist. A new one can have the same address, but engines have not mapped
+        it.
         """
-        if not memories:
+        if not prepared.memories or (prepared.num_freed is not None and prepared.num_freed == self._num_freed()):
             return True
         assert self._device is not None
         from tidemill_weight_update.memory.cuda_memory import are_allocated
 
-        return are_allocated(memories, self._device)
+        return are_allocated(prepared.memories, self._device)
 
     def _values(self, prepared: Prepared, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
         """Yield the buckets in their order with their values.

@@ -55,6 +55,7 @@ class Sender:
         self._allow_non_finite = allow_non_finite
         self._device = torch.device("cpu")
         self._declared = b""
+        self._num_tensors = 0
         self._arenas: ArenaRing[Memory] = ArenaRing(2, partial(new_arena, self._device))
 
     def declare(self, buckets: Sequence[FastBucket], device: torch.device) -> list[PreparedBucket]:
@@ -88,6 +89,7 @@ class Sender:
                     payload_bytes=bucket.payload_bytes,
                 )
             )
+        self._num_tensors = len({source.name for each in prepared for source in each.descriptor.sources})
         text = declaration_to_json([bucket.descriptor for bucket in prepared])
         if text != self._declared:
             self.mailbox.declare(text)
@@ -122,7 +124,6 @@ class Sender:
         self.mailbox.announce(sequence)
         self._arenas.rewind()
         bucket = num_bytes = 0
-        names: set[str] = set()
         for prepared, values in buckets:
             with stages("load"):
                 readers.wait(bucket - 1)
@@ -137,7 +138,6 @@ class Sender:
             with stages("load"):
                 readers.deliver(bucket - 1, prepared.descriptor, None if arena is None else arena.data)
             num_bytes += prepared.payload_bytes
-            names.update(source.name for source in prepared.descriptor.sources)
         if bucket == 0:
             started()
         with stages("load"):
@@ -145,7 +145,7 @@ class Sender:
         self.mailbox.finish(sequence, bucket)
         with stages("load"):
             readers.wait(bucket)
-        return bucket, len(names), num_bytes
+        return bucket, self._num_tensors, num_bytes
 
     def close(self) -> None:
         self._arenas.close()
