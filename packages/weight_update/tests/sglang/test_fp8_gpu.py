@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tidemill_testing import tiny_model
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.fp8 import BlockFp8, fp8_launch_args
 from tidemill_weight_update.sglang import LocalEngine, sglang_launch_args
+from torch import nn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +62,39 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scale = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
     return (blocks / scale[:, None, :, None]).view(rows, columns).to(FP8), scale
+
+
+def float8_noise(path: Path) -> torch.Tensor:
+    """How much the log-probs of the prompt change in float32 arithmetic, on the CPU, when matrices are rounded to
+    float8 by block, and the inputs of layers (not those of experts) by group of 128.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def log_probs() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+    exact = log_probs()
+    for name, weight in model.named_parameters():
+        if name.endswith(("_proj", "_proj.weight")):
+            matrices = weight.data.view(-1, *weight.shape[-2:])
+            weight.data = torch.stack([rounded(matrix) for matrix in matrices]).view(weight.shape)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith("_proj"):
+            module.register_forward_pre_hook(lambda module, args: rounded_by_group(args[0]))
+    return log_probs() - exact
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    values, scale = quantized(weight)
+    return values.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+
+def rounded_by_group(x: torch.Tensor) -> torch.Tensor:
+    groups = x.unflatten(-1, (-1, BLOCK))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(FP8).max
+    return ((groups / scale).to(FP8).float() * scale).flatten(-2)
 
 
 class Probed:
@@ -174,7 +209,9 @@ def test_trainer_in_higher_precision_updates_a_float8_engine(probed, tmp_path, f
             tensor.copy_(other[name]) if version == 0 else tensor.copy_(load_file(wide[0] / FILE)[name])
     difference = (wanted[0][1] - plain.log_probs()).abs()
     print(f"{family}: log-probs in float8 and bfloat16 differ by {difference.mean():.4f}, max {difference.max():.4f}")
-    assert difference.mean() < 0.1
+    noise = float8_noise(wide[0]).abs()
+    print(f"{family}: in float32 arithmetic they differ by {noise.mean():.4f}, max {noise.max():.4f}")
+    assert 0.75 < difference.mean() / noise.mean() < 1.33
     updater.close()
 
 
