@@ -118,6 +118,7 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     """
     sys.path.insert(0, str(_LOADERS))  # multiprocessing passes it on to the scheduler process
     import sglang
+    from tidemill_testing.ports import free_ports
     from tidemill_weight_update.sglang import sglang_launch_args
 
     loaders = ["reversed_loader.load_reversed", "engine_probe.dump", "engine_probe.scramble"]
@@ -128,6 +129,7 @@ def engine(checkpoint: Path) -> Iterator[Any]:
         chunked_prefill_size=32,
         max_total_tokens=1024,
         log_level="warning",
+        nccl_port=free_ports(1)[0],
         **sglang_launch_args(custom_weight_loader=loaders),
     )
     sys.path.remove(str(_LOADERS))

@@ -4,6 +4,7 @@ A tiny Qwen3 with random weights receives a number and earns reward for answerin
 Two FSDP2 ranks (Ray actors) train it and a stock SGLang server samples, on CPUs, in about a minute.
 """
 
+import random
 import socket
 import subprocess
 import sys
@@ -59,9 +60,10 @@ class Actor(Worker):
 @contextmanager
 def sglang_server(path: str):
     """Run a stock SGLang server that accepts weight updates; yield its URL."""
-    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]  # a free one
-    options = f"--model-path {path} --port {port} --dtype float32 --max-total-tokens 8192 --log-level warning"
-    options += " --skip-tokenizer-init --skip-server-warmup --sleep-on-idle --enable-deterministic-inference"
+    port, nccl_port = random.sample(range(20000, 30000), 2)  # outside the ports that the system hands out meanwhile
+    options = f"--model-path {path} --port {port} --nccl-port {nccl_port} --dtype float32 --log-level warning"
+    options += " --max-total-tokens 8192 --skip-tokenizer-init --skip-server-warmup --sleep-on-idle"
+    options += " --enable-deterministic-inference"
     options += " --custom-weight-loader tidemill_weight_update.sglang.loader.load"
     server = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *options.split()])
     try:

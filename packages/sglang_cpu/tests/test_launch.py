@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 from tidemill_testing import tiny_model
+from tidemill_testing.ports import free_ports
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -55,11 +55,10 @@ def is_ready(port, process):
 
 def test_http_server_with_bfloat16_llama_exits_when_its_scheduler_is_killed(tmp_path, reference):
     path = tiny_model(tmp_path / "llama", "llama", dtype=torch.bfloat16)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, nccl_port = free_ports(2)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--port", str(port)]
-    server = subprocess.Popen([*command, "--skip-tokenizer-init", "--log-level", "error"])
+    command += ["--nccl-port", str(nccl_port), "--skip-tokenizer-init", "--log-level", "error"]
+    server = subprocess.Popen(command)
     try:
         wait_until(lambda: is_ready(port, server), 240, "start of the server")
         check_bfloat16(post(port, "/generate", request()), reference.load(path, torch.bfloat16), reference)
@@ -102,7 +101,10 @@ def test_two_tensor_parallel_ranks_over_gloo(tmp_path, reference):
     path = tiny_model(tmp_path / "qwen2", "qwen2")
     model = reference.load(path)
     others = set(psutil.Process().children(recursive=True))
-    engine = sglang.Engine(model_path=str(path), tp_size=2, skip_tokenizer_init=True, log_level="error")
+    [nccl_port] = free_ports(1)
+    engine = sglang.Engine(
+        model_path=str(path), tp_size=2, nccl_port=nccl_port, skip_tokenizer_init=True, log_level="error"
+    )
     try:
         outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
         for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -130,6 +132,7 @@ def test_moe_answers_and_routed_experts(tmp_path, reference):
     path = tiny_model(tmp_path / "moe", "qwen3_moe", num_hidden_layers=num_layers, num_experts=8)
     model = reference.load(path)
     arguments = {"chunked_prefill_size": 32, "skip_tokenizer_init": True, "log_level": "error"}
+    arguments["nccl_port"] = free_ports(1)[0]
     engine = sglang.Engine(model_path=str(path), enable_return_routed_experts=True, **arguments)
     try:
         for _ in range(2):  # the second time the prompts are in the prefix cache

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from tidemill_testing.ports import free_ports
 
 API_KEY = "not-a-secret"
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
@@ -44,11 +45,9 @@ def sglang_server(
         environment: environment variables in addition to those of this process.
         arguments: SGLang arguments in addition to those of a small deterministic server; False and None remove one.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, nccl_port = free_ports(2)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
-    for name, value in (_ARGUMENTS | arguments).items():
+    for name, value in (_ARGUMENTS | {"nccl_port": nccl_port} | arguments).items():
         if value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]

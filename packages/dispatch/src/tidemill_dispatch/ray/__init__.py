@@ -8,6 +8,7 @@ if importlib.util.find_spec("ray") is None:
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.group import RayWorkerGroup
 from tidemill_dispatch.ray.pool import RayResourcePool, merge_resource_pool, split_resource_pool
+from tidemill_dispatch.ray.rendezvous import reserve_port
 from tidemill_dispatch.ray.roles import RayClassWithInitArgs, create_colocated_worker_cls
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "RayWorkerGroup",
     "create_colocated_worker_cls",
     "merge_resource_pool",
+    "reserve_port",
     "split_resource_pool",
 ]

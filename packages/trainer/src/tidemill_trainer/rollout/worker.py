@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tidemill_dispatch import Dispatch, Worker, register
+from tidemill_dispatch.ray import reserve_port
 from tidemill_engines import ModelConfig
 from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
@@ -108,7 +109,8 @@ class RolloutWorker(Worker):
 
         instance_id = self._files.claim(self.rank)
         arguments = engine_arguments(self._config, self._model, return_routed_experts=self._return_routed_experts)
-        self._engine = Engine(**arguments)
+        with reserve_port() as port:  # SGLang's own choice could be taken before its scheduler has started
+            self._engine = Engine(**{"nccl_port": port.getsockname()[1]} | arguments)
         actual = self._engine.port_args.instance_id
         if actual != instance_id:  # SGLang only logs a hook that it cannot apply
             raise RuntimeError(
