@@ -35,6 +35,7 @@ def test_public_names_of_ray_subpackage_are_pinned():
         "RayWorkerGroup",
         "create_colocated_worker_cls",
         "merge_resource_pool",
+        "reserve_port",
         "split_resource_pool",
     ]
     assert all(name in vars(ray_package) for name in ray_package.__all__)
