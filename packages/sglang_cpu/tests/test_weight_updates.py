@@ -1,6 +1,7 @@
 """All weight updates of SGLang: afterwards the engine answers as transformers does with the new weights."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def new_weights(tmp_path, request, reference):
 @pytest.fixture(autouse=True)
 def restore(engine, checkpoint):
     yield
+    # A request that has been answered leaves with the scheduler's next step. Until then, SGLang cannot flush its cache,
+    # and a scheduler that cannot flush after an update ends.
+    deadline = time.monotonic() + 30
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline, "the engine did not become idle"
+        time.sleep(0.01)
     assert engine.update_weights_from_disk(str(checkpoint))[0]
 
 
