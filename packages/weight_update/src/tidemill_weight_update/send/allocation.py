@@ -18,24 +18,23 @@ def allocations(
 
     Returns:
         The pieces to read in place, their allocations, the index of the allocation of each piece, and the other pieces.
+        Both lists of pieces have the given order, in which engines load them.
     """
     from tidemill_weight_update.memory.cuda_memory import NotExportableError, export
 
-    stay: list[Piece] = []
-    memory_of: list[int] = []
-    move: list[Piece] = []
     memories: list[DeviceMemory] = []
-    for piece in sorted(pieces, key=lambda piece: piece.local.data_ptr()):
-        address = piece.local.data_ptr()
-        if piece.local.device != device or piece.local.dtype != piece.spec.dtype:
-            move.append(piece)
+    memory_of: dict[int, int] = {}  # index of a piece -> index of its allocation
+    for index in sorted(range(len(pieces)), key=lambda index: pieces[index].local.data_ptr()):
+        local = pieces[index].local
+        if local.device != device or local.dtype != pieces[index].spec.dtype:
             continue
+        address = local.data_ptr()
         if not memories or address >= memories[-1].address + memories[-1].num_bytes:
             try:
                 memories.append(export(address, device))
             except NotExportableError:
-                move.append(piece)
                 continue
-        stay.append(piece)
-        memory_of.append(len(memories) - 1)
-    return stay, memories, memory_of, move
+        memory_of[index] = len(memories) - 1
+    stay = [piece for index, piece in enumerate(pieces) if index in memory_of]
+    move = [piece for index, piece in enumerate(pieces) if index not in memory_of]
+    return stay, memories, [memory_of[index] for index in sorted(memory_of)], move
