@@ -207,14 +207,17 @@ class WeightUpdater:
         started = time.perf_counter()
         source: Source = []
         stages, failure = Stages(), Failure()
-        fleet, begun = Fleet([], self._in_flight), (0, 0)
+        fleet, begun, reads_first = Fleet([], self._in_flight), (0, 0), False
         self._sequence += 1
         with failure:
             self._check_ready(version)
             source = source_of(named_tensors)
-            if transfer is not None:
-                transfer.check_memory()
             fleet = self._assemble(readmitted)
+            # A single rank has more to read and a shorter path to its engine: its GPU starts first, and reads while the
+            # addresses of thousands of tensors are compared. Several ranks stop here together.
+            reads_first = self._ranks.size == 1 and fleet.num_receivers > 0
+            if transfer is not None and not reads_first:
+                transfer.check_memory()
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             begun = self._fast.begin(self._sequence, linked)
         number = 0 if transfer is None else transfer.number
@@ -226,9 +229,10 @@ class WeightUpdater:
             if num_receivers:
                 mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
                 request = partial(self._request, mailboxes=mailboxes, is_partial=is_partial)
-                # A single rank has more to read and a shorter path to its engine: its GPU starts first.
-                early = self._ranks.size > 1
-                one = FastUpdate(fleet, self._fast, self._plain, self._sequence, request, starts_early=early)
+                check = transfer.check_memory if transfer is not None and reads_first else lambda: None
+                one = FastUpdate(
+                    fleet, self._fast, self._plain, self._sequence, request, check, starts_early=not reads_first
+                )
                 declaration = None if transfer is None else transfer.declaration
                 at = {"control": mailboxes[0], "num_receivers": num_receivers, "timeout_s": 3 * self._timeout_s}
                 try:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from stock_engine import StockToyEngine
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard, WeightUpdater
 from torch import Tensor, nn
@@ -97,6 +98,20 @@ def test_memory_that_moved_since_declare_is_an_error_before_any_change(engine, u
     assert updater.update(held.items(), 1).verified  # it declares them anew
     assert updater.declare(held.items()).send(2).verified
     assert holds(engine, tensors(0) | {"norm.weight": tensors(1)["norm.weight"]})
+
+
+def test_memory_that_moved_is_an_error_on_the_stock_path_too():
+    engine = StockToyEngine()
+    updater = WeightUpdater([engine])
+    held = parameters(0)
+    transfer = updater.declare(held.items())
+    transfer.send(0)
+    calls = list(engine.calls)
+    held["norm.weight"].data = tensors(1)["norm.weight"]
+    with pytest.raises(RuntimeError, match=r"memory of 1 declared .* moved"):
+        transfer.send(1)
+    assert (engine.calls, engine.version) == (calls, "0")
+    updater.close()
 
 
 def test_update_keeps_no_tensor_alive(updater):

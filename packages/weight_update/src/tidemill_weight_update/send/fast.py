@@ -61,6 +61,7 @@ class FastPath:
 
     Attributes:
         is_link_broken: whether an engine or a rank failed, so that the next update opens the link anew; set on rank 0.
+        is_new: whether the last call of `prepare` wrote a declaration, which engines have to read first.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FastPath:
         self._prepared: Prepared | None = None
         self._engines: Sequence[tuple[int, range]] = ()
         self.is_link_broken = False
+        self.is_new = False
 
     def begin(self, sequence: int, engines: Sequence[tuple[int, range]]) -> tuple[int, int]:
         """Start an update; return what the other ranks need for `connect`.
@@ -151,7 +153,8 @@ class FastPath:
         A function is called when the first bucket is requested, and its tensors are read one bucket at a time.
         """
         prepared = self._prepared
-        if prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared):
+        self.is_new = prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared)
+        if prepared is None or self.is_new:
             self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
             prepared = self._prepared = self._prepare(declaration, [] if callable(source) else source)
         return self._values(prepared, source)

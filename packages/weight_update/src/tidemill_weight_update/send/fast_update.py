@@ -26,7 +26,9 @@ class FastUpdate:
         plain: check of the plain tensors of all ranks.
         sequence: number of the update.
         request: returns the request for an engine.
-        starts_early: whether the engines are called before this rank reads its tensors; otherwise a GPU reads first.
+        check: raises if the tensors must not be sent; called before the engines are.
+        starts_early: whether the engines are called before this rank reads its tensors; otherwise a GPU reads first,
+            unless the engines have a new declaration to read meanwhile.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class FastUpdate:
         plain: PlainCheck,
         sequence: int,
         request: Callable[[Member], Request],
+        check: Callable[[], None],
         *,
         starts_early: bool,
     ) -> None:
@@ -44,6 +47,7 @@ class FastUpdate:
         self._plain = plain
         self._sequence = sequence
         self._request = request
+        self._check = check
         self._starts_early = starts_early
 
     def run(
@@ -82,7 +86,7 @@ class FastUpdate:
                     declaration = declaration or self._fast.declare(source)
                     plain = declaration.plain
                     buckets = self._fast.prepare(declaration, source)
-                if self._starts_early:
+                if self._starts_early or self._fast.is_new:
                     self._start()
                 counts = self._fast.send(buckets, control, num_receivers, stages, self._start, self._hold)
                 is_sent = True
@@ -103,6 +107,7 @@ class FastUpdate:
     def _start(self) -> None:
         """Start the load calls unless they are running; threads wait for the responses."""
         if not self._fleet.calls:
+            self._check()
             self._fleet.load(self._request, self._fast.mailbox)
 
     def _hold(self, readers: Readers) -> None:
