@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _LOADERS = Path(__file__).parent / "testing" / "loaders"
 _GROUP_OF_FIXTURE = {"engine": "sglang", "ray_cluster": "ray"}
 _LONGEST_FIRST = ["cluster", "sglang", "ray"]
 _GROUPS = "tidemill/groups"
+_STDERR = pytest.StashKey[int]()
 
 
 class GroupScheduling(LoadScopeScheduling):
@@ -47,6 +49,10 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return self._groups.get(_file_of(nodeid), _file_of(nodeid))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # output is not captured yet
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -93,12 +99,30 @@ def _start_order(item: pytest.Item, group: str | None) -> int:
     return len(_LONGEST_FIRST) + (0 if starts_servers else 1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the copy plans of the engines' models out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Restore Python's SIGINT handler, here and in processes started meanwhile: background jobs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _own_stderr(config: pytest.Config) -> Iterator[None]:
+    """Let processes that start now write to the terminal: if they end this process, captured output is lost."""
+    captured = os.dup(2)
+    os.dup2(config.stash[_STDERR], 2)
+    yield
+    os.dup2(captured, 2)
+    os.close(captured)
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +134,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(checkpoint: Path) -> Iterator[Any]:
+def engine(checkpoint: Path, pytestconfig: pytest.Config) -> Iterator[Any]:
     """Stock `sglang.Engine`, small enough that prompts are prefilled in chunks and batches run in waves.
 
     It is the only engine in this process: `Engine.shutdown` kills all children of its process, including those of other
@@ -122,16 +146,17 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     from tidemill_weight_update.sglang import sglang_launch_args
 
     loaders = ["reversed_loader.load_reversed", "engine_probe.dump", "engine_probe.scramble"]
-    engine = sglang.Engine(
-        model_path=str(checkpoint),
-        skip_tokenizer_init=True,
-        enable_deterministic_inference=True,
-        chunked_prefill_size=32,
-        max_total_tokens=1024,
-        log_level="warning",
-        nccl_port=free_ports(1)[0],
-        **sglang_launch_args(custom_weight_loader=loaders),
-    )
+    with _own_stderr(pytestconfig):
+        engine = sglang.Engine(
+            model_path=str(checkpoint),
+            skip_tokenizer_init=True,
+            enable_deterministic_inference=True,
+            chunked_prefill_size=32,
+            max_total_tokens=1024,
+            log_level="warning",
+            nccl_port=free_ports(1)[0],
+            **sglang_launch_args(custom_weight_loader=loaders),
+        )
     sys.path.remove(str(_LOADERS))
     yield engine
     engine.shutdown()

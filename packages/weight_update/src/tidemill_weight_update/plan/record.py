@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tidemill_weight_update.plan.coverage import left_to_loader, survey
 from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill
+from tidemill_weight_update.plan.stored import StoredPlans
 from tidemill_weight_update.plan.traced import Traced, Watch
 from tidemill_weight_update.plan.tracer import Tracer
 from tidemill_weight_update.tensors.spec import SourceSpec
@@ -148,6 +149,7 @@ class Recorder:
 
     Args:
         model: model with SGLang's `load_weights`.
+        stored: plans on disk; None: there are none.
 
     Attributes:
         sources: sources of `plan`, by name.
@@ -155,8 +157,9 @@ class Recorder:
             recognized.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stored: StoredPlans | None) -> None:
         self._model = model
+        self._stored = stored
         self.forget()
 
     def forget(self) -> None:
@@ -173,10 +176,15 @@ class Recorder:
         """
         wanted = {source.name: source for source in sources}
         if wanted != self.sources:
-            self.plan = record(self._model, list(wanted.values()))
+            self.plan = self._plan_of(list(wanted.values()))
             self.sources = wanted
             names = {fill.parameter for fill in self.plan.fills}
             self._filled = {name: p for name, p in self._model.named_parameters() if name in names}
+
+    def _plan_of(self, sources: Sequence[SourceSpec]) -> CopyPlan:
+        if self._stored is None:
+            return record(self._model, sources)
+        return self._stored.get(sources, lambda: record(self._model, sources))
 
     def write_fills(self) -> None:
         """Write the constants of the plan, as loading its sources would; the copies must follow."""

@@ -18,6 +18,7 @@ from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
 from tidemill_weight_update.memory.mapped import MappedMemories
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
 from tidemill_weight_update.plan.record import Recorder
+from tidemill_weight_update.plan.stored import StoredPlans
 from tidemill_weight_update.tensors.box import Box, are_disjoint, contiguous_strides
 from tidemill_weight_update.tensors.spec import SourceSpec
 
@@ -258,18 +259,25 @@ class PlanCache:
         model: model with a `load_weights` that takes (name, tensor) pairs. Its parameters may move between updates.
         may_ignore: returns whether a name that no parameter reads is expected.
         finish: called after the copies of each update.
+        stored: plans on disk; None: there are none.
 
     Attributes:
         recorder: the plan, and the sources it was recorded for.
         last_names: names of the tensors of the last update that loaded all parameters.
     """
 
-    def __init__(self, model: nn.Module, may_ignore: Callable[[str], bool], finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        may_ignore: Callable[[str], bool],
+        finish: Callable[[], None],
+        stored: StoredPlans | None,
+    ) -> None:
         self.model = model
         self.may_ignore = may_ignore
         self.finish = finish
         self.device = next(model.parameters()).device
-        self.recorder = Recorder(model)
+        self.recorder = Recorder(model, stored)
         self.last_names: Sequence[str] = ()
         self._memories = MappedMemories(self.device)
         self._declared: tuple[tuple[Mailbox, int], ...] = ()

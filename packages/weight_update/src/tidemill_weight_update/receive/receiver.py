@@ -7,6 +7,7 @@ from torch import nn
 
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.plan.stored import StoredPlans
 from tidemill_weight_update.receive.plan_cache import PlanCache
 from tidemill_weight_update.receive.session import UpdateSession
 from tidemill_weight_update.remote.engine_link import EngineLink
@@ -26,6 +27,7 @@ class Receiver(PlanCache):
         may_ignore: returns whether a name that no parameter reads is expected (`lm_head.weight` of a model with tied
             embeddings).
         finish: called after the copies of each update, to recompute what the model derives from its parameters.
+        stored: copy plans on disk; None: a plan is recorded at the first update.
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class Receiver(PlanCache):
         num_ranks: int,
         may_ignore: Callable[[str], bool],
         finish: Callable[[], None],
+        stored: StoredPlans | None = None,
     ) -> None:
-        super().__init__(model, may_ignore, finish)
+        super().__init__(model, may_ignore, finish, stored)
         self._rank = rank
         self._num_ranks = num_ranks
         self._link: EngineLink | None = None

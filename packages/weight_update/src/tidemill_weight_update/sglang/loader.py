@@ -1,11 +1,13 @@
 """The custom weight loader: SGLang calls it in each rank of an engine that was launched with `sglang_launch_args()`."""
 
 import logging
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor, nn
 
 from tidemill_weight_update.control.request import request_from_json
+from tidemill_weight_update.plan.stored import StoredPlans
 from tidemill_weight_update.receive import Receiver
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,19 @@ def _new_receiver(model: nn.Module) -> Receiver:
     def may_ignore(name: str) -> bool:
         return (tied and name == "lm_head.weight") or "rotary_emb." in name
 
-    return Receiver(
-        model,
-        get_tensor_model_parallel_rank(),
-        get_tensor_model_parallel_world_size(),
-        may_ignore,
-        lambda: finish_load(model),
-    )
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    return Receiver(model, rank, size, may_ignore, lambda: finish_load(model), _stored_plans(model, rank, size))
+
+
+def _stored_plans(model: nn.Module, rank: int, size: int) -> StoredPlans | None:
+    """Return the plans on disk; None if experts may move, because then a plan is valid for a moment only."""
+    from sglang.srt.runtime_context import get_server_args
+
+    server: Any = get_server_args()
+    config: Any = model.config
+    if server.enable_eplb or server.init_expert_location != "trivial":
+        return None
+    return StoredPlans(model, [version("sglang"), server.quantization, config.to_dict(), rank, size])
 
 
 def finish_load(model: nn.Module) -> None:

@@ -1,0 +1,124 @@
+"""Plans on disk: used again for an equal model only, and recorded again if the file is damaged."""
+
+import importlib
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from tidemill_weight_update.plan.record import Recorder
+from tidemill_weight_update.plan.stored import StoredPlans
+from tidemill_weight_update.tensors.spec import SourceSpec
+from torch import nn
+
+CODE = '''
+import torch
+from torch import nn
+
+class Halves(nn.Module):
+    """Loads the halves of `weight`, a sum into `summed`, and a constant into `padded`."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        self.size, self.num_loads = size, 0
+        self.weight = nn.Parameter(torch.zeros(2 * size, 3), requires_grad=False)
+        self.summed = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.padded = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def load_weights(self, weights):
+        self.num_loads += 1
+        for name, tensor in weights:
+            if name == "unused":
+                continue
+            if name == "summed":
+                self.summed.data.copy_(tensor + 1)
+            else:
+                self.weight.data.narrow(0, self.size * int(name), self.size).copy_(tensor)
+        self.padded.data.fill_(2.0)
+'''
+SOURCES = [
+    SourceSpec("0", (4, 3), torch.float32),
+    SourceSpec("1", (4, 3), torch.bfloat16),
+    SourceSpec("summed", (3,), torch.float32),
+    SourceSpec("unused", (1,), torch.float32),
+]
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """`make(**arguments)`: a model whose class is in a file, as an engine's are."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "halves.py").write_text(CODE)
+    importlib.invalidate_caches()
+    yield lambda **arguments: importlib.import_module("halves").Halves(**arguments)
+    sys.modules.pop("halves", None)
+
+
+def cover(model: nn.Module, folder, sources=SOURCES, identity=("1.0", 0)):
+    """Return the plan, and whether it was recorded."""
+    recorder = Recorder(model, StoredPlans(model, identity, folder))
+    recorder.cover(sources)
+    return recorder.plan, bool(model.num_loads)
+
+
+def test_plan_is_recorded_once_for_equal_models(make, tmp_path):
+    first, recorded = cover(make(), tmp_path / "plans")
+    assert recorded
+    assert (len(first.copies), len(first.fills), list(first.through_loader)) == (2, 1, ["summed"])
+    assert first.unused == ("unused",)
+    second, recorded = cover(make(), tmp_path / "plans")
+    assert not recorded
+    assert second == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["identity", "dtype", "shape", "order", "parameter", "setting", "code", "type of an attribute"],
+)
+def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
+    cover(make(), tmp_path / "plans")
+    model, sources, identity = make(), list(SOURCES), ("1.0", 0)
+    if change == "identity":
+        identity = ("1.0", 1)
+    elif change == "dtype":
+        sources[0] = replace(sources[0], dtype=torch.float16)
+    elif change == "shape":
+        sources[3] = replace(sources[3], shape=(2,))
+    elif change == "order":
+        sources.reverse()
+    elif change == "parameter":
+        model.padded = nn.Parameter(torch.zeros(6), requires_grad=False)
+    elif change == "setting":
+        model.scale = 2
+    elif change == "type of an attribute":
+        model.helper = object()
+    else:
+        (tmp_path / "halves.py").write_text(CODE + "# another version\n")
+    _, recorded = cover(model, tmp_path / "plans", sources, identity)
+    assert recorded
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: data.replace(b'"0"', b'"1"'), lambda _: b""])
+def test_damaged_file_is_replaced(make, tmp_path, caplog, damage):
+    plan, _ = cover(make(), tmp_path / "plans")
+    [path] = (tmp_path / "plans").iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    again, recorded = cover(make(), tmp_path / "plans")
+    assert recorded
+    assert again == plan
+    assert f"the stored plan {path} is damaged; it is recorded again" in caplog.text
+    assert cover(make(), tmp_path / "plans") == (plan, False)
+
+
+def test_folder_that_cannot_be_written_is_logged(make, tmp_path, caplog):
+    (tmp_path / "plans").write_text("a file")
+    for _ in range(2):
+        assert cover(make(), tmp_path / "plans")[1]
+    assert "cannot store the plan" in caplog.text
+
+
+def test_folder_is_in_the_users_cache(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cover(make(), None)
+    [path] = (tmp_path / "cache" / "tidemill" / "plans").iterdir()
+    assert path.name.startswith("Halves-")
