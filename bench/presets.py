@@ -18,7 +18,7 @@ PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo", "dapo", "gsp
 TUNED = {
     "ppo": ["critic.optimizer.lr=1e-3"],
     "dapo": ["algorithm.overlong_buffer_len=2"],  # of 6 tokens
-    "cispo": ["optimizer.lr=2e-4"],
+    "cispo": ["optimizer.lr=2.5e-4"],
 }
 COMMON = ["warmup.max_steps=0", "actor.ppo_mini_batch_size=64", "optimizer.total_steps=400", "trainer.save_freq=0"]
 
