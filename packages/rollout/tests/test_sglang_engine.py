@@ -1,6 +1,7 @@
 """An SGLang engine of this process."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tidemill_rollout import EngineError, SamplingParams, SGLangEngine
@@ -8,7 +9,7 @@ from tidemill_rollout import EngineError, SamplingParams, SGLangEngine
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPT = [5, 6, 7, 8, 9]
-LONG = SamplingParams(max_tokens=480, extra={"ignore_eos": True})
+LONG = SamplingParams(max_tokens=480, seed=2, extra={"ignore_eos": True})
 SHORT = SamplingParams(max_tokens=10, seed=3, extra={"ignore_eos": True})
 
 
@@ -33,6 +34,45 @@ def test_cancelled_call_frees_its_request_in_the_engine_and_no_other(engine):
             if await num_running(engine) == 0:
                 return
         pytest.fail("the cancelled request still runs")
+
+    engine.loop.run_until_complete(asyncio.wait_for(run(), 300))
+
+
+def test_interrupted_requests_continue_from_their_tokens(engine):
+    async def run():
+        client = SGLangEngine(engine)
+        prompts = [[*PROMPT, number] for number in range(4)]
+        sampling = replace(LONG, max_tokens=160)
+        expected = [await client.generate(prompt, sampling, session_id="a") for prompt in prompts]
+        calls = [asyncio.create_task(client.generate(prompt, sampling, session_id="a")) for prompt in prompts]
+        for version in ("between", "later"):
+            while await num_running(engine) < 4:
+                await asyncio.sleep(0.01)
+            await client.interrupt()
+            assert await num_running(engine) == 0
+            assert not any(call.done() for call in calls)
+            engine.tokenizer_manager.record_config_updates("test", weight_version=version)
+            client.proceed()
+        return expected, await asyncio.gather(*calls)
+
+    expected, interrupted = engine.loop.run_until_complete(asyncio.wait_for(run(), 300))
+    for one, other in zip(expected, interrupted, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.log_probs == pytest.approx(one.log_probs, abs=1e-4)
+        assert other.finish_reason == "length"
+        assert [version for version, _ in other.versions] == ["default", "between", "later"]
+        assert all(count > 0 for _, count in other.versions)
+
+
+def test_abort_that_nobody_asked_for_is_an_error(engine):
+    async def run():
+        client = SGLangEngine(engine)
+        call = asyncio.create_task(client.generate(PROMPT, LONG, session_id="a"))
+        while await num_running(engine) == 0:
+            await asyncio.sleep(0.01)
+        engine.tokenizer_manager.abort_request(abort_all=True)
+        with pytest.raises(EngineError, match="abort"):
+            await call
 
     engine.loop.run_until_complete(asyncio.wait_for(run(), 300))
 

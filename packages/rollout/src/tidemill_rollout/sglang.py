@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ from tidemill_rollout.engine import Generation, SamplingParams
 from tidemill_rollout.errors import EngineDiedError, EngineError
 
 logger = logging.getLogger(__name__)
+
+_ABORT_INTERVAL_S = 0.01
 
 
 class SGLangServer:
@@ -72,6 +75,9 @@ class SGLangServer:
 class SGLangEngine:
     """An `sglang.Engine` that this process has started. Use it from one event loop, as SGLang requires.
 
+    For a weight update, call `interrupt` before and `proceed` after it. Interrupted requests then continue from their
+    tokens under the new weights, and `Generation.versions` has the number of tokens of each version.
+
     Args:
         engine: the engine. SGLang aborts a request in it when its call is cancelled.
         arguments: further arguments of each `Engine.async_generate`, such as `{"return_routed_experts": True}`.
@@ -80,6 +86,23 @@ class SGLangEngine:
     def __init__(self, engine: Any, *, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._engine = engine
         self._arguments = dict(arguments)
+        self._num_running = 0
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+
+    async def interrupt(self) -> None:
+        """End all requests in the engine, between two tokens. They and new ones wait until `proceed`.
+
+        What SGLang has computed for them is freed: their keys and values are computed again, under the weights of then.
+        """
+        self._may_run.clear()
+        while self._num_running > 0:  # again for requests that had not reached SGLang's scheduler
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.sleep(_ABORT_INTERVAL_S)
+
+    def proceed(self) -> None:
+        """Continue the interrupted requests, and let new ones start."""
+        self._may_run.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
@@ -88,16 +111,32 @@ class SGLangEngine:
                 f"stop={list(sampling.stop)} requires the tokenizer in the engine, which was started without it; start "
                 "it with skip_tokenizer_init=False (in tidemill-trainer: rollout.engine_args)"
             )
+        parts: list[Generation] = []
+        prompt, limit = list(token_ids), sampling.max_tokens
+        while limit is None or limit > 0:
+            await self._may_run.wait()
+            output = await self._run(prompt, replace(sampling, max_tokens=limit))
+            is_interrupted = not self._may_run.is_set()
+            parts.append(to_generation(output, is_interrupted=is_interrupted))
+            if output["meta_info"]["finish_reason"]["type"] != "abort":
+                break
+            prompt += parts[-1].token_ids
+            limit = None if limit is None else limit - len(parts[-1].token_ids)
+        return _joined(parts)
+
+    async def _run(self, token_ids: list[int], sampling: SamplingParams) -> Mapping[str, Any]:
+        self._num_running += 1
         try:
-            output = await self._engine.async_generate(
-                input_ids=list(token_ids),
+            return await self._engine.async_generate(
+                input_ids=token_ids,
                 sampling_params=sglang_sampling(sampling),
                 return_logprob=True,
                 **self._arguments,
             )
         except Exception as error:  # SGLang raises ValueError, HTTPException and errors of its own
             raise EngineError(f"SGLang refused or aborted the request: {type(error).__name__}: {error}") from error
-        return to_generation(output)
+        finally:
+            self._num_running -= 1
 
 
 def sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -116,15 +155,21 @@ def sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return params
 
 
-def to_generation(output: Mapping[str, Any]) -> Generation:
+def to_generation(output: Mapping[str, Any], *, is_interrupted: bool = False) -> Generation:
     """Return the generation for one output of SGLang with `return_logprob`.
+
+    Args:
+        is_interrupted: an aborted request is complete, with the finish reason "length".
 
     Raises:
         EngineError: SGLang aborted the request, or returned no log-probs.
     """
     meta = output["meta_info"]
     finish = meta["finish_reason"]
-    if finish is None or finish["type"] not in ("stop", "length"):
+    reason = None if finish is None else finish["type"]
+    if reason == "abort" and is_interrupted:
+        reason = "length"
+    if reason not in ("stop", "length"):
         raise EngineError(f'expected SGLang\'s finish_reason "stop" or "length", got {finish}')
     if "output_token_logprobs" not in meta:
         raise EngineError("SGLang returned no log-probs; its request needs return_logprob=True")
@@ -132,7 +177,19 @@ def to_generation(output: Mapping[str, Any]) -> Generation:
     return Generation(
         token_ids=[item[1] for item in sampled],
         log_probs=[item[0] for item in sampled],
-        finish_reason=finish["type"],
+        finish_reason=reason,
         versions=[(str(meta.get("weight_version", "")), len(sampled))] if sampled else [],
         extra={name: meta[name] for name in ("routed_experts",) if meta.get(name) is not None},
+    )
+
+
+def _joined(parts: Sequence[Generation]) -> Generation:
+    """Join the parts of an interrupted request; the last one has the finish reason and the data of all tokens."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[-1],
+        token_ids=[token for part in parts for token in part.token_ids],
+        log_probs=[value for part in parts for value in part.log_probs],
+        versions=[run for part in parts for run in part.versions],
     )
