@@ -72,6 +72,31 @@ def test_rollout_and_training_agree_at_every_step(eight_steps):
         assert row["weight_update/version"] == row["step"]
 
 
+@pytest.mark.parametrize("partial_rollout", ["true", "false"])
+def test_later_batches_are_generated_during_training_within_the_bound(train_in, warmed_up, partial_rollout):
+    """Rows of several steps run at the same time, and an update interrupts some of them."""
+    run, _ = train_in(
+        warmed_up,
+        "rollout.max_staleness=2",
+        "algorithm.bypass_mode=true",
+        f"rollout.partial_rollout={partial_rollout}",
+        "trainer.save_samples=16",
+    )
+    steps = _steps(run)
+    assert sorted(steps) == list(range(1, 9))
+    assert [steps[1]["staleness/max"], steps[2]["staleness/max"]] == [0, 1]
+    assert max(row["staleness/max"] for row in steps.values()) <= 2
+    ledger = list(read_ledger(run.ledger))
+    order = [(line["event"], line["step"]) for line in ledger]
+    for step in range(1, 9):  # the problems of the next two steps are issued before a step is trained
+        assert order.index(("issued", min(step + 2, 8))) < order.index(("settled", step))
+    assert steps[8]["ledger/episodes/in_flight"] == 0
+    shown = [(sample["step"], row["versions"]) for sample in run.read_rollouts() for row in sample["rows"]]
+    ages = [step - 1 - int(version) for step, versions in shown for version, _ in versions]
+    assert min(ages) >= 0
+    assert 0 < max(ages) <= 2
+
+
 def test_metrics_have_verl_names_and_are_finite(eight_steps):
     row = _steps(eight_steps[0])[4]
     expected = {
@@ -319,7 +344,7 @@ def _run_episodes(cluster, make_config, folder, kinds, *overrides):
         EpisodeTask(number=number, problem=Problem(prompt="12+34=", id=str(number), extra_info=kind), seed=1)
         for number, kind in enumerate(kinds)
     ]
-    episodes = cluster.episodes.run(tasks, greedy=False)
+    episodes = cluster.episodes.wait(cluster.episodes.start(tasks, greedy=False))
     accounted = sum(summary.num_tokens for summary in episodes.summaries) + episodes.num_lost
     assert accounted == episodes.num_generated
     return episodes, {kind: each.outcome for kind, each in zip(kinds, episodes.summaries, strict=True)}
@@ -365,7 +390,7 @@ def test_parts_that_wait_while_the_driver_is_busy_are_received(cluster, make_con
     _run_episodes(cluster, make_config, tmp_path, ["fine"])
     task = EpisodeTask(number=0, problem=Problem(prompt="12+34=", id="0"), seed=1)
     stream = pool.workers[0].run.remote([task], greedy=False)
-    batch = _Batch(worker=0, tasks={0: task}, last_part_s=time.monotonic() - 1000.0)
+    batch = _Batch(worker=0, actor=pool.workers[0], tasks={0: task}, last_part_s=time.monotonic() - 1000.0)
     parts = []
     ray.wait([stream])
     while (reason := pool._receive(stream, batch, parts)) is None:

@@ -55,6 +55,16 @@ def test_correction_weighs_and_rejects_tokens(algorithm, batch):
     assert made.loss_columns == ("rollout_is_weights",)
 
 
+def test_tokens_of_older_weights_require_a_correction(config_file):
+    def make(*overrides):
+        return Algorithm.of(load_config(config_file, ["rollout.max_staleness=1", *overrides]))
+
+    with pytest.raises(ConfigError, match=r"max_staleness=1 requires a correction .* algorithm\.bypass_mode=true"):
+        make()
+    assert make("algorithm.bypass_mode=true").loss_columns == ("rollout_log_probs",)
+    assert make("algorithm.rollout_is=token").loss_columns == ("rollout_is_weights",)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

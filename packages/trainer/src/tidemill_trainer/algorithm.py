@@ -58,6 +58,12 @@ class Algorithm:
                 f"one reward per episode; choose one of {able}, or use kl_loss_coef"
             )
         of_estimator, of_loss, of_correction = _options(config, [estimator, policy_loss, CORRECTION])
+        if run.rollout.max_staleness > 0 and not of_correction and not config.bypass_mode:
+            raise ConfigError(
+                f"config key rollout.max_staleness={run.rollout.max_staleness} requires a correction for tokens of "
+                "older weights, which this algorithm does not have: set algorithm.bypass_mode=true, so that the loss "
+                'compares with the log-probs of the rollout, or algorithm.rollout_is="token" or "sequence"'
+            )
         columns = ["ref_log_prob"] if config.kl_loss_coef > 0 else []
         if config.bypass_mode:
             columns.append("rollout_log_probs")

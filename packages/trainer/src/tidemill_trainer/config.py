@@ -71,6 +71,11 @@ class RolloutConfig:
         deterministic: sample every response with its own seed, so that a run can be reproduced token by token.
         engine_args: additional arguments of `sglang.Engine`, passed unchanged. Episodes with stop strings require
             `{"skip_tokenizer_init": False}`; by default the engine only sees tokens.
+        max_staleness: how many updates there may be between the weights that sampled a token and the update that trains
+            on it. 0: generation and training take turns. With k > 0, up to k further batches are generated meanwhile,
+            which requires a correction: `algorithm.bypass_mode`, or one of its `rollout_is` and `rollout_rs`.
+        partial_rollout: an update interrupts running requests, which continue from their tokens under the new weights.
+            false: the update waits until they have finished.
         max_log_prob_abs_diff: the run stops when the mean difference of the log-probs of rollout and training is
             larger (see `tidemill_trainer.mismatch`). None: a limit by dtype.
         timeout_s: timeout of the engine's start and of the generation of one reply.
@@ -91,6 +96,8 @@ class RolloutConfig:
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
     deterministic: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
+    max_staleness: CountOrZero = 0
+    partial_rollout: bool = True
     max_log_prob_abs_diff: Positive | None = None
     timeout_s: Positive = 1800.0
     max_restarts: CountOrZero = 3

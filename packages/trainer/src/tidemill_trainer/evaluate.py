@@ -99,7 +99,7 @@ def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress
         with cluster.watch.waits("load"):
             cluster.episodes.load(config)
         with cluster.watch.waits("testing"), progress.waiting(f"running {len(tasks)} episodes"):
-            episodes = cluster.episodes.run(tasks, greedy=greedy)
+            episodes = cluster.episodes.wait(cluster.episodes.start(tasks, greedy=greedy))
     write_results(config, inputs, run, progress, episodes, n=n, greedy=greedy)
 
 

@@ -28,15 +28,16 @@ class MismatchGate:
         self._limit = max(_LIMITS.get(dtype, 0.05) for dtype in dtypes) if limit is None else limit
         self._num_restarts: int | None = None
 
-    def check(self, batch: DataProto, num_restarts: int = 0) -> dict[str, float]:
+    def check(self, batch: DataProto, staleness: torch.Tensor, num_restarts: int = 0) -> dict[str, float]:
         """Check a batch with `rollout_log_probs`, `old_log_probs` and `response_mask`.
 
         Args:
             batch: batch of a step.
+            staleness: number of updates since each token with mask 1 was sampled, int64 [T].
             num_restarts: engines that were started again since the start of the run.
 
         Returns:
-            `rollout/log_prob_abs_diff/mean` and `/max`.
+            `rollout/log_prob_abs_diff/mean` and `/max` of all tokens.
 
         Raises:
             MismatchError: the mean difference exceeds the limit, or a log-prob is positive or not finite.
@@ -52,13 +53,18 @@ class MismatchGate:
                 )
         difference = (rollout - training).abs()
         mean, largest = (difference.mean().item(), difference.max().item()) if len(difference) else (0.0, 0.0)
-        limit = _LATER * self._limit if num_restarts == self._num_restarts else self._limit
-        if mean > limit:
+        fresh = difference[staleness == 0]
+        if len(fresh):
+            self._check_fresh(fresh, _LATER * self._limit if num_restarts == self._num_restarts else self._limit)
+            self._num_restarts = num_restarts
+        return {"rollout/log_prob_abs_diff/mean": mean, "rollout/log_prob_abs_diff/max": largest}
+
+    @staticmethod
+    def _check_fresh(difference: torch.Tensor, limit: float) -> None:
+        if (mean := difference.mean().item()) > limit:
             raise MismatchError(
                 f"the log-probs of rollout and training differ by {mean:.3g} on average, more than {limit:g} (largest "
-                f"difference {largest:.3g}, {len(difference)} tokens): the engines do not sample from the policy that "
-                "is trained. Check that both load the same model, dtype and chat template; raise "
+                f"difference {difference.max().item():.3g}, {len(difference)} tokens): the engines do not sample from "
+                "the policy that is trained. Check that both load the same model, dtype and chat template; raise "
                 "rollout.max_log_prob_abs_diff only if the difference is expected"
             )
-        self._num_restarts = num_restarts
-        return {"rollout/log_prob_abs_diff/mean": mean, "rollout/log_prob_abs_diff/max": largest}

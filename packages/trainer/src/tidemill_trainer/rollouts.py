@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from tidemill_rollout import Problem
@@ -16,15 +16,44 @@ from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.ledger import Ledger, Settlement
 from tidemill_trainer.metrics import episode_metrics
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes
+from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes, Running
 from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 
 _MAX_ROUNDS = 10
 
 
+@dataclass(kw_only=True, slots=True)
+class _Round:
+    """A round of generation.
+
+    Attributes:
+        sampled: `n` episodes of each problem.
+        greedy: one greedy episode of each; None where the estimator does not need it.
+    """
+
+    sampled: Running
+    greedy: Running | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """The generation of a step.
+
+    Attributes:
+        rows: row of the training data of each group.
+        rounds: rounds that have started.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    rounds: list[_Round] = field(default_factory=list)
+
+
 class Rollouts:
     """Run the episodes of each step and of the validation, and account for them in the ledger.
+
+    The episodes of step s start when the weights have version s - 1 - `rollout.max_staleness`, and it trains version
+    s - 1. So no token is older, all problems are trained on in their order, and nothing is generated in vain.
 
     Args:
         config: configuration of the run.
@@ -43,7 +72,7 @@ class Rollouts:
         self._run = run
         self._progress = progress
         self._ledger = Ledger(run.ledger)
-        self._rows: list[int] = []  # row of the training data of each group of the step
+        self._steps: dict[int, _Step] = {}  # whose generation has started, until they are settled
         self._filter = GroupFilter(
             num_groups=config.data.train_batch_size, group_size=config.rollout.n, metric=config.algorithm.filter_groups
         )
@@ -57,33 +86,38 @@ class Rollouts:
         self._ledger.resume(step)
 
     def take(self, step: int) -> Episodes:
-        """Run the episodes of a step: `n` for each problem, numbered in the order of the problems.
+        """Return the episodes of a step: `n` for each problem, numbered in the order of the problems.
+
+        Those of the next `rollout.max_staleness` steps start, too, and run on afterwards.
 
         Raises:
             EpisodeError: more of them failed than `episode.max_error_share`, or none can be trained on, or the batch is
                 not complete after `algorithm.max_num_gen_batches` rounds.
         """
-        rounds: list[Episodes] = []
-        self._rows = []
-        missing = self._filter.num_missing([])
-        while missing > 0:
-            if len(rounds) == self._max_rounds:
-                raise EpisodeError(self._no_signal(step, joined(rounds)))
-            rounds.append(self._run_round(step, missing, len(rounds)))
-            if self._filter.metric is None:
-                break
-            missing = self._filter.num_missing(joined(rounds).summaries)
-        episodes = self._filter.apply(joined(rounds) if len(rounds) > 1 else rounds[0])
+        last = max(step, min(step + self._config.rollout.max_staleness, self._config.trainer.total_steps))
+        for number in range(step, last + 1):
+            if number not in self._steps:
+                self._steps[number] = _Step()
+                self._start_round(number, self._filter.num_missing([]))
+        started = self._steps[step].rounds
+        finished = [self._finish_round(step, started[0])]
+        while self._filter.metric is not None and (missing := self._filter.num_missing(joined(finished).summaries)) > 0:
+            if len(finished) == self._max_rounds:
+                raise EpisodeError(self._no_signal(step, joined(finished)))
+            self._start_round(step, missing)
+            finished.append(self._finish_round(step, started[-1]))
+        episodes = self._filter.apply(joined(finished) if len(finished) > 1 else finished[0])
         if episodes.rows is None:
             count = len(episodes.summaries)
             raise EpisodeError(f"step {step}: none of {count} episodes sampled a token that can be trained on")
         self._write_forks(step, episodes.summaries)
         return episodes
 
-    def _run_round(self, step: int, num_problems: int, number: int) -> Episodes:
-        """Run the episodes of the next problems; the first round of a step has the number 0."""
+    def _start_round(self, step: int, num_problems: int) -> None:
+        """Start the episodes of the next problems."""
         config, n = self._config, self._config.rollout.n
-        start, first = self._ledger.num_problems, len(self._rows)
+        current = self._steps[step]
+        start, first, number = self._ledger.num_problems, len(current.rows), len(current.rounds)
         problems = self._loader.problems(start, num_problems, step, first)
         rows = self._loader.rows_at(start, num_problems).tolist()
         count = num_problems * n
@@ -97,21 +131,30 @@ class Rollouts:
             for k in range(count)
         ]
         self._ledger.issue(step, rows, n + self._has_baselines)
-        self._rows += rows
-        episodes = self._pool.run(tasks, greedy=False)
-        check_errors(episodes.summaries, f"step {step}", config.episode.max_error_share, self._progress)
-        return self._with_baselines(episodes, problems, first, step) if self._has_baselines else episodes
+        current.rows += rows
+        sampled = self._pool.start(tasks, greedy=False)
+        greedy = self._start_baselines(problems, first, step) if self._has_baselines else None
+        current.rounds.append(_Round(sampled=sampled, greedy=greedy))
 
-    def _with_baselines(self, episodes: Episodes, problems: Sequence[Problem], first: int, step: int) -> Episodes:
-        """Run one greedy episode of each problem; problems whose greedy episode fails are not trained on."""
+    def _start_baselines(self, problems: Sequence[Problem], first: int, step: int) -> Running:
+        """Start one greedy episode of each problem."""
         config = self._config
         seeds = sampling_seeds([config.trainer.seed, step, first, 1], len(problems))
         tasks = [
             EpisodeTask(number=-1 - first - k, problem=problem, sample=config.rollout.n, seed=seeds[k])
             for k, problem in enumerate(problems)
         ]
-        greedy = self._pool.run(tasks, greedy=True)
-        check_errors(greedy.summaries, f"the baseline of step {step}", config.episode.max_error_share, self._progress)
+        return self._pool.start(tasks, greedy=True)
+
+    def _finish_round(self, step: int, started: _Round) -> Episodes:
+        """Wait for the episodes of a round; problems whose greedy episode fails are not trained on."""
+        limit = self._config.episode.max_error_share
+        episodes = self._pool.wait(started.sampled)
+        check_errors(episodes.summaries, f"step {step}", limit, self._progress)
+        if started.greedy is None:
+            return episodes
+        greedy = self._pool.wait(started.greedy)
+        check_errors(greedy.summaries, f"the baseline of step {step}", limit, self._progress)
         sound = {each.task.problem.id: each.task.number for each in greedy.summaries if each.outcome.is_trainable}
         dropped = dict.fromkeys(sound.values(), "greedy baseline")
         for each in episodes.summaries:
@@ -137,7 +180,7 @@ class Rollouts:
         """
         assert episodes.rows is not None
         trained = set(episodes.rows["episode"].tolist())
-        rows, n = self._rows, self._config.rollout.n
+        rows, n = self._steps.pop(step).rows, self._config.rollout.n
         dropped: Counter[str] = Counter()
         dropped_tokens: Counter[str] = Counter({"worker lost": episodes.num_lost})
         failed: Counter[str] = Counter()
@@ -181,7 +224,7 @@ class Rollouts:
             EpisodeTask(number=number, problem=problem, seed=seed)
             for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
         ]
-        episodes = self._pool.run(tasks, greedy=True)
+        episodes = self._pool.wait(self._pool.start(tasks, greedy=True))
         check_errors(episodes.summaries, "the validation", self._config.episode.max_error_share, self._progress)
         return episodes
 

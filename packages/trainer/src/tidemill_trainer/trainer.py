@@ -24,6 +24,7 @@ from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.sft.batches import Batches
 from tidemill_trainer.sft.objective import SFT
+from tidemill_trainer.staleness import check_staleness, staleness_of
 from tidemill_trainer.timing import Timing, is_due
 
 
@@ -95,10 +96,10 @@ class Trainer:
                     episodes = self._rollouts.take(step)
                 with timing("old_log_prob"):
                     assert episodes.rows is not None
+                    metrics = check_staleness(episodes.rows, step - 1, self._config.rollout.max_staleness)
                     batch = self._learner.infer(episodes.rows)
-                    metrics = {}
                     if not self._config.algorithm.bypass_mode:
-                        metrics |= self._gate.check(batch, self._engines.num_restarts)
+                        metrics |= self._gate.check(batch, staleness_of(batch, step - 1), self._engines.num_restarts)
                 with timing("adv"):
                     if self._has_reward_model:
                         episodes = add_scores(episodes, batch, self._config)
@@ -154,11 +155,10 @@ class Trainer:
         if self._config.warmup.max_steps > 0:
             with self._waits("save_checkpoint"):
                 self._checkpoints.save(0, self._write_checkpoint)
-        else:
-            with self._waits("update_weights"):
-                self._engines.update_weights(0)
-            if self._config.trainer.val_before_train:
-                self._run.append_metrics({"step": 0, "phase": "rl"} | self._validate())
+        with self._waits("update_weights"):
+            self._engines.update_weights(0)
+        if self._config.warmup.max_steps == 0 and self._config.trainer.val_before_train:
+            self._run.append_metrics({"step": 0, "phase": "rl"} | self._validate())
         self._accuracy_before = self._accuracy
         return 0
 

@@ -79,6 +79,9 @@ class Engines:
     def update_weights(self, version: int | str) -> dict[str, float]:
         """Send the weights of the policy to all engines, including those that are being restarted.
 
+        With `rollout.partial_rollout`, running requests are interrupted and continue afterwards; else they finish
+        before.
+
         Args:
             version: weight version that the engines report afterwards.
 
@@ -93,7 +96,11 @@ class Engines:
         while True:
             self._wait_for_restarts()
             try:
+                if self._config.rollout.partial_rollout:
+                    self._group.interrupt()
                 metrics = self._policy.update_weights(version)[0]
+                if self._config.rollout.partial_rollout:
+                    self._group.proceed()
             except WorkerError:
                 if not self._restart_dead():
                     raise

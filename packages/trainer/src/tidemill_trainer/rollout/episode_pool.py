@@ -56,6 +56,7 @@ class _Batch:
 
     Attributes:
         worker: number of the worker.
+        actor: its actor; another one if the worker has been replaced.
         tasks: episodes without a summary, by number.
         last_part_s: when the worker last returned a part, on the monotonic clock.
         num_generated: tokens that the engines returned for unfinished episodes.
@@ -63,10 +64,35 @@ class _Batch:
     """
 
     worker: int
+    actor: Any
     tasks: dict[int, EpisodeTask]
     num_generated: int = 0
     culprit: EpisodeTask | None = None
     last_part_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """Episodes that run, and what is known about them so far. `EpisodePool.wait` returns the result.
+
+    Attributes:
+        greedy: decode greedily.
+        waiting: episodes that have not started, in groups for one worker each.
+        idle: numbers of the workers that run none of these episodes.
+        batches: episodes that run, by the stream of their parts.
+        parts: finished episodes.
+        crashes: how often workers died of each episode.
+        num_restarts, num_lost: as in `Episodes`.
+    """
+
+    greedy: bool
+    waiting: deque[list[EpisodeTask]]
+    idle: list[int]
+    batches: dict[Any, _Batch] = field(default_factory=dict)
+    parts: list[EpisodePart] = field(default_factory=list)
+    crashes: dict[int, list[Failure]] = field(default_factory=lambda: defaultdict(list))
+    num_restarts: int = 0
+    num_lost: int = 0
 
 
 class EpisodePool:
@@ -104,45 +130,52 @@ class EpisodePool:
             self._engines.serve(self.workers)
         self._load(self.workers)
 
-    def run(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> Episodes:
-        """Run episodes to their end.
+    def start(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> Running:
+        """Start episodes, at the same time as those that run already.
 
         Args:
             tasks: episodes with different numbers.
             greedy: decode greedily, for validation.
+        """
+        shares = np.array_split(np.arange(len(tasks)), len(self.workers))
+        waiting = deque([tasks[index] for index in share] for share in shares if len(share) > 0)
+        running = Running(greedy=greedy, waiting=waiting, idle=list(range(len(self.workers))))
+        self._start_waiting(running)
+        return running
+
+    def wait(self, running: Running) -> Episodes:
+        """Wait for the end of episodes.
 
         Raises:
             WorkerDiedError: engines died more often than `rollout.max_restarts`.
         """
-        shares = np.array_split(np.arange(len(tasks)), len(self.workers))
-        waiting = deque([tasks[index] for index in share] for share in shares if len(share) > 0)
-        idle = list(range(len(self.workers)))
-        running: dict[Any, _Batch] = {}
-        parts: list[EpisodePart] = []
-        crashes: dict[int, list[Failure]] = defaultdict(list)
-        num_restarts = num_lost = 0
         try:
-            while waiting or running:
-                while waiting and idle:
-                    batch = _Batch(worker=idle.pop(0), tasks={task.number: task for task in waiting.popleft()})
-                    stream = self.workers[batch.worker].run.remote(list(batch.tasks.values()), greedy=greedy)
-                    running[stream] = batch
-                for stream in self._ready(running):
-                    batch = running[stream]
-                    reason = self._receive(stream, batch, parts)
+            while running.batches:
+                for stream in self._ready(running.batches):
+                    batch = running.batches[stream]
+                    reason = self._receive(stream, batch, running.parts)
                     if reason is None:
                         continue
-                    del running[stream]
-                    idle.append(batch.worker)
+                    del running.batches[stream]
+                    running.idle.append(batch.worker)
                     if batch.tasks:
-                        num_restarts += 1
-                        num_lost += batch.num_generated
+                        running.num_restarts += 1
+                        running.num_lost += batch.num_generated
                         self._restart(batch, reason)
-                        waiting.extendleft(self._repeated(batch, reason, crashes, parts))
+                        running.waiting.extendleft(self._repeated(batch, reason, running.crashes, running.parts))
+                self._start_waiting(running)
         finally:
-            for stream in running:  # after an error; a later call must not meet these episodes
+            for stream in running.batches:  # after an error; a later call must not meet these episodes
                 ray.cancel(stream)
-        return _joined(parts, num_restarts, num_lost)
+        return _joined(running.parts, running.num_restarts, running.num_lost)
+
+    def _start_waiting(self, running: Running) -> None:
+        while running.waiting and running.idle:
+            number = running.idle.pop(0)
+            tasks = {task.number: task for task in running.waiting.popleft()}
+            worker = self.workers[number]
+            stream = worker.run.remote(list(tasks.values()), greedy=running.greedy)
+            running.batches[stream] = _Batch(worker=number, actor=worker, tasks=tasks)
 
     def shutdown(self) -> None:
         """End all processes."""
@@ -209,8 +242,10 @@ class EpisodePool:
         return f"episode worker {batch.worker} did not respond for {_BLOCKED_S:g} s: {what}"
 
     def _restart(self, batch: _Batch, reason: str) -> None:
-        """Replace a worker that died or is blocked."""
+        """Replace a worker that died or is blocked, unless that has happened for other episodes that it was running."""
         self._progress.warn(f"{reason}; {len(batch.tasks)} episodes that it was running are repeated")
+        if self.workers[batch.worker] is not batch.actor:
+            return
         ray.kill(self.workers[batch.worker])
         worker = self.workers[batch.worker] = self._start(batch.worker)
         self._engines.serve([worker])

@@ -1,15 +1,18 @@
 """A process that runs episodes."""
 
 import asyncio
+import copy
 import gc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from tidemill_rollout import (
     Endpoint,
+    Engine,
     EnginePool,
     EpisodeFn,
     EpisodeResult,
+    Generation,
     Policy,
     SamplingParams,
     Session,
@@ -45,7 +48,6 @@ class EpisodeWorker:
         self._pool = EnginePool(engines, awaits_restart=True)
         self._endpoint: Endpoint | None = None
         self._experts_shape: tuple[int, int] | None = None
-        self._num_reported = 0
 
     async def load(self, config: Config) -> None:
         """Load the user's functions and the tokenizer; the episodes of later calls of `run` use them.
@@ -54,6 +56,7 @@ class EpisodeWorker:
             ConfigError: a function cannot be loaded.
         """
         self._config = config
+        self._limit = asyncio.Semaphore(config.episode.max_concurrent)
         self._episode: EpisodeFn = create_episode(config)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if self._endpoint is None:
@@ -77,18 +80,19 @@ class EpisodeWorker:
             tasks: the episodes.
             greedy: decode greedily, for validation.
         """
-        policy = self._validation if greedy else self._training
-        limit = asyncio.Semaphore(self._config.episode.max_concurrent)
+        engine = _Counted(self._pool)
+        policy = copy.copy(self._validation if greedy else self._training)
+        policy.engine = engine
 
         async def run(task: EpisodeTask) -> tuple[EpisodeSummary, EpisodeResult]:
-            async with limit:
+            async with self._limit:
                 return await self._solve(task, policy)
 
         running = {asyncio.create_task(run(task)) for task in tasks}
         try:
             while running:
                 done, running = await asyncio.wait(running, timeout=PART_INTERVAL_S)
-                yield self._part([task.result() for task in done])
+                yield self._part([task.result() for task in done], engine.take_count())
         finally:
             for task in running:
                 task.cancel()
@@ -112,9 +116,7 @@ class EpisodeWorker:
             if result.outcome.is_trainable or len(failures) > config.max_retries:
                 return _summary(task, result, failures, session), result
 
-    def _part(self, finished: Sequence[tuple[EpisodeSummary, EpisodeResult]]) -> EpisodePart:
-        num_tokens = sum(mailbox.num_tokens for mailbox in self._mailboxes)
-        num_generated, self._num_reported = num_tokens - self._num_reported, num_tokens
+    def _part(self, finished: Sequence[tuple[EpisodeSummary, EpisodeResult]], num_generated: int) -> EpisodePart:
         trained = [(summary.task, result) for summary, result in finished if result.outcome.is_trainable]
         has_rows = any(result.trajectories for _, result in trained)
         return EpisodePart(
@@ -144,6 +146,24 @@ class EpisodeWorker:
         mailbox = self._mailboxes[engine]
         if mailbox.reopen():
             self._pool.add(f"engine {engine}", mailbox, version=0)
+
+
+class _Counted:
+    """An engine that counts the tokens it returns."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_tokens = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
+        generation = await self._engine.generate(token_ids, sampling, session_id=session_id)
+        self._num_tokens += len(generation.token_ids)
+        return generation
+
+    def take_count(self) -> int:
+        """Return the number of tokens since the last call."""
+        count, self._num_tokens = self._num_tokens, 0
+        return count
 
 
 def session_config(config: Config) -> SessionConfig:

@@ -52,8 +52,6 @@ class Mailbox:
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
         self._has_mail = asyncio.Event()
         self._failure: str | None = None
-        self.num_tokens = 0
-        """Tokens of all replies that the sessions have received."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
@@ -65,9 +63,7 @@ class Mailbox:
         self._new.append(request)
         self._has_mail.set()
         try:
-            generation = await future
-            self.num_tokens += len(generation.token_ids)
-            return generation
+            return await future
         finally:
             if self._waiting.pop(request.id, None) is not None:  # cancelled
                 self._cancelled.append(request.id)

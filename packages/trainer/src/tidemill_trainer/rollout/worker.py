@@ -100,6 +100,7 @@ class RolloutWorker(Worker):
         self._return_routed_experts = return_routed_experts
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
+        self._requests: SGLangEngine | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start_engine(self) -> None:
@@ -121,6 +122,8 @@ class RolloutWorker(Worker):
         self._engine.freeze_gc()  # otherwise each weight update collects all objects that SGLang's imports created
         threading.Thread(target=self._engine.loop.run_forever, name="engine", daemon=True).start()
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
+        experts = {"return_routed_experts": True} if self._return_routed_experts else {}
+        self._requests = SGLangEngine(self._engine, arguments=experts)
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_episode_workers(self, workers: Sequence[Any]) -> None:
@@ -129,10 +132,21 @@ class RolloutWorker(Worker):
         Args:
             workers: handles of their actors.
         """
-        arguments = {"return_routed_experts": True} if self._return_routed_experts else {}
-        engine = SGLangEngine(self._require_engine(), arguments=arguments)
+        assert self._requests is not None, "call start_engine() first"
         for worker in workers:
-            self._submit(serve(engine, worker, self.rank))
+            self._submit(serve(self._requests, worker, self.rank))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def interrupt(self) -> None:
+        """Stop all requests between two tokens, until `proceed` (see `SGLangEngine.interrupt`)."""
+        assert self._requests is not None, "call start_engine() first"
+        self._submit(self._requests.interrupt()).result(self._config.timeout_s)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def proceed(self) -> None:
+        """Continue the requests that `interrupt` stopped."""
+        assert self._requests is not None, "call start_engine() first"
+        self._require_engine().loop.call_soon_threadsafe(self._requests.proceed)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._require_engine().loop)
