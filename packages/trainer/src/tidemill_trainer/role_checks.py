@@ -209,8 +209,9 @@ def _check_model(key: str, path: Path, tokenizer: PreTrainedTokenizerBase) -> No
     if own == expected:
         return
     token = min(token for token in own.keys() | expected.keys() if own.get(token) != expected.get(token))
+    ids = ["no token" if vocab.get(token) is None else f"id {vocab[token]}" for vocab in (own, expected)]
     raise ConfigError(
         f"config key {key}: expected the tokenizer of model.path, because the same token ids are given to both models; "
-        f"it has {len(own)} tokens instead of {len(expected)}, and {token!r} has the id {own.get(token)} instead of "
-        f"{expected.get(token)}"
+        f"it has {len(own)} tokens and that of model.path {len(expected)}; for example, {token!r} is {ids[0]} in it "
+        f"and {ids[1]} in model.path"
     )

@@ -192,11 +192,11 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
         gc.freeze()  # otherwise full collections visit all objects that the imports created
         with _reported(run, progress):
             result = Trainer(config, cluster, inputs, run, progress).fit()
-    accuracy = ""
+    change = "trained"
     if result.accuracy is not None and result.accuracy_before is not None:
-        accuracy = f"held-out accuracy went from {result.accuracy_before:.2f} to {result.accuracy:.2f} "
+        change = f"held-out accuracy went from {result.accuracy_before:.2f} to {result.accuracy:.2f}"
     progress.info(
-        f"{accuracy}in {result.steps} steps and {progress.seconds():.0f} s; the run is in {run.path}", style="bold"
+        f"{change} in {result.steps} steps and {progress.seconds():.0f} s; the run is in {run.path}", style="bold"
     )
 
 
@@ -208,12 +208,12 @@ def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progre
         cluster.wait_ready()
         with _reported(run, progress):
             result = SFTTrainer(config, cluster, inputs, run, progress).fit()
-    loss = ""
+    change = "trained"
     if result.loss is not None and result.loss_before is not None:
-        loss = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f} "
+        change = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f}"
     folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / "huggingface"
     progress.info(
-        f"{loss}in {result.steps} steps and {progress.seconds():.0f} s; the model is in {folder}", style="bold"
+        f"{change} in {result.steps} steps and {progress.seconds():.0f} s; the model is in {folder}", style="bold"
     )
 
 
