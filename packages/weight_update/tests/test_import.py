@@ -41,5 +41,5 @@ def test_trainer_side_does_not_load_the_engine_side_or_an_unused_transport():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True)
     loaded = set(done.stdout.split())
     assert "tidemill_weight_update.updater" in loaded
-    unused = ("receive", "plan.record", "plan.tracer", "transport", "remote.trainer_link", "remote.engine_link")
+    unused = ("receive", "plan.record", "plan.tracer", "remote.wire", "remote.trainer_link", "remote.engine_link")
     assert loaded & {f"tidemill_weight_update.{name}" for name in unused} == set()

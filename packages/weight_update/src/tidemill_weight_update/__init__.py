@@ -1,7 +1,7 @@
 """Bucketed weight updates from a trainer into running SGLang engines."""
 
 from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode
-from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.lora.merge import merge_lora
 from tidemill_weight_update.memory.handle import BucketHandle

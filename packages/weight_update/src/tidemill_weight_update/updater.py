@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.control.board import MAX_RECEIVERS
-from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.remote.group_link import GroupLink
@@ -26,8 +26,14 @@ from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stages import Stages
 from tidemill_weight_update.stats import UpdateStats
-from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.source import NamedTensors, Source, check_same_declaration, items_of, source_of
+from tidemill_weight_update.tensors.source import (
+    NamedTensors,
+    PlainNames,
+    Source,
+    check_same_declaration,
+    items_of,
+    source_of,
+)
 from tidemill_weight_update.transfer import Transfer
 
 if TYPE_CHECKING:

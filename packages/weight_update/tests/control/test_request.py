@@ -6,8 +6,8 @@ import pytest
 import torch
 from tidemill_weight_update import Request, WeightUpdater
 from tidemill_weight_update.control.board import SharedBoard
+from tidemill_weight_update.control.descriptor import request_from_json, request_to_json
 from tidemill_weight_update.control.mailbox import LOADED, Mailbox
-from tidemill_weight_update.control.request import request_from_json, request_to_json
 from tidemill_weight_update.sglang import loader, sglang_launch_args
 from tidemill_weight_update.sglang.launch import LOADER
 from tidemill_weight_update.sglang.payload import request_payload

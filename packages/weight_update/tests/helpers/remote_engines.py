@@ -22,8 +22,8 @@ from tidemill_weight_update import Request
 from tidemill_weight_update.control import wait
 from tidemill_weight_update.control.wait import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
-from tidemill_weight_update.transport.gloo import GlooWire
-from tidemill_weight_update.transport.nccl import NcclWire
+from tidemill_weight_update.remote.nccl import NcclWire
+from tidemill_weight_update.remote.wire import GlooWire
 from torch import Tensor
 from toy_engines import TIED, ToyModel
 

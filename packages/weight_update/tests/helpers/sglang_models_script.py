@@ -30,7 +30,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_context
 from tidemill_weight_update.plan.record import record, write_fills
 from tidemill_weight_update.sglang.loader import finish_load
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import SourceSpec
 
 # 130 tokens: the embedding is padded with one rank and with two.
 SIZES = {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record, write_fills
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import SourceSpec
 from torch import Tensor, nn
 
 Load = Callable[[Mapping[str, Tensor], str, Tensor], None]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater
 from tidemill_weight_update.control import wait
-from tidemill_weight_update.transport import gloo as wire
+from tidemill_weight_update.remote import wire
 
 AUTHKEY = b"test"
 

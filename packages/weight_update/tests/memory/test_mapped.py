@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tidemill_weight_update.memory.arena import HostArena
+from tidemill_weight_update.memory.arena import HostArena, MappedMemories
 from tidemill_weight_update.memory.handle import DeviceMemory
-from tidemill_weight_update.memory.mapped import MappedMemories
 
 
 def test_memory_that_is_no_longer_declared_is_unmapped():
@@ -36,7 +35,7 @@ READER = """
 import sys
 import torch
 from tidemill_weight_update.memory.handle import HostMemory
-from tidemill_weight_update.memory.mapped import MappedMemories
+from tidemill_weight_update.memory.arena import MappedMemories
 path, num_bytes, inode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mapped = MappedMemories(torch.device("cpu"))
 for line in sys.stdin:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tidemill_weight_update.plan.plan import StoredPlans
 from tidemill_weight_update.plan.record import Recorder
-from tidemill_weight_update.plan.stored import StoredPlans
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import SourceSpec
 from torch import nn
 
 CODE = '''

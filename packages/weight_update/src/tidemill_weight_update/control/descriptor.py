@@ -1,16 +1,15 @@
-"""Bucket descriptors: how a trainer rank describes what it sends; all of them are one JSON text, the declaration."""
+"""What trainer ranks send to engine ranks as JSON: requests, and descriptors of buckets (the declaration)."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from tidemill_weight_update.copy.table import Shard
 from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory, Memory
-from tidemill_weight_update.tensors.box import Box, contiguous_strides
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +119,47 @@ def _shard_from_json(start: list[int], shape: list[int], memory: int, offset: in
         offset=offset,
         strides=contiguous_strides(box.shape) if strides is None else tuple(strides),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One update, addressed to the ranks of one engine.
+
+    Attributes:
+        sequence: number of the update; the mailboxes carry it too. A late request finds another number there, or that
+            the trainer has excluded its ranks.
+        mailboxes: paths of the mailboxes of the trainer ranks, in rank order; the engine ranks report in that of rank
+            0.
+        first_receiver: row of the engine's rank 0 in the mailboxes; rank r has row `first_receiver + r`.
+        num_receivers: number of ranks of the engine.
+        partial: whether parameters without a tensor keep their values; otherwise they are an error.
+        timeout_s: longest wait without progress.
+    """
+
+    sequence: int
+    mailboxes: tuple[str, ...]
+    first_receiver: int
+    num_receivers: int
+    partial: bool
+    timeout_s: float
+
+
+def request_to_json(request: Request) -> str:
+    """Return the text that is sent to the engine."""
+    return json.dumps(asdict(request), separators=(",", ":"))
+
+
+def request_from_json(text: str) -> Request:
+    """Return the request inside `text`.
+
+    Raises:
+        ValueError: it is not the text of a request of this version of the package.
+    """
+    try:
+        fields = json.loads(text)
+        return Request(**fields | {"mailboxes": tuple(fields["mailboxes"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"expected a weight update of this version of tidemill_weight_update, got {text[:80]!r}; install the same "
+            f"version for the trainer and the engine"
+        ) from error

@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.tensors.box import Box, contiguous_strides
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes, so that views of any dtype are valid and copies are

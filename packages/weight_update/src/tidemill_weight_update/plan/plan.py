@@ -1,10 +1,22 @@
-"""Copy plans: what an engine does with each source tensor. Data only."""
+"""Copy plans: what an engine does with each source tensor. Also on disk, so that an engine that starts again does not
+record them again.
+"""
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from tidemill_weight_update.tensors.box import Box
+from tidemill_weight_update.tensors.box import Box, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +71,135 @@ class CopyPlan:
     unused: tuple[str, ...] = ()
     uncovered: dict[str, int] = field(default_factory=dict)
     overwritten: dict[str, int] = field(default_factory=dict)
+
+
+logger = logging.getLogger(__name__)
+
+_SIMPLE = (bool, int, float, str, torch.dtype, type(None))
+
+
+class StoredPlans:
+    """Plans of one model in a folder, one file for each list of sources.
+
+    A plan is used again only for equal sources, parameters (names, shapes, strides, dtypes), attributes of all modules
+    (numbers, strings and dtypes, also in lists and dicts), and code: of the classes of modules and parameters, and of
+    the recording.
+
+    Args:
+        model: model with a `load_weights`.
+        identity: what else the plan depends on: a list with the version of the library that loads, the rank, and the
+            model's config. The folder of a checkpoint (`_name_or_path`) does not count.
+        folder: folder of the files; None: `tidemill/plans` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """
+
+    def __init__(self, model: nn.Module, identity: Sequence[object], folder: Path | None = None) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._folder = folder or cache / "tidemill" / "plans"
+        self._model = model
+        self._identity = [torch.__version__, *map(_plain, identity)]
+
+    def get(self, sources: Sequence[SourceSpec], record: Callable[[], CopyPlan]) -> CopyPlan:
+        """Return the plan of these sources, in this order: the stored one, or the result of `record`, which is stored.
+
+        A damaged file, and a folder that cannot be written, are logged and otherwise the same as no file.
+        """
+        path = self._path(sources)  # before recording, which may change attributes
+        plan = _read(path)
+        if plan is None:
+            plan = record()
+            _write(path, plan)
+        return plan
+
+    def _path(self, sources: Sequence[SourceSpec]) -> Path:
+        digest = hashlib.sha256()
+        for line in (*self._identity, *_description(self._model), *(astuple(source) for source in sources)):
+            digest.update(f"{line}\n".encode())
+        return self._folder / f"{type(self._model).__name__}-{digest.hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> CopyPlan | None:
+    try:
+        digest, _, text = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        logger.warning("the stored plan %s is damaged; it is recorded again", path)
+        return None
+    return _from_json(json.loads(text))
+
+
+def _write(path: Path, plan: CopyPlan) -> None:
+    text = json.dumps(_to_json(plan), separators=(",", ":")).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        os.replace(file.name, path)  # an engine that starts now reads a whole file or none
+    except OSError as error:
+        logger.warning("cannot store the plan %s: %s", path, error)
+
+
+def _description(model: nn.Module) -> Iterator[object]:
+    """Yield everything of a model that its loading code may depend on, except values of tensors."""
+    classes = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
+    paths = {getattr(sys.modules[base.__module__], "__file__", None) for each in classes for base in each.__mro__}
+    for path in sorted(filter(None, paths)) + sorted(map(str, Path(__file__).parent.glob("*.py"))):
+        yield Path(path).name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    for name, module in model.named_modules():
+        yield name, type(module).__qualname__, _settings(module)
+    storages: dict[int, int] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        storage = storages.setdefault(p.untyped_storage()._cdata, len(storages))
+        yield name, tuple(p.shape), p.stride(), p.dtype, storage, p.storage_offset(), _settings(p)
+
+
+def _settings(owner: object) -> list[tuple[str, object]]:
+    """Return the attributes of an object, each as `_plain`."""
+    return sorted((name, _plain(value)) for name, value in vars(owner).items())
+
+
+def _plain(value: object) -> object:
+    """Return numbers, strings and dtypes as they are, also in lists and dicts; of other objects only the type."""
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items() if key != "_name_or_path"}
+    return type(value).__qualname__
+
+
+def _to_json(plan: CopyPlan) -> dict[str, Any]:
+    return {
+        "copies": [
+            (c.name, c.box.start, c.box.shape, c.parameter, c.offset, c.strides, _name(c.dtype)) for c in plan.copies
+        ],
+        "fills": [astuple(fill) for fill in plan.fills],
+        "through_loader": plan.through_loader,
+        "converted": plan.converted,
+        "unused": plan.unused,
+        "uncovered": plan.uncovered,
+        "overwritten": plan.overwritten,
+    }
+
+
+def _from_json(data: dict[str, Any]) -> CopyPlan:
+    return CopyPlan(
+        copies=tuple(
+            Copy(name, Box(tuple(start), tuple(shape)), parameter, offset, tuple(strides), getattr(torch, dtype))
+            for name, start, shape, parameter, offset, strides, dtype in data["copies"]
+        ),
+        fills=tuple(
+            Fill(parameter, offset, tuple(shape), tuple(strides), value)
+            for parameter, offset, shape, strides, value in data["fills"]
+        ),
+        through_loader=data["through_loader"],
+        converted=tuple(data["converted"]),
+        unused=tuple(data["unused"]),
+        uncovered=data["uncovered"],
+        overwritten=data["overwritten"],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

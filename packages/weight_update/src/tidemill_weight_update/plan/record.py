@@ -5,11 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from tidemill_weight_update.plan.coverage import left_to_loader, survey
-from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill
-from tidemill_weight_update.plan.stored import StoredPlans
+from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill, StoredPlans
 from tidemill_weight_update.plan.traced import Traced, Watch
 from tidemill_weight_update.plan.tracer import Tracer
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import SourceSpec
 
 _FP8_HINT = (
     "; the engine has float8 parameters: if it quantizes a checkpoint while loading, launch it with fp8_launch_args() "

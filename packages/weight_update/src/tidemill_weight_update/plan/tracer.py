@@ -23,8 +23,7 @@ from tidemill_weight_update.plan.traced import (
     view_of,
     written,
 )
-from tidemill_weight_update.tensors.box import Box
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import Box, SourceSpec
 
 _aten = torch.ops.aten
 _CLONES = (_aten.clone.default, _aten._to_copy.default)

@@ -14,13 +14,11 @@ from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
+from tidemill_weight_update.memory.arena import MappedMemories
 from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
-from tidemill_weight_update.memory.mapped import MappedMemories
-from tidemill_weight_update.plan.plan import Copy, CopyPlan
+from tidemill_weight_update.plan.plan import Copy, CopyPlan, StoredPlans
 from tidemill_weight_update.plan.record import Recorder
-from tidemill_weight_update.plan.stored import StoredPlans
-from tidemill_weight_update.tensors.box import Box, are_disjoint, contiguous_strides
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import Box, SourceSpec, are_disjoint, contiguous_strides
 
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
-from tidemill_weight_update.control.request import Request
-from tidemill_weight_update.plan.stored import StoredPlans
+from tidemill_weight_update.plan.plan import StoredPlans
 from tidemill_weight_update.receive.plan_cache import PlanCache
 from tidemill_weight_update.receive.session import UpdateSession
 from tidemill_weight_update.remote.engine_link import EngineLink

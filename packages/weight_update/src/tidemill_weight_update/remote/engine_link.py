@@ -14,7 +14,7 @@ from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
 from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
-from tidemill_weight_update.transport.wire import ENGINE, Wire, WireError, connect
+from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, connect
 
 
 class EngineLink:

@@ -25,7 +25,7 @@ from tidemill_weight_update.remote.group_link import (
     wire_name,
 )
 from tidemill_weight_update.remote.packed import Message
-from tidemill_weight_update.transport.wire import TRAINER, Wire, WireError, connect
+from tidemill_weight_update.remote.wire import TRAINER, Wire, WireError, connect
 
 
 class Connections:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidemill_weight_update.send.fast_bucket import split
-from tidemill_weight_update.tensors.plain_names import PlainNames
 from tidemill_weight_update.tensors.shards import (
     Piece,
     ShardLike,
@@ -18,7 +17,7 @@ from tidemill_weight_update.tensors.shards import (
     local_values,
     piece_to_send,
 )
-from tidemill_weight_update.tensors.source import Item, Source, checked_item, items_of
+from tidemill_weight_update.tensors.source import Item, PlainNames, Source, checked_item, items_of
 
 
 class Declaration:

@@ -9,9 +9,8 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.table import CopyTable, Shard, aligned, build_tables
 from tidemill_weight_update.memory.handle import DeviceMemory, Memory
 from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.tensors.box import Box, contiguous_strides
+from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
 from tidemill_weight_update.tensors.shards import Piece
-from tidemill_weight_update.tensors.spec import SourceSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.readers import Readers
-from tidemill_weight_update.control.request import Request
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.send.declaration import Declaration
 from tidemill_weight_update.send.fast import FastPath
@@ -13,8 +13,7 @@ from tidemill_weight_update.send.fleet import Fleet, Member
 from tidemill_weight_update.send.plain import PlainCheck
 from tidemill_weight_update.send.ranks import RankLostError
 from tidemill_weight_update.stages import Stages
-from tidemill_weight_update.tensors.plain_names import PlainNames
-from tidemill_weight_update.tensors.source import Source
+from tidemill_weight_update.tensors.source import PlainNames, Source
 
 
 class FastUpdate:

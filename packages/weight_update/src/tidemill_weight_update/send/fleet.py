@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient, HoldingClient
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED, Mailbox
 from tidemill_weight_update.control.readers import Readers
-from tidemill_weight_update.control.request import Request
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)

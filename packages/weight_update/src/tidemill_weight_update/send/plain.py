@@ -3,7 +3,7 @@
 import json
 
 from tidemill_weight_update.send.ranks import Ranks
-from tidemill_weight_update.tensors.plain_names import PlainNames
+from tidemill_weight_update.tensors.source import PlainNames
 
 
 class PlainCheck:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tidemill_weight_update.control.request import request_from_json
-from tidemill_weight_update.plan.stored import StoredPlans
+from tidemill_weight_update.control.descriptor import request_from_json
+from tidemill_weight_update.plan.plan import StoredPlans
 from tidemill_weight_update.receive import Receiver
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill_weight_update.client import PauseMode
-from tidemill_weight_update.control.request import Request
+from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.lora.config import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.sglang.flush import DRAIN_S, FLUSH_WAIT_FRACTION

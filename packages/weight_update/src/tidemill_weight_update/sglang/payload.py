@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from tidemill_weight_update.control.request import Request, request_to_json
+from tidemill_weight_update.control.descriptor import Request, request_to_json
 from tidemill_weight_update.memory.handle import BucketHandle, HostMemory
 
 LOAD_FORMAT = "flattened_bucket"

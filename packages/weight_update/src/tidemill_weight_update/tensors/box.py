@@ -1,9 +1,11 @@
-"""Boxes: rectangular parts of an index space. Pure arithmetic."""
+"""Tensors that are sent, and boxes: rectangular parts of an index space. Pure arithmetic."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A tensor that the trainer sends: its name, its full (global) shape and the dtype in which it is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.tensors.box import Box
-from tidemill_weight_update.tensors.spec import SourceSpec
+from tidemill_weight_update.tensors.box import Box, SourceSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -1,6 +1,9 @@
 """The tensors that the caller passes to `update` and `declare`."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -50,3 +53,18 @@ def checked_item(item: object, seen: set[str]) -> Item:
         raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
     seen.add(name)
     return name, tensor
+
+
+class PlainNames:
+    """The names of the plain tensors that a rank passed in an update. Read `digest` after all names are added."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    @cached_property
+    def digest(self) -> int:
+        """Signed 64-bit hash of the names; 0 if there are none."""
+        if not self.names:
+            return 0
+        text = json.dumps(sorted(self.names)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.control.wait import PollingWait
-from tidemill_weight_update.transport.wire import TRAINER, WireError
+from tidemill_weight_update.remote.wire import TRAINER, WireError
 
 ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7

@@ -3,8 +3,7 @@
 import threading
 
 from remote_engines import resources, settled, steady
-from tidemill_weight_update.transport.gloo import GlooWire
-from tidemill_weight_update.transport.wire import ENGINE, TRAINER
+from tidemill_weight_update.remote.wire import ENGINE, TRAINER, GlooWire
 from torch.distributed import HashStore
 
 
