@@ -1,6 +1,4 @@
-"""Origins: from which box of which source each element of a tensor was copied. Pure arithmetic on shapes
-and strides.
-"""
+"""Origins: from which box of which source each element of a tensor was copied. Pure arithmetic on shapes."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,13 +17,13 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`box` of a tensor holds the values of source `name` from index `start` on; dim d follows source dim `dims[d]`.
+    """`box` of a tensor holds the values of a source from index `start` on; dim d follows source dim `dims[d]`.
 
-    `dims[d]` is None where the box has size 1.
+    `source` is the source's index among those of the tensor. `dims[d]` is None where the box has size 1.
     """
 
     box: Box
-    name: str
+    source: int
     start: tuple[int, ...]
     dims: tuple[int | None, ...]
 
@@ -37,11 +35,12 @@ class Origin:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
-    @classmethod
-    def source(cls, name: str, shape: tuple[int, ...]) -> "Origin":
-        """Return the origin of the source itself."""
-        dims = tuple(None if size == 1 else dim for dim, size in enumerate(shape))
-        return cls(tuple(shape), (Part(Box.whole(shape), name, (0,) * len(shape), dims),))
+
+@lru_cache(maxsize=4096)
+def whole(shape: tuple[int, ...]) -> Origin:
+    """Return the origin of a source itself."""
+    dims = tuple(None if size == 1 else dim for dim, size in enumerate(shape))
+    return Origin(shape, (Part(Box.whole(shape), 0, (0,) * len(shape), dims),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,10 @@ class Run:
     origin_dim: int | None
 
 
-def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Origin, tuple[Run, ...]]:
+@lru_cache(maxsize=4096)  # a model has thousands of expert weights of the same few shapes
+def trace(
+    origin: Origin, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[Origin, tuple[Run, ...]]:
     """Return the origin of the elements of a view.
 
     Args:
@@ -74,16 +76,6 @@ def trace(origin: Origin, offset: int, shape: Sequence[int], strides: Sequence[i
     Raises:
         UntraceableError: the view consists of too many boxes.
     """
-    unnamed = tuple(Part(part.box, str(index), part.start, part.dims) for index, part in enumerate(origin.parts))
-    view, runs = _trace(Origin(origin.shape, unnamed), offset, tuple(shape), tuple(strides))
-    named = tuple(Part(part.box, origin.parts[int(part.name)].name, part.start, part.dims) for part in view.parts)
-    return Origin(view.shape, named), runs
-
-
-@lru_cache(maxsize=4096)  # a model has thousands of expert weights of the same few shapes
-def _trace(
-    origin: Origin, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[Origin, tuple[Run, ...]]:
     runs = _runs(origin.shape, shape, strides)
     counted = [run.size if run.origin_dim is None else 1 for run in runs]
     parts = []
@@ -97,6 +89,64 @@ def _trace(
         if len(parts) > MAX_PARTS:
             raise UntraceableError(f"the view consists of more than {MAX_PARTS} boxes")
     return Origin(tuple(run.size for run in runs), tuple(parts)), runs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a copy.
+
+    Attributes:
+        source: index of its source.
+        box: its box there.
+        first: its first element in the target.
+        strides: strides in the target by dim of the box.
+        sizes, steps: sizes and strides in the target, by dim of the copy.
+    """
+
+    source: int
+    box: Box
+    first: int
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def pieces(
+    origin: Origin, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target_steps: tuple[int, ...]
+) -> tuple[Piece, ...]:
+    """Return the parts of a copy from a view of a tensor with `origin` to a view of a parameter."""
+    shape, steps, target_steps = _joined(shape, steps, target_steps)
+    moved, runs = trace(origin, offset, shape, steps)
+    run_steps = tuple(target_steps[run.view_dim] * run.step for run in runs)
+    found = []
+    for part in moved.parts:
+        first = sum(i * step for i, step in zip(part.box.start, run_steps, strict=True))
+        sizes, strides = [1] * len(part.start), [0] * len(part.start)
+        for size, step, dim in zip(part.box.shape, run_steps, part.dims, strict=True):
+            if dim is not None:
+                sizes[dim], strides[dim] = size, step
+        box = Box(part.start, tuple(sizes))
+        found.append(Piece(part.source, box, first, tuple(strides), part.box.shape, run_steps))
+    return tuple(found)
+
+
+def _joined(
+    shape: Sequence[int], steps: Sequence[int], target_steps: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the same copy with as few dims as possible: neighbouring dims that are one run on both sides
+    are joined.
+    """
+    out: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for size, step, target_step in zip(shape, steps, target_steps, strict=True):
+        if size == 1:
+            continue
+        if out[0] and out[1][-1] == step * size and out[2][-1] == target_step * size:
+            out[0][-1], out[1][-1], out[2][-1] = out[0][-1] * size, step, target_step
+        else:
+            for values, value in zip(out, (size, step, target_step), strict=True):
+                values.append(value)
+    return tuple(out[0]), tuple(out[1]), tuple(out[2])
 
 
 def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -> tuple[Run, ...]:
@@ -157,4 +207,4 @@ def _part(
             at[number] = common.start[dim] - box.start[dim]
             size[number] = common.shape[dim]
             dims[number] = source_dim if common.shape[dim] > 1 else None
-    return Part(Box(tuple(at), tuple(size)), part.name, tuple(start), tuple(dims))
+    return Part(Box(tuple(at), tuple(size)), part.source, tuple(start), tuple(dims))

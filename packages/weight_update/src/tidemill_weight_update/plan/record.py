@@ -1,13 +1,15 @@
 """Recording: runs a model's own `load_weights` on tensors without data to obtain a copy plan."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tidemill_weight_update.plan.coverage import left_to_loader, survey
 from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill, StoredPlans
-from tidemill_weight_update.plan.traced import Traced, Watch
-from tidemill_weight_update.plan.tracer import Tracer
+from tidemill_weight_update.plan.tracer import Tracer, Write
 from tidemill_weight_update.tensors.box import SourceSpec
 
 _FP8_HINT = (
@@ -22,10 +24,11 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     No parameter is written, and parameters may be on the meta device. Pass all sources at once: some are loaded
     together.
 
-    The tensors passed to `load_weights` claim to be on the meta device, because SGLang moves CPU tensors to other
-    threads. Copies of sources are recorded in any thread, but constants that another thread writes to a parameter are
-    written for real. Values that loading computes from parameters, such as MLA's absorbed matrices, keep their values,
-    because the parameters have not changed; they are recomputed after an update (`finish` of `Receiver`).
+    The tensors passed to `load_weights` are on the meta device: SGLang loads CPU tensors in other threads, but not
+    these. A copy in another thread is an error, because there is no data to copy; constants that
+    another thread writes to a parameter are written for real. Values that loading computes from parameters, such as
+    MLA's absorbed matrices, keep their values, because the parameters have not changed; they are recomputed after an
+    update (`finish` of `Receiver`).
 
     Raises:
         ValueError: a duplicate source.
@@ -44,7 +47,7 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     progress = _Progress(sources, tracer)
     what = f"{type(model).__name__}.load_weights"
     try:
-        with Watch(tracer):
+        with tracer:
             model.load_weights(progress.named_tensors())  # pyright: ignore[reportCallIssue]
     except Exception as error:
         hint = _FP8_HINT if _is_fp8(data.values()) and not _is_fp8(sources) else ""
@@ -76,7 +79,7 @@ class _Progress:
         self._current: SourceSpec | None = None
         self._exhausted = False
 
-    def named_tensors(self) -> Iterator[tuple[str, Traced]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for spec, tensor in zip(self._sources, self._tensors, strict=True):
             self._current, self._tracer.current = spec, spec.name
             yield spec.name, tensor
@@ -106,15 +109,112 @@ def _layout(tensor: Tensor) -> tuple:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+MAX_RUNS = 1 << 24
+"""Parameters whose writes have more runs of neighbouring elements than this are not checked."""
+
+
+@dataclass(slots=True)
+class _Coverage:
+    """The elements of the parameters that writes hit.
+
+    Attributes:
+        uncovered: parameter -> number of elements that nothing writes, or only code that runs before or after the
+            sources are loaded.
+        overwritten: parameter -> number of elements that more than one write hits.
+        unknown: parameters whose writes are too scattered to count.
+    """
+
+    uncovered: dict[str, int] = field(default_factory=dict)
+    overwritten: dict[str, int] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+
+def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
+    """Count writes, exactly for each element. No write may hit an element twice by itself.
+
+    Args:
+        sizes: number of elements of each parameter.
+    """
+    of_parameter: dict[str, list[Write]] = {name: [] for name in sizes}
+    for write in writes:
+        of_parameter[write.parameter].append(write)
+    coverage = _Coverage()
+    for name, group in of_parameter.items():
+        runs = [_runs(write) for write in group]
+        if sum(len(starts) for starts, _ in runs) > MAX_RUNS:
+            coverage.unknown.add(name)
+            continue
+        loading = [write.names or isinstance(write.replay, Fill) or write.during is not None for write in group]
+        covered, _ = _count(list(compress(runs, loading)))
+        _, overwritten = _count(runs)
+        if covered < sizes[name]:
+            coverage.uncovered[name] = sizes[name] - covered
+        if overwritten:
+            coverage.overwritten[name] = overwritten
+    return coverage
+
+
+def _runs(write: Write) -> tuple[NDArray[np.int64], int]:
+    """Return the runs of neighbouring elements that a write hits: their first elements, and their common length."""
+    starts, length = np.array([write.offset]), 1
+    for stride, size in sorted(zip(write.strides, write.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride == length:
+            length *= size
+        else:
+            starts = (starts[:, None] + np.arange(size) * stride).ravel()
+    return starts, length
+
+
+def _count(runs: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[int, int]:
+    """Return how many elements are in runs, and how many in more than one."""
+    if not runs:
+        return 0, 0
+    starts = np.concatenate([each for each, _ in runs])
+    ends = np.concatenate([each + length for each, length in runs])
+    at = np.concatenate([starts, ends])
+    order = np.argsort(at)
+    depth = np.cumsum(np.where(order < len(starts), 1, -1))[:-1]
+    lengths = np.diff(at[order])
+    return int(lengths[depth > 0].sum()), int(lengths[depth > 1].sum())
+
+
+def _left_to_loader(coverage: _Coverage, writes: Sequence[Write], names: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> reason for the sources that `load_weights` must load, so that a replay has the same result.
+
+    A replay writes the fills, then the copies, then calls `load_weights` with these names. That changes the order of
+    writes, so all writes to a parameter are left to `load_weights` if two of them hit the same element.
+
+    Args:
+        names: sources that are already left to `load_weights`.
+    """
+    left = dict(names)
+    for write in writes:
+        loading = write.names or (() if write.during is None else (write.during,))
+        if write.replay is None and not write.names:
+            reason = f"loading it writes values to {write.parameter!r} that are not copies"
+        elif write.parameter in coverage.unknown:
+            reason = f"the writes to {write.parameter!r} are too scattered to check"
+        elif write.parameter in coverage.overwritten:
+            reason = f"elements of {write.parameter!r} are written more than once"
+        else:
+            continue
+        for name in loading:
+            left.setdefault(name, reason)
+    return left
+
+
 def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
-    coverage = survey(tracer.places, tracer.writes)
-    left = left_to_loader(coverage, tracer.writes, tracer.untraceable)
+    coverage = _survey(tracer.sizes, tracer.writes)
+    left = _left_to_loader(coverage, tracer.writes, tracer.untraceable)
     for group in _merged(tracer.groups):
         if reasons := [left[name] for name in group if name in left]:
             for name in group:
                 left.setdefault(name, f"it is loaded together with a tensor that is not copied: {reasons[0]}")
-    fills = [replay for replay in tracer.replays if isinstance(replay, Fill)]
-    copies = [replay for replay in tracer.replays if isinstance(replay, Copy) and replay.name not in left]
+    replays = [write.replay for write in tracer.writes]
+    fills = [replay for replay in replays if isinstance(replay, Fill)]
+    copies = [replay for replay in replays if isinstance(replay, Copy) and replay.name not in left]
     copied = {copy.name for copy in copies}
     return CopyPlan(
         copies=tuple(copies),
