@@ -19,7 +19,7 @@ class UpdateStats:
         num_unverified: number of tensors that the checksums do not cover: tensors spread unevenly over the ranks of an
             engine, and tensors in `through_loader`, which other code writes.
         through_loader: name -> reason, for tensors that engines loaded with SGLang's own loader. A long list is
-            truncated to some hundred names; the last reason then contains the number of omitted names.
+            truncated to 200 names per engine rank; `num_unverified` counts all of them.
         quarantined: name of each engine that failed -> error. A quarantined engine is paused if it may hold a mix of
             versions. Later updates exclude it until `WeightUpdater.readmit`.
         prepare_s: time to describe the tensors to the engines.

@@ -7,7 +7,7 @@ import copy_tables
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy.checksum import checksum
+from tidemill_weight_update.copy.checksum import checksum_rows
 from tidemill_weight_update.copy.copier import HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
@@ -84,9 +84,6 @@ def test_only_the_last_two_sets_of_memories_are_cached():
     alive = [run(seed) for seed in range(3)]
     gc.collect()
     assert [any(ref() is not None for ref in refs) for refs in alive] == [False, True, True]
-    copier.forget()
-    gc.collect()
-    assert all(ref() is None for refs in alive for ref in refs)
 
 
 def test_offsets_in_a_transposed_target_ignore_its_strides():
@@ -104,7 +101,7 @@ def test_parameter_with_requires_grad_is_written():
     checksums = torch.zeros(1, dtype=torch.int64)
     HostCopier([one_row(FP32, cols=24)], [parameter]).run([source.requires_grad_()], checksums)
     assert torch.equal(parameter.detach().flatten(), source.detach())
-    assert checksums[0] == checksum(source, (0,), (24,))
+    assert checksums[0] == checksum_rows(source[None], 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,6 @@ HALF = Shard(Box((0, 0), (2, 3)), 0, 0, (3, 1))
 @pytest.mark.parametrize(
     ("copies", "shards", "message"),
     [
-        ([COPY], {}, "'s': 'p' needs the 6 elements of .*, but the shards hold 0 of them"),
-        ([COPY], {"s": [HALF]}, "'s': 'p' needs the 6 elements of .*, but the shards hold 3 of them"),
-        (
-            [COPY],
-            {"s": [whole((4, 3)), HALF]},
-            "'s': 'p' needs .*, but the shards hold 9 of them; .*one of several replicas",
-        ),
         (
             [COPY],
             {"s": [whole((4, 3, 1))]},
@@ -189,26 +182,20 @@ HALF = Shard(Box((0, 0), (2, 3)), 0, 0, (3, 1))
         ([Copy("s", COPY.box, "q", 0, (3, 1), F32)], {}, "got a copy of 's' to 'q'"),
     ],
 )
-def test_missing_duplicate_and_unknown_sources_are_refused(copies, shards, message):
+def test_unknown_sources_and_wrong_shapes_are_refused(copies, shards, message):
     with pytest.raises(ValueError, match=message):
         build_tables(copies, [SourceSpec("s", (4, 3), F32)], shards, ["p"])
 
 
-def test_incomplete_table_skips_missing_shards():
-    (table,) = build_tables([COPY], [SourceSpec("s", (4, 3), F32)], {"s": [HALF]}, ["p"], complete=False)
+def test_what_no_shard_contains_is_skipped():
+    (table,) = build_tables([COPY], [SourceSpec("s", (4, 3), F32)], {"s": [HALF]}, ["p"])
     assert (table.rows.tolist(), table.cols.tolist(), table.pos.tolist(), table.dst.tolist()) == ([1], [3], [3], [0])
-    (table,) = build_tables([COPY], [SourceSpec("s", (4, 3), F32)], {}, ["p"], complete=False)
+    (table,) = build_tables([COPY], [SourceSpec("s", (4, 3), F32)], {}, ["p"])
     assert len(table) == table.num_elements == 0
 
 
 def test_no_copies_give_no_tables():
     assert build_tables([], [SourceSpec("s", (4, 3), F32)], {}, ["p"]) == ()
-
-
-def test_columns_of_different_lengths_are_refused():
-    columns = {name: np.zeros(1, np.int64) for name in COLUMNS} | {"pos": np.zeros(2, np.int64)}
-    with pytest.raises(ValueError, match="same length"):
-        CopyTable(F32, F32, **columns)
 
 
 def test_table_of_a_large_model_has_one_row_per_shard():

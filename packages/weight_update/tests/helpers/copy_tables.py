@@ -60,7 +60,7 @@ class Copies:
                 sent = read if checksum_of == "source" else read.to(table.dst_dtype)
                 target[row["dst"] + r * row["dst_pitch"] :][: row["cols"]] = read.to(table.dst_dtype)
                 checksums[row["tensor"]] += checksum_rows(sent[None], row["pos"] + r * row["pos_pitch"], 0)
-                counts[row["tensor"]] += non_finite(sent)
+                counts[row["tensor"]] += non_finite(sent[None])
         return targets, checksums, counts
 
 

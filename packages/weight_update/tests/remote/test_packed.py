@@ -158,16 +158,6 @@ def test_parts_survive_json():
     assert parts_from_json(parts_to_json(parts)) == parts
 
 
-def test_parts_that_the_bucket_does_not_hold_are_refused():
-    spec = SourceSpec("weight", (4, 4), torch.float32)
-    piece = Piece(spec=spec, box=Box((0, 0), (2, 4)), local=torch.zeros(2, 4), device=torch.device("cpu"))
-    descriptor = received(in_arena([piece]))
-    with pytest.raises(
-        ValueError, match=r"'weight': 'message' needs the 16 elements of .*, but the shards hold 8 of them"
-    ):
-        Message(descriptor, parts_to_json(((Box((0, 0), (4, 4)),),)))
-
-
 def test_messages_are_batched_up_to_the_limit():
     class Sized:
         def __init__(self, num_bytes: int) -> None:

@@ -223,8 +223,7 @@ def test_names_of_many_loader_tensors_are_truncated(tp_size):
     checkpoint = {f"model.layers.0.mlp.experts.{i}.down_proj.qweight": torch.tensor(float(i)) for i in range(1500)}
     stats = updater.update(checkpoint.items(), 1)
     assert (stats.verified, stats.num_unverified, stats.quarantined) == (True, 1500, {})
-    assert list(stats.through_loader) == list(checkpoint)[: len(stats.through_loader)]
-    assert f"; {1500 - len(stats.through_loader)} more tensors are not named" in list(stats.through_loader.values())[-1]
+    assert list(stats.through_loader) == list(checkpoint)[:200]
     assert holds(engine, checkpoint)
     updater.close()
 

@@ -5,7 +5,7 @@ lower half. What belongs to another update is not seen.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -89,26 +89,11 @@ def _stamp(sequence: int, value: int) -> int:
     return sequence << 32 | value
 
 
-def reply_to_json(reply: dict[str, Any]) -> bytes:
-    """Encode a reply. A long error is truncated; pass other long values through `fitting` first."""
-    text = json.dumps(reply).encode()
-    if len(text) > REPLY_BYTES and "error" in reply:
-        text = json.dumps(reply | {"error": reply["error"][:4096]}).encode()
+def _reply_to_json(reply: dict[str, Any]) -> bytes:
+    """Encode a reply with a truncated error."""
+    text = json.dumps(reply | {"error": reply["error"][:4096]} if "error" in reply else reply).encode()
     assert len(text) <= REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {REPLY_BYTES}"
     return text
-
-
-def fitting(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return as many name -> reason entries as fit into a reply; the last reason counts the omitted names."""
-    kept: dict[str, str] = {}
-    room = REPLY_BYTES - 4096  # space for the other entries of the reply
-    for name, reason in reasons.items():
-        room -= len(json.dumps({name: reason}))
-        if kept and room < 0:
-            kept[next(reversed(kept))] += f"; {len(reasons) - len(kept)} more tensors are not named"
-            break
-        kept[name] = reason
-    return kept
 
 
 class RemoteInput(Protocol):
@@ -220,7 +205,7 @@ class Mailbox:
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
         """Publish `state` of `receiver` together with `reply`."""
-        text = reply_to_json(reply)
+        text = _reply_to_json(reply)
         self.board.write("replies", receiver, text)
         self.board.put("report", receiver, _stamp(sequence, state), *own_process(), len(text))
 

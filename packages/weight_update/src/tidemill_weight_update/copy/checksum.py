@@ -20,14 +20,12 @@ numbers it scatters as well as finalizers of shifts and multiplications (lowbias
 other operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from tidemill_weight_update.tensors.box import contiguous_strides
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements processed at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
@@ -57,38 +55,11 @@ def mix32(values: Tensor) -> Tensor:
     return mixed
 
 
-def checksum(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the checksum of a box of a global tensor.
-
-    Args:
-        tensor: values of the box; any strides, any dtype of 1, 2, 4 or 8 bytes per element, any device.
-        start: index of the box's first element in the global tensor, one number per dim.
-        shape: shape of the global tensor.
-
-    Returns:
-        int64 [], on the device of `tensor`.
-
-    Raises:
-        TypeError: the elements have another size.
-        ValueError: the box is not inside `shape`.
-    """
-    inside = len(start) == len(shape) == tensor.dim() and all(
-        first >= 0 and first + size <= whole for first, size, whole in zip(start, tensor.shape, shape, strict=True)
-    )
-    if not inside:
-        raise ValueError(
-            f"expected a box inside shape {tuple(shape)}, got shape {tuple(tensor.shape)} at {tuple(start)}"
-        )
-    strides = contiguous_strides(tuple(shape))
-    position = sum(first * stride for first, stride in zip(start, strides, strict=True))
-    return _checksum(_bits(tensor), position, strides)
-
-
 def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
     """Return the checksum of equidistant rows of a global tensor.
 
     Args:
-        rows: [R, C], any strides, dtype and device as for `checksum`.
+        rows: [R, C], any strides, any dtype of 1, 2, 4 or 8 bytes per element, any device.
         pos: position of `rows[0, 0]` in the flattened global tensor; the other elements of its row follow.
         pos_pitch: distance of `rows[r + 1, 0]` from `rows[r, 0]` in positions.
 
@@ -98,45 +69,26 @@ def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
     Raises:
         TypeError: the element size is not 1, 2, 4 or 8 bytes.
     """
-    return _checksum(_bits(rows), pos, (pos_pitch, 1))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if tensor.element_size() not in _BITS:
-        raise TypeError(f"checksums need elements of 1, 2, 4 or 8 bytes, got {tensor.dtype}")
-    return tensor.detach().view(_BITS[tensor.element_size()])
-
-
-def _checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
-    """Sum over pieces of `bits` (integers, any shape) that are small enough for temporaries."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece, index in _pieces(bits):
-        first = position + sum(i * stride for i, stride in zip(index, strides, strict=True))
-        total += _piece_checksum(piece, first, strides)
+    if rows.element_size() not in _BITS:
+        raise TypeError(f"checksums need elements of 1, 2, 4 or 8 bytes, got {rows.dtype}")
+    bits = rows.detach().view(_BITS[rows.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for piece, row, col in _pieces(bits):
+        down, across = (torch.arange(n, device=rows.device) for n in piece.shape)
+        total += _checksum(piece, (pos + (row + down) * pos_pitch + col)[:, None] + across)
     return total
 
 
-def _pieces(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return views of at most CHUNK_ELEMENTS that tile `tensor`, each with the index of its first element."""
-    pieces = [(tensor, (0,) * tensor.dim())] if tensor.numel() else []
-    for dim in range(tensor.dim()):
-        inner = tensor[(0,) * (dim + 1)].numel() if tensor.numel() else 1
-        step = max(1, CHUNK_ELEMENTS // inner)
-        if all(piece.numel() <= CHUNK_ELEMENTS for piece, _ in pieces):
-            break
-        pieces = [
-            (piece.narrow(dim, at, min(step, piece.shape[dim] - at)), (*index[:dim], at, *index[dim + 1 :]))
-            for piece, index in pieces
-            for at in range(0, piece.shape[dim], step)
-        ]
-    return pieces
+def _pieces(rows: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield views of at most CHUNK_ELEMENTS that tile `rows`, each with its first row and column."""
+    num_rows, num_cols = rows.shape
+    cols = max(1, min(num_cols, CHUNK_ELEMENTS))
+    for row in range(0, num_rows, CHUNK_ELEMENTS // cols):
+        for col in range(0, num_cols, cols):
+            yield rows[row : row + CHUNK_ELEMENTS // cols, col : col + cols], row, col
 
 
-def _piece_checksum(bits: Tensor, position: int, strides: Sequence[int]) -> Tensor:
-    positions = torch.full((), position, dtype=torch.int64, device=bits.device)
-    for dim, stride in enumerate(strides):
-        steps = torch.arange(bits.shape[dim], device=bits.device) * stride
-        positions = positions + steps.view([-1] + [1] * (bits.dim() - dim - 1))
+def _checksum(bits: Tensor, positions: Tensor) -> Tensor:
     itemsize = bits.element_size()
     if itemsize == 8:
         low = (bits & _MASK32).mul_(_factors(positions * 2, 4)).sum()
@@ -157,14 +109,13 @@ def _factors(positions: Tensor, itemsize: int) -> Tensor:
     return factors.mul_(powers).bitwise_and_(_MASK32)
 
 
-def non_finite(tensor: Tensor) -> Tensor:
-    """Return the number of infinite or NaN elements: int64 [], on the device of `tensor`; 0 for integers."""
-    count = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return count
-    for piece, _ in _pieces(tensor.detach()):
-        # torch.isfinite is not defined for 8-bit floats; every one of them has an exact float32.
-        count += (~torch.isfinite(piece.float() if piece.element_size() == 1 else piece)).sum()
+def non_finite(rows: Tensor) -> Tensor:
+    """Return the number of infinite or NaN elements of `rows` [R, C]: int64 [], on its device; 0 for integers."""
+    count = torch.zeros((), dtype=torch.int64, device=rows.device)
+    if rows.is_floating_point() or rows.is_complex():
+        for piece, _, _ in _pieces(rows.detach()):
+            # torch.isfinite is not defined for 8-bit floats; every one of them has an exact float32.
+            count += (~torch.isfinite(piece.float() if piece.element_size() == 1 else piece)).sum()
     return count
 
 

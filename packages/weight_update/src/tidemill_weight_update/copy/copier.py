@@ -59,8 +59,8 @@ class HostCopier:
 
         Args:
             memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
-                from the first byte of a memory, whatever its own dtype and shape. They must stay alive until `forget`,
-                or until two runs with other memories.
+                from the first byte of a memory, whatever its own dtype and shape. They stay alive until
+                two runs with other memories.
             checksums: int64 [number of tensors], or None.
             non_finite: int32 [number of tensors], number of infinite or NaN elements, or None.
             write: False only reads.
@@ -80,10 +80,6 @@ class HostCopier:
                 checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
             if non_finite is not None:
                 non_finite[rows.tensor] += count_non_finite(elements)
-
-    def forget(self) -> None:
-        """Drop the views of all memories, so that they can be freed or unmapped."""
-        self._views.clear()
 
     def _rows(self, memories: Sequence[Tensor]) -> list[_Rows]:
         key = tuple(memory.data_ptr() for memory in memories)

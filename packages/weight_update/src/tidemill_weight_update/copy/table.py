@@ -63,11 +63,6 @@ class CopyTable:
     pos: NDArray[np.int64]
     pos_pitch: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in COLUMNS}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"the columns of a table must have the same length, got {lengths}")
-
     def __len__(self) -> int:
         return len(self.tensor)
 
@@ -86,22 +81,17 @@ def build_tables(
     sources: Sequence[SourceSpec],
     shards: Mapping[str, Sequence[Shard]],
     targets: Sequence[str],
-    *,
-    complete: bool = True,
 ) -> tuple[CopyTable, ...]:
     """Return the tables that execute `copies`, one per pair of dtypes, in the order in which the pairs first appear.
 
     Args:
         copies: copies of a plan.
         sources: all tensors that are sent; a table's `tensor` is an index into this.
-        shards: source name -> disjoint shards that together contain at least what is copied of it. Pass one of several
-            replicas.
+        shards: source name -> disjoint shards; what they do not contain is not copied. Pass one of several replicas.
         targets: names of parameters; a table's `target` is an index into this.
-        complete: whether the shards must contain everything that is copied; otherwise missing parts are skipped.
 
     Raises:
-        ValueError: a copy of a source or into a parameter that is not listed, a box with the wrong number of dims, or
-            shards that do not contain each element of a copied box exactly once.
+        ValueError: a copy of a source or into a parameter that is not listed, or a box with the wrong number of dims.
     """
     index_of = {spec.name: index for index, spec in enumerate(sources)}
     target_of = {name: index for index, name in enumerate(targets)}
@@ -113,7 +103,7 @@ def build_tables(
             )
         grouped.setdefault((sources[index_of[copy.name]].dtype, copy.dtype), []).append(copy)
     return tuple(
-        _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of, complete)
+        _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of)
         for dtypes, group in grouped.items()
     )
 
@@ -125,13 +115,10 @@ def _table(
     index_of: Mapping[str, int],
     shards: Mapping[str, Sequence[Shard]],
     target_of: Mapping[str, int],
-    complete: bool,
 ) -> CopyTable:
     held = [shards.get(copy.name, ()) for copy in copies]
     pair = np.repeat(np.arange(len(copies)), [len(group) for group in held])
     shape, first, steps = _overlaps(copies, specs, held, pair)
-    if complete:
-        _check_held(copies, pair, shape.prod(axis=1))
     kept = np.flatnonzero(shape.prod(axis=1))
     entry, first, pitch, rows, cols = _to_rows(shape[kept], first[:, kept], steps[:, kept])
     entry = kept[entry]
@@ -190,17 +177,6 @@ def _overlaps(
     first[0] += np.array([shard.offset for shard in flat], np.int64)
     first[1] += np.array([copy.offset for copy in copies], np.int64)[pair]
     return np.maximum(end - start, 0), first, steps
-
-
-def _check_held(copies: Sequence[Copy], pair: NDArray[np.int64], numel: NDArray[np.int64]) -> None:
-    held = np.zeros(len(copies), np.int64)
-    np.add.at(held, pair, numel)
-    for copy, count in zip(copies, held.tolist(), strict=True):
-        if count != copy.box.numel:
-            raise ValueError(
-                f"{copy.name!r}: {copy.parameter!r} needs the {copy.box.numel} elements of {copy.box}, but the shards "
-                f"hold {count} of them; pass each element exactly once (one of several replicas)"
-            )
 
 
 def _to_rows(

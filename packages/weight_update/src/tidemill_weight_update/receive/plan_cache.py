@@ -115,7 +115,7 @@ class BucketCopies:
         ]
         self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
-        self._tables = build_tables(copies, descriptor.sources, shards, self._targets, complete=False)
+        self._tables = build_tables(copies, descriptor.sources, shards, self._targets)
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(descriptor.sources))
         self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)

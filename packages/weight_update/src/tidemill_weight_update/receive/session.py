@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from tidemill_weight_update.control.mailbox import (
     MIXED,
     UNCHANGED,
     Mailbox,
-    fitting,
 )
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few
 from tidemill_weight_update.stages import Stages
+
+MAX_NAMES = 200
+"""Names in `through_loader` of a report, of which the others are omitted."""
 
 
 class Peers:
@@ -173,7 +176,7 @@ class UpdateSession:
             self._receiver.last_names = copies.manifest.names
         self.peers.report(
             LOADED,
-            through_loader=fitting({name: copies.plan.through_loader[name] for name in self._staging}),
+            through_loader={name: copies.plan.through_loader[name][:100] for name in islice(self._staging, MAX_NAMES)},
             num_unverified=num_unverified,
             seconds=self._stages.seconds,
         )

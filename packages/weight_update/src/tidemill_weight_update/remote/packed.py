@@ -81,11 +81,7 @@ def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> PackedDescrip
 
 
 def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple[CopyTable, ...]:
-    """Return the copies from the bucket's arena (memory 0) into the message (target 0).
-
-    Raises:
-        ValueError: the bucket does not contain all parts.
-    """
+    """Return the copies from the bucket's arena (memory 0) into the message (target 0)."""
     copies = [
         Copy(source.name, place.box, "message", place.offset, place.strides, source.dtype)
         for source, places in zip(packed.descriptor.sources, packed.descriptor.shards, strict=True)

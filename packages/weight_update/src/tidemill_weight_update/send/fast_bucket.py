@@ -73,7 +73,7 @@ class FastBucket:
                 shards.setdefault(name, []).append(Shard(piece.box, index, 0, strides))
         specs = dict.fromkeys(piece.spec for piece in self.pieces)
         sources = [SourceSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in specs]
-        return build_tables(copies, sources, shards, ("arena",), complete=False)
+        return build_tables(copies, sources, shards, ("arena",))
 
 
 def pack(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[FastBucket]:
