@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tidemill_weight_update.plan.plan import StoredPlans
-from tidemill_weight_update.plan.record import Recorder
+from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.tensors.box import SourceSpec
 from torch import nn
 
@@ -56,9 +56,8 @@ def make(tmp_path, monkeypatch):
 
 def cover(model: nn.Module, folder, sources=SOURCES, identity=("1.0", 0)):
     """Return the plan, and whether it was recorded."""
-    recorder = Recorder(model, StoredPlans(model, identity, folder))
-    recorder.cover(sources)
-    return recorder.plan, bool(model.num_loads)
+    plan = StoredPlans(model, identity, folder).get(sources, lambda: record(model, sources))
+    return plan, bool(model.num_loads)
 
 
 def test_plan_is_recorded_once_for_equal_models(make, tmp_path):

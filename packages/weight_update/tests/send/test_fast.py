@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tidemill_weight_update import WeightUpdater
-from tidemill_weight_update.plan import record as recorder
+from tidemill_weight_update.receive import plan_cache
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
 from toy_engines import ATTN, MODES, TIED, ToyEngine, ToyModel, as_mode, holds, same, state, tensors
@@ -13,13 +13,13 @@ from toy_engines import ATTN, MODES, TIED, ToyEngine, ToyModel, as_mode, holds, 
 def recordings(monkeypatch) -> list[int]:
     """Number of sources of each recorded plan."""
     counted: list[int] = []
-    original = recorder.record
+    original = plan_cache.record
 
     def record(model, sources):
         counted.append(len(sources))
         return original(model, sources)
 
-    monkeypatch.setattr(recorder, "record", record)
+    monkeypatch.setattr(plan_cache, "record", record)
     return counted
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill, StoredPlans
+from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill
 from tidemill_weight_update.plan.tracer import Tracer, Write
 from tidemill_weight_update.tensors.box import SourceSpec
 
@@ -241,50 +241,3 @@ def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None
     for fill in fills:
         data = parameters[fill.parameter].detach()
         data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)
-
-
-class Recorder:
-    """Keeps the copy plan of a model for the sources of the last update.
-
-    Args:
-        model: model with SGLang's `load_weights`.
-        stored: plans on disk; None: there are none.
-
-    Attributes:
-        sources: sources of `plan`, by name.
-        plan: the plan; replaced by a new object whenever it changes, so that caches built for an old plan are
-            recognized.
-    """
-
-    def __init__(self, model: nn.Module, stored: StoredPlans | None) -> None:
-        self._model = model
-        self._stored = stored
-        self.forget()
-
-    def forget(self) -> None:
-        """Discard the plan."""
-        self.sources: dict[str, SourceSpec] = {}
-        self.plan = CopyPlan(copies=())
-        self._filled: dict[str, nn.Parameter] = {}
-
-    def cover(self, sources: Sequence[SourceSpec]) -> None:
-        """Set `plan` to the plan of exactly these sources, recorded as a whole, so that its coverage is exact.
-
-        Raises:
-            RuntimeError: the model rejects a source.
-        """
-        wanted = {source.name: source for source in sources}
-        if wanted != self.sources:
-            self.plan = self._plan_of(list(wanted.values()))
-            self.sources = wanted
-            names = {fill.parameter for fill in self.plan.fills}
-            self._filled = {name: p for name, p in self._model.named_parameters() if name in names}
-
-    def _plan_of(self, sources: Sequence[SourceSpec]) -> CopyPlan:
-        if self._stored is None:
-            return record(self._model, sources)
-        return self._stored.get(sources, lambda: record(self._model, sources))
-
-    def write_fills(self) -> None:
-        """Write the constants of the plan, as loading its sources would; the copies must follow."""
-        write_fills(self._filled, self.plan.fills)

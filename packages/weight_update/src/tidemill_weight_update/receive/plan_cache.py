@@ -17,7 +17,7 @@ from tidemill_weight_update.copy.tiles import interleave
 from tidemill_weight_update.memory.arena import MappedMemories
 from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
 from tidemill_weight_update.plan.plan import Copy, CopyPlan, StoredPlans
-from tidemill_weight_update.plan.record import Recorder
+from tidemill_weight_update.plan.record import record, write_fills
 from tidemill_weight_update.tensors.box import Box, SourceSpec, are_disjoint, contiguous_strides
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Copies:
     ) -> None:
         self.manifest = manifest
         self.plan = plan
-        parameters = dict(model.named_parameters())
+        self._parameters = parameters = dict(model.named_parameters())
         device = next(model.parameters()).device
 
         def build(descriptor: BucketDescriptor) -> BucketCopies:
@@ -225,6 +225,10 @@ class Copies:
         self._where = [manifest.positions(copies.sources) for copies in self.all]
         self._where_sent = [manifest.positions(descriptor.sources) for descriptor in manifest.descriptors]
         self.counts = self._sum(self._where, [copies.counts for copies in self.all])
+
+    def write_fills(self) -> None:
+        """Write the constants of the plan, as loading its sources would; the copies must follow."""
+        write_fills(self._parameters, self.plan.fills)
 
     def is_in_arena(self, trainer_rank: int, bucket: int) -> bool:
         """Return whether a bucket is not read in place."""
@@ -260,7 +264,6 @@ class PlanCache:
         stored: plans on disk; None: there are none.
 
     Attributes:
-        recorder: the plan, and the sources it was recorded for.
         last_names: names of the tensors of the last update that loaded all parameters.
     """
 
@@ -275,11 +278,13 @@ class PlanCache:
         self.may_ignore = may_ignore
         self.finish = finish
         self.device = next(model.parameters()).device
-        self.recorder = Recorder(model, stored)
         self.last_names: Sequence[str] = ()
         self._memories = MappedMemories(self.device)
         self._declared: tuple[tuple[Mailbox, int], ...] = ()
         self._manifest: Manifest | None = None
+        self._stored = stored
+        self._plan = CopyPlan(copies=())
+        self._planned: dict[str, SourceSpec] = {}
         self._copies: Copies | None = None
         self._modules = list(model.modules())
         self._layout = self._find_parameters()
@@ -312,19 +317,25 @@ class PlanCache:
             RuntimeError: the model rejects a tensor.
             ValueError: a tensor has the wrong dtype.
         """
-        copies = self._copies
-        if copies is None or copies.plan is not self.recorder.plan:
-            self.recorder.cover(manifest.sources)
-            _check_dtypes(self.recorder)
-            copies = self._copies = Copies(manifest, boxes, self.recorder.plan, self.model, self._memories)
-        return copies
+        if self._copies is None:
+            wanted = {source.name: source for source in manifest.sources}
+            if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
+                self._plan, self._planned = self._plan_of(manifest.sources), wanted
+            _check_dtypes(self._plan, wanted)
+            self._copies = Copies(manifest, boxes, self._plan, self.model, self._memories)
+        return self._copies
+
+    def _plan_of(self, sources: Sequence[SourceSpec]) -> CopyPlan:
+        if self._stored is None:
+            return record(self.model, sources)
+        return self._stored.get(sources, lambda: record(self.model, sources))
 
     def follow_model(self) -> None:
         """Discard the plan if the parameters have moved since the last update."""
         layout = self._find_parameters()
         if layout != self._layout:
             self._layout = layout
-            self.recorder.forget()
+            self._copies, self._planned = None, {}
 
     def _find_parameters(self) -> list[tuple[object, ...]]:
         """Return identities, addresses, shapes and dtypes of the parameters."""
@@ -338,13 +349,13 @@ class PlanCache:
             self._manifest = self._copies = None
 
 
-def _check_dtypes(recorder: Recorder) -> None:
+def _check_dtypes(plan: CopyPlan, sources: Mapping[str, SourceSpec]) -> None:
     """Raise ValueError for casts that loading would do silently: between integers and floats, and of quantized values
     without their scale.
     """
-    wrong = {name: recorder.plan.through_loader[name] for name in recorder.plan.converted}
-    for copy in recorder.plan.copies:
-        sent = recorder.sources[copy.name].dtype
+    wrong = {name: plan.through_loader[name] for name in plan.converted}
+    for copy in plan.copies:
+        sent = sources[copy.name].dtype
         if sent.itemsize == 1 and sent.is_floating_point and copy.dtype.itemsize > 1:
             wrong[copy.name] = f"it is cast from {sent} to {copy.dtype} without its scale"
     if wrong:

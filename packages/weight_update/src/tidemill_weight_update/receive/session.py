@@ -167,11 +167,11 @@ class UpdateSession:
             self._reject_unused(copies.manifest)
         sent = self._copy(copies)
         with self._stages("finish"):
-            self._load_staged()
+            self._load_staged(copies)
             self._receiver.finish()
             self._synchronize()
         with self._stages("verify"):
-            num_unverified = self._compare(copies, sent)
+            num_unverified = self._verify(copies, sent)
         if not self._request.partial:
             self._receiver.last_names = copies.manifest.names
         self.peers.report(
@@ -195,17 +195,17 @@ class UpdateSession:
         """Return the checked copies of all buckets: those of the last update unless something has changed."""
         manifest = self._receiver.manifest(self._boxes, numbers)
         copies = self._receiver.copies(self._boxes, manifest)
-        self._check_coverage(manifest)
+        self._check_coverage(copies)
         self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
         return copies
 
-    def _check_coverage(self, manifest: Manifest) -> None:
-        plan = self._receiver.recorder.plan
-        if not plan.uncovered or self._request.partial:
+    def _check_coverage(self, copies: Copies) -> None:
+        uncovered = copies.plan.uncovered
+        if not uncovered or self._request.partial:
             return
-        missing = [f"{name!r} ({count} elements)" for name, count in plan.uncovered.items()]
+        missing = [f"{name!r} ({count} elements)" for name, count in uncovered.items()]
         message = f"no tensor was sent for these parameters of the engine: {first_few(missing)}"
-        if gone := [repr(name) for name in self._receiver.last_names if name not in manifest.index]:
+        if gone := [repr(name) for name in self._receiver.last_names if name not in copies.manifest.index]:
             message += f"; tensors of the last complete update that are missing now: {first_few(gone)}"
         raise ValueError(message)
 
@@ -269,7 +269,7 @@ class UpdateSession:
         self.changed = True
         for source in {source.name: source for each in copies.all for source in each.staged}.values():
             self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
-        self._receiver.recorder.write_fills()
+        copies.write_fills()
 
     def _ready(self, pending: dict[int, int], copies: Copies) -> dict[int, int]:
         """Return the next bucket of each trainer rank that has filled it, and drop the ranks that have finished."""
@@ -294,21 +294,14 @@ class UpdateSession:
         (memory,) = copies.manifest.declared[index][bucket].memories
         return box.remote_input.receive(self._request.sequence, self.peers.row, bucket, memory, self.peers.check)
 
-    def _load_staged(self) -> None:
+    def _load_staged(self, copies: Copies) -> None:
         if self._staging:
-            order = [name for name in self._receiver.recorder.sources if name in self._staging]
+            order = [name for name in copies.plan.through_loader if name in self._staging]
             self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
 
     # After the copies.
 
-    def _compare(self, copies: Copies, sent: NDArray[np.int64]) -> int:
-        """Compare checksums with the other ranks and the trainer; see `_verify`."""
-        self.peers.share_totals(copies.checksums(), copies.counts)
-        self.peers.report(COPIED)
-        self.peers.wait(COPIED)
-        return self._verify(copies.manifest, sent)
-
-    def _verify(self, manifest: Manifest, sent: NDArray[np.int64]) -> int:
+    def _verify(self, copies: Copies, sent: NDArray[np.int64]) -> int:
         """Compare what all ranks copied with what the trainer sent; return the number of tensors that could not be
         compared.
 
@@ -318,6 +311,10 @@ class UpdateSession:
         Raises:
             RuntimeError: a tensor arrived with other values than were sent.
         """
+        manifest = copies.manifest
+        self.peers.share_totals(copies.checksums(), copies.counts)
+        self.peers.report(COPIED)
+        self.peers.wait(COPIED)
         checksums, counts = self.peers.sum_totals(len(manifest.names))
         comparable = counts % manifest.numel == 0
         wrong = comparable & (checksums != sent * (counts // manifest.numel))
@@ -327,8 +324,7 @@ class UpdateSession:
                 f"checksum mismatch: these tensors did not arrive as they were sent: {first_few(names)}; they must "
                 f"not change during the update"
             )
-        through = self._receiver.recorder.plan.through_loader
-        comparable[[manifest.index[name] for name in through if name in manifest.index]] = False
+        comparable[[manifest.index[name] for name in copies.plan.through_loader]] = False
         return int((~comparable).sum())
 
     def _synchronize(self) -> None:
