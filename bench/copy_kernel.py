@@ -141,8 +141,8 @@ class Bench:
 
     def copier(self, case: Case, tiling: tuple[int, int, int] | None) -> Callable[..., None]:
         if self.device.type == "cpu":
-            host = HostCopier([case.table], [self.target], "target")
-            return lambda *sums, write: host.run([self.source], *sums, write=write)
+            host = HostCopier([case.table], [self.source], [self.target], "target")
+            return lambda *sums, write: host.run(*sums, write=write)
         from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
 
         chosen = None

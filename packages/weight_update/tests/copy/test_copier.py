@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tidemill_weight_update.copy.checksum import checksum_rows
-from tidemill_weight_update.copy.copier import HostCopier
+from tidemill_weight_update.copy.copier import Copier, HostCopier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -31,7 +31,7 @@ def test_copies_casts_checksums_and_non_finite_counts(pair, checksum_of):
         wanted, checksums, counts = case.expected(memories, checksum_of)
         targets = case.targets()
         got = torch.zeros_like(checksums), torch.zeros_like(counts)
-        HostCopier([case.table], targets, checksum_of).run(memories, *got)
+        HostCopier([case.table], memories, targets, checksum_of).run(*got)
         assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
         assert torch.equal(got[0], checksums)
         assert torch.equal(got[1], counts)
@@ -42,7 +42,7 @@ def test_checksums_without_copy_write_nothing():
     memories, targets = case.memories(0), case.targets()
     _, checksums, counts = case.expected(memories, "target")
     got = torch.zeros_like(checksums), torch.zeros_like(counts)
-    HostCopier([case.table], targets, "target").run(memories, *got, write=False)
+    HostCopier([case.table], memories, targets, "target").run(*got, write=False)
     assert all(torch.equal(target, poison) for target, poison in zip(targets, case.targets(), strict=True))
     assert torch.equal(got[0], checksums)
     assert torch.equal(got[1], counts)
@@ -55,42 +55,43 @@ def test_tables_share_memories_targets_and_checksums():
     memories, targets = case.memories(0), case.targets()
     wanted, checksums, _ = case.expected(memories, "source")
     got = torch.zeros_like(checksums)
-    HostCopier(tables, targets).run(memories, got)
+    HostCopier(tables, memories, targets).run(got)
     assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
     assert torch.equal(got, checksums)
 
 
-def test_cached_views_follow_the_memories_of_each_run():
+@pytest.mark.parametrize("keeps", [False, True])
+def test_copier_follows_the_blocks_of_each_run(keeps):
     case = copy_tables.random_copies(1, BF16, BF16)
-    targets = case.targets()
-    copier = HostCopier([case.table], targets)
-    slots = [case.memories(seed) for seed in range(4)]
-    for slot in (0, 1, 0, 2, 3, 0):
-        slots[slot][0] += 1
-        copier.run(slots[slot])
-        wanted, _, _ = case.expected(slots[slot], "source")
+    copier = Copier([case.table], torch.device("cpu"), keeps=keeps)
+    slots = [(case.memories(seed), case.targets()) for seed in range(3)]
+    for slot in (0, 1, 1, 0, 2):
+        memories, targets = slots[slot]
+        memories[0] += 1
+        copier.run(memories, targets)
+        wanted, _, _ = case.expected(memories, "source")
         assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
 
 
-def test_only_the_last_two_sets_of_memories_are_cached():
+def test_copier_keeps_no_block_alive_unless_asked():
     case = copy_tables.random_copies(1, BF16, BF16)
-    copier = HostCopier([case.table], case.targets())
 
-    def run(seed):
-        arrays = [memory.numpy() for memory in case.memories(seed)]
-        copier.run([torch.from_numpy(array) for array in arrays])
+    def run(copier):
+        arrays = [memory.numpy() for memory in case.memories(0)]
+        copier.run([torch.from_numpy(array) for array in arrays], case.targets())
         return [weakref.ref(array) for array in arrays]
 
-    alive = [run(seed) for seed in range(3)]
+    copiers = [Copier([case.table], torch.device("cpu"), keeps=keeps) for keeps in (False, True)]
+    alive = [run(copier) for copier in copiers]
     gc.collect()
-    assert [any(ref() is not None for ref in refs) for refs in alive] == [False, True, True]
+    assert [any(ref() is not None for ref in refs) for refs in alive] == [False, True]
 
 
 def test_offsets_in_a_transposed_target_ignore_its_strides():
     storage = torch.zeros(100, dtype=BF16)
     source = torch.randn(12).to(BF16)
     target = storage[10:34].view(6, 4).t()  # as a parameter that its loader stores transposed
-    HostCopier([one_row(BF16, dst=3, cols=12)], [target]).run([source])
+    HostCopier([one_row(BF16, dst=3, cols=12)], [source], [target]).run()
     assert torch.equal(storage[13:25], source)
     assert torch.count_nonzero(storage) == 12
 
@@ -99,7 +100,7 @@ def test_parameter_with_requires_grad_is_written():
     parameter = torch.nn.Parameter(torch.zeros(4, 6))
     source = torch.randn(24)
     checksums = torch.zeros(1, dtype=torch.int64)
-    HostCopier([one_row(FP32, cols=24)], [parameter]).run([source.requires_grad_()], checksums)
+    HostCopier([one_row(FP32, cols=24)], [source.requires_grad_()], [parameter]).run(checksums)
     assert torch.equal(parameter.detach().flatten(), source.detach())
     assert checksums[0] == checksum_rows(source[None], 0, 0)
 
@@ -115,13 +116,12 @@ def test_parameter_with_requires_grad_is_written():
 )
 def test_copies_outside_a_block_are_refused(columns, message):
     with pytest.raises(ValueError, match=message):
-        HostCopier([one_row(BF16, **columns)], [torch.zeros(24, dtype=BF16)]).run([torch.zeros(24, dtype=BF16)])
+        HostCopier([one_row(BF16, **columns)], [torch.zeros(24, dtype=BF16)], [torch.zeros(24, dtype=BF16)])
 
 
 def test_blocks_not_aligned_to_the_dtype_are_refused():
-    copier = HostCopier([one_row(FP32, cols=1)], [torch.zeros(4)])
     with pytest.raises(ValueError, match=r"memory 0 must start at a multiple of the 4 bytes of .*, got byte 2"):
-        copier.run([torch.zeros(16, dtype=torch.uint8)[2:]])
+        HostCopier([one_row(FP32, cols=1)], [torch.zeros(16, dtype=torch.uint8)[2:]], [torch.zeros(4)])
 
 
 def test_alignment_is_checked_per_dtype_of_the_own_copies():
@@ -129,6 +129,6 @@ def test_alignment_is_checked_per_dtype_of_the_own_copies():
     halves, singles = torch.randn(9).to(BF16), torch.randn(4)
     parameters = torch.zeros(9, dtype=BF16), torch.zeros(4)
     tables = [one_row(BF16, cols=8), one_row(FP32, memory=1, target=1, cols=4)]
-    HostCopier(tables, [parameters[0][1:], parameters[1]]).run([halves[1:], singles])
+    HostCopier(tables, [halves[1:], singles], [parameters[0][1:], parameters[1]]).run()
     assert torch.equal(parameters[0][1:], halves[1:])
     assert torch.equal(parameters[1], singles)

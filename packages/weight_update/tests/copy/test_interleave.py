@@ -33,7 +33,7 @@ def test_reordered_table_does_the_same_copies(data):
     memories, targets = case.memories(0), case.targets()
     wanted, checksums, counts = case.expected(memories, "source")
     got = torch.zeros_like(checksums), torch.zeros_like(counts)
-    HostCopier([table], targets).run(memories, *got)
+    HostCopier([table], memories, targets).run(*got)
     assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
     assert torch.equal(got[0], checksums)
     assert torch.equal(got[1], counts)

@@ -1,8 +1,8 @@
-"""Copiers: run copy tables on host memory with torch's views and copies, and fill the arena on the host or on a GPU."""
+"""Copiers: run copy tables on a CPU or a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -11,8 +11,77 @@ from tidemill_weight_update.copy.checksum import checksum_rows
 from tidemill_weight_update.copy.checksum import non_finite as count_non_finite
 from tidemill_weight_update.copy.table import CopyTable
 
-CACHED_RUNS = 2
-"""Number of memory sets whose views are cached: the two halves of a double buffer."""
+if TYPE_CHECKING:
+    from tidemill_weight_update.copy.cuda import CudaCopier
+
+READING_STEPS = 4
+"""Tiles that a thread block reads one after the other when nothing is written."""
+
+Blocks = Sequence[Tensor] | Sequence[int]
+"""Blocks of memory: tensors, or addresses of GPU memory."""
+
+
+class Copier:
+    """Runs copy tables on a device: with torch's views and copies on a CPU, with one kernel on a GPU.
+
+    Args:
+        tables: copies to run; see `CopyTable`.
+        device: device on which they run.
+        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
+            ("target").
+        only_reads: whether `run` gets no targets.
+        keeps: whether views of the blocks of the last run are kept for the next one, and with them the blocks.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CopyTable],
+        device: torch.device,
+        checksum_of: Literal["source", "target"] = "source",
+        *,
+        only_reads: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        self._tables = tables
+        self._device = device
+        self._checksum_of: Literal["source", "target"] = checksum_of
+        self._keeps = keeps
+        self._kept: tuple[list[int], HostCopier] | None = None
+        self._cuda: CudaCopier | None = None
+        if device.type == "cuda":
+            from tidemill_weight_update.copy import cuda
+
+            tiling = cuda.Tiling(steps=READING_STEPS) if only_reads else None
+            self._cuda = cuda.CudaCopier(tables, device, checksum_of, tiling)
+
+    def run(
+        self, memories: Blocks, targets: Blocks, checksums: Tensor | None = None, non_finite: Tensor | None = None
+    ) -> None:
+        """Copy, unless there are no targets, and add to `checksums` (int64) and `non_finite` (int32), by source.
+
+        On a GPU the work is queued on the current stream.
+
+        Args:
+            memories: blocks that the tables' `memory` columns index; tensors may be on another device.
+            targets: blocks that the tables' `target` columns index.
+        """
+        # On a GPU, copies of memories stay referenced until the kernel is queued: memory is reused in stream order.
+        here = [_on_device(block, self._device) for block in memories if isinstance(block, Tensor)]
+        places = [block for block in targets if isinstance(block, Tensor)]
+        if self._cuda is not None:
+            bases, ends = ([block.data_ptr() for block in blocks] for blocks in (here, places))
+            self._cuda.run(bases or memories, ends or targets, checksums, non_finite, write=len(targets) > 0)  # type: ignore[arg-type]
+            return
+        key = [block.data_ptr() for block in (*here, *places)]
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, HostCopier(self._tables, here, places, self._checksum_of)
+        self._kept[1].run(checksums, non_finite)
+        if not self._keeps:
+            self._kept = None
+
+
+def _on_device(block: Tensor, device: torch.device) -> Tensor:
+    return block if block.device == device else block.to(device).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,48 +96,32 @@ class _Rows:
 
 
 class HostCopier:
-    """Runs the same copies repeatedly, from memories that may change between runs into fixed targets.
+    """Copies between blocks of host memory.
 
     Args:
         tables: copies to run; see `CopyTable`.
-        targets: tensors in host memory that the tables' `target` columns index. Offsets count elements of the table's
-            `dst_dtype` from the first byte of a target, whatever the target's own dtype and shape.
-        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
-            ("target").
+        memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
+            from the first byte of a memory, whatever its own dtype and shape.
+        targets: tensors that the tables' `target` columns index; offsets count elements of `dst_dtype`.
+        checksum_of: see `Copier`.
+
+    Raises:
+        ValueError: a copy exceeds a memory or target, or one is not aligned to its dtype.
     """
 
     def __init__(
         self,
         tables: Sequence[CopyTable],
+        memories: Sequence[Tensor],
         targets: Sequence[Tensor],
         checksum_of: Literal["source", "target"] = "source",
     ) -> None:
-        self._tables = tuple(tables)
-        self._targets = tuple(targets)
+        self._rows = [row for table in tables for row in _views(table, memories, targets)]
         self._checksum_of = checksum_of
-        self._views: dict[tuple[int, ...], list[_Rows]] = {}
 
-    def run(
-        self,
-        memories: Sequence[Tensor],
-        checksums: Tensor | None = None,
-        non_finite: Tensor | None = None,
-        write: bool = True,
-    ) -> None:
-        """Copy, and add to `checksums` and `non_finite` what was copied.
-
-        Args:
-            memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
-                from the first byte of a memory, whatever its own dtype and shape. They stay alive until
-                two runs with other memories.
-            checksums: int64 [number of tensors], or None.
-            non_finite: int32 [number of tensors], number of infinite or NaN elements, or None.
-            write: False only reads.
-
-        Raises:
-            ValueError: a copy exceeds a memory or target, or one is not aligned to its dtype.
-        """
-        for rows in self._rows(memories):
+    def run(self, checksums: Tensor | None = None, non_finite: Tensor | None = None, write: bool = True) -> None:
+        """Copy, unless `write` is False, and add to `checksums` and `non_finite` what was copied; see `Copier.run`."""
+        for rows in self._rows:
             if write:
                 rows.target.copy_(rows.source)
             if checksums is None and non_finite is None:
@@ -80,16 +133,6 @@ class HostCopier:
                 checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
             if non_finite is not None:
                 non_finite[rows.tensor] += count_non_finite(elements)
-
-    def _rows(self, memories: Sequence[Tensor]) -> list[_Rows]:
-        key = tuple(memory.data_ptr() for memory in memories)
-        rows = self._views.pop(key, None)
-        if rows is None:
-            rows = [row for table in self._tables for row in _views(table, memories, self._targets)]
-        self._views[key] = rows  # now the most recent one
-        while len(self._views) > CACHED_RUNS:
-            del self._views[next(iter(self._views))]
-        return rows
 
 
 def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> list[_Rows]:
@@ -140,75 +183,3 @@ def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int, na
             f"the parameters may have changed after the plan was recorded; restart the engine"
         )
     return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)
-
-
-READING_STEPS = 4
-"""Tiles that a thread block reads one after the other when nothing is written."""
-
-
-class SendCopier(Protocol):
-    """Copies pieces into an arena, casts them on the way, and computes checksums of what is sent."""
-
-    def run(
-        self,
-        pieces: Sequence[Tensor] | Sequence[int],
-        arena: Tensor | None,
-        checksums: Tensor,
-        non_finite: Tensor | None,
-    ) -> None:
-        """Add to `checksums` (int64) and `non_finite` (int32, if given), by source; without an arena only read.
-
-        Args:
-            pieces: memories of the tables: tensors, or addresses of GPU memory.
-        """
-        ...
-
-
-def send_copier(tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> SendCopier:
-    """Return the copier for an arena on `device`, or for pieces on `device` that are only read (`stays`)."""
-    return _HostSend(tables) if device.type == "cpu" else _CudaSend(tables, device, stays=stays)
-
-
-class _HostSend:
-    def __init__(self, tables: Sequence[CopyTable]) -> None:
-        self._tables = tables
-
-    def run(
-        self,
-        pieces: Sequence[Tensor] | Sequence[int],
-        arena: Tensor | None,
-        checksums: Tensor,
-        non_finite: Tensor | None,
-    ) -> None:
-        assert arena is not None, "host memory of this process cannot be read by others"
-        # Not cached: its views would keep the trainer's tensors alive.
-        copier = HostCopier(self._tables, [arena], checksum_of="target")
-        copier.run(
-            [_on_device(piece, arena.device) for piece in pieces if isinstance(piece, Tensor)], checksums, non_finite
-        )
-
-
-class _CudaSend:
-    def __init__(self, tables: Sequence[CopyTable], device: torch.device, *, stays: bool) -> None:
-        from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
-
-        tiling = Tiling(steps=READING_STEPS) if stays else None
-        self._copier = CudaCopier(tables, device, checksum_of="target", tiling=tiling)
-        self._device = device
-
-    def run(
-        self,
-        pieces: Sequence[Tensor] | Sequence[int],
-        arena: Tensor | None,
-        checksums: Tensor,
-        non_finite: Tensor | None,
-    ) -> None:
-        # The allocator reuses memory of temporary copies in stream order, so it stays valid until it is read.
-        here = [_on_device(piece, self._device) for piece in pieces if isinstance(piece, Tensor)]
-        addresses = [piece.data_ptr() for piece in here] or pieces
-        target = 0 if arena is None else arena.data_ptr()
-        self._copier.run(addresses, [target], checksums, non_finite, write=arena is not None)  # type: ignore[arg-type]
-
-
-def _on_device(piece: Tensor, device: torch.device) -> Tensor:
-    return piece if piece.device == device else piece.to(device).contiguous()

@@ -1,7 +1,6 @@
 """What an engine rank keeps between updates: the trainer's declaration, the plan, and copies built from both."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from tidemill_weight_update.control.descriptor import BucketDescriptor, declaration_from_json, merge_descriptors
 from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.copy.checksum import TensorSums
-from tidemill_weight_update.copy.copier import HostCopier
+from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.copy.table import CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
 from tidemill_weight_update.memory.arena import MappedMemories
@@ -19,9 +18,6 @@ from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
 from tidemill_weight_update.plan.plan import Copy, CopyPlan, StoredPlans
 from tidemill_weight_update.plan.record import record, write_fills
 from tidemill_weight_update.tensors.box import Box, SourceSpec, are_disjoint, contiguous_strides
-
-if TYPE_CHECKING:
-    from tidemill_weight_update.copy.cuda import CudaCopier
 
 
 class Manifest:
@@ -119,18 +115,14 @@ class BucketCopies:
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(descriptor.sources))
         self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)
-        self._host = [mapped.tensor(memory) for memory in descriptor.memories if isinstance(memory, HostMemory)]
+        self._memories = [
+            mapped.tensor(memory) if isinstance(memory, HostMemory) else mapped.address(memory)
+            for memory in descriptor.memories
+        ]
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
-        self._addresses = [] if self.staged else [place.data_ptr() for place in self._places({})]
-        self._host_copier: HostCopier | None = None
-        self._gpu_copier: CudaCopier | None = None
-        self._gpu: list[int] = []
-        if device.type == "cpu" and not self.staged:
-            self._host_copier = HostCopier(self._tables, self._places({}))
-        elif device.type == "cuda":
-            tables = _paced(self._tables, descriptor) if descriptor.is_in_place else self._tables
-            self._gpu_copier = _cuda_copier(tables, device)
-            self._gpu = [mapped.address(each) for each in descriptor.memories if isinstance(each, DeviceMemory)]
+        self._places: Blocks = [] if self.staged else self._found({})
+        tables = _paced(self._tables, descriptor) if descriptor.is_in_place else self._tables
+        self._copier = Copier(tables, device, keeps=not self.staged)
 
     def run(self, received: Tensor | None, staging: Mapping[str, Tensor]) -> None:
         """Copy, and compute the checksums of what is copied. On a GPU the work is queued on the current stream.
@@ -141,27 +133,14 @@ class BucketCopies:
         """
         self.sums.clear()
         if self._tables:
-            host = self._host if received is None else [received]
-            if self._gpu_copier is None:
-                copier = self._host_copier or HostCopier(self._tables, self._places(staging))
-                copier.run(host, self.sums.checksums)
-            else:
-                # Uploads stay referenced until the copies are queued: the allocator reuses memory in stream order.
-                uploads = [memory.to(self._device) for memory in host]
-                targets = self._addresses or [place.data_ptr() for place in self._places(staging)]
-                bases = [upload.data_ptr() for upload in uploads] or self._gpu
-                self._gpu_copier.run(bases, targets, self.sums.checksums)
+            memories = self._memories if received is None else [received]
+            self._copier.run(memories, self._places or self._found(staging), self.sums.checksums)  # type: ignore[arg-type]
         self.sums.fetch()
 
-    def _places(self, staging: Mapping[str, Tensor]) -> list[Tensor]:
+    def _found(self, staging: Mapping[str, Tensor]) -> Blocks:
         staged = {f"staged {name}": tensor for name, tensor in staging.items()}
-        return [self._parameters[name] if name in self._parameters else staged[name] for name in self._targets]
-
-
-def _cuda_copier(tables: Sequence[CopyTable], device: torch.device) -> "CudaCopier":
-    from tidemill_weight_update.copy.cuda import CudaCopier
-
-    return CudaCopier(tables, device)
+        places = [self._parameters[name] if name in self._parameters else staged[name] for name in self._targets]
+        return [place.data_ptr() for place in places] if self._device.type == "cuda" else places
 
 
 def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> list[CopyTable]:

@@ -3,18 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.copy.copier import HostCopier
+from tidemill_weight_update.copy.copier import Copier
 from tidemill_weight_update.copy.table import CopyTable, Shard, aligned, build_tables
 from tidemill_weight_update.plan.plan import Copy, CopyPlan
 from tidemill_weight_update.tensors.box import Box, contiguous_strides
-
-if TYPE_CHECKING:
-    from tidemill_weight_update.copy.cuda import CudaCopier
 
 Parts = tuple[tuple[Box, ...], ...]
 """For each source of a bucket, disjoint boxes, each inside one of the bucket's shards."""
@@ -104,15 +100,10 @@ class Message:
         self.num_bytes = packed.num_bytes
         self.is_whole_bucket = packed.descriptor.shards == descriptor.shards
         self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
-        self._gpu_copier: CudaCopier | None = None
+        self._copier: Copier | None = None
 
     def fill(self, arena: Tensor, place: Tensor) -> None:
         """Copy the parts from the bucket's arena to `place`, uint8 [num_bytes]; on a GPU, queue the copy."""
-        if arena.device.type == "cpu":
-            HostCopier(self._tables, [place]).run([arena])
-            return
-        from tidemill_weight_update.copy.cuda import CudaCopier
-
-        if self._gpu_copier is None:
-            self._gpu_copier = CudaCopier(self._tables, arena.device)
-        self._gpu_copier.run([arena.data_ptr()], [place.data_ptr()])
+        if self._copier is None:
+            self._copier = Copier(self._tables, arena.device)
+        self._copier.run([arena], [place])

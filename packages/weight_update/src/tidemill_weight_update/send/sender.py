@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor, declaration_to_json
 from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.copy.checksum import TensorSums
-from tidemill_weight_update.copy.copier import SendCopier, send_copier
+from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_arena
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.send.fast_bucket import FastBucket
 from tidemill_weight_update.stages import Stages
 
-Values = Sequence[Tensor] | Sequence[int]
+Values = Blocks
 """What a bucket is filled with, or read from in place: tensors, or addresses of GPU memory."""
 
 
@@ -35,7 +34,7 @@ class PreparedBucket:
     """
 
     descriptor: BucketDescriptor
-    copier: SendCopier
+    copier: Copier
     sums: TensorSums
     num_pieces: int
     num_bytes: int
@@ -82,7 +81,7 @@ class Sender:
             prepared.append(
                 PreparedBucket(
                     descriptor=descriptor,
-                    copier=send_copier(bucket.tables(device), device, stays=descriptor.is_in_place),
+                    copier=Copier(bucket.tables(device), device, "target", only_reads=descriptor.is_in_place),
                     sums=TensorSums(len(descriptor.sources), device, counts_non_finite=not self._allow_non_finite),
                     num_pieces=len(bucket.pieces),
                     num_bytes=bucket.num_bytes,
@@ -156,7 +155,7 @@ class Sender:
         arena = self._arenas.next(prepared.num_bytes) if prepared.num_bytes else None
         prepared.sums.clear()
         prepared.copier.run(
-            values, None if arena is None else arena.data, prepared.sums.checksums, prepared.sums.non_finite
+            values, [] if arena is None else [arena.data], prepared.sums.checksums, prepared.sums.non_finite
         )
         prepared.sums.fetch()
         return arena
