@@ -1,12 +1,15 @@
 import pytest
-from tidemill_trainer.config_file import ConfigError, load_config
-from tidemill_trainer.gpus import check_gpus
+from tidemill_trainer.config_file import ConfigError, load_config, read_config
+from tidemill_trainer.gpus import check_gpus, engine_gpus, training_gpus
+from tidemill_trainer.sft.config import SFTConfig
 
 
 @pytest.fixture
 def check(config_file):
     def check(num_gpus, *overrides, has_training=True):
-        check_gpus(load_config(config_file, overrides), num_gpus, has_training=has_training)
+        config = load_config(config_file, overrides)
+        of_training = training_gpus(config, num_gpus) if has_training else {}
+        check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
 
     return check
 
@@ -38,3 +41,12 @@ def test_processes_on_cpus_require_no_gpus(check):
     check(2, *ROLES, has_training=False)
     with pytest.raises(ConfigError, match=r"requires 7 GPUs, .* has 0"):
         check(0, *ROLES, "engine.device=cuda")
+
+
+def test_fine_tuning_requires_the_gpus_of_its_workers_alone(config_file):
+    config = read_config(SFTConfig, config_file, ["actor.num_workers=4"])
+    check_gpus(training_gpus(config, 4), 4)
+    with pytest.raises(
+        ConfigError, match=r"4 GPUs, 4 for actor\.num_workers, but the Ray cluster has 2; lower these numbers$"
+    ):
+        check_gpus(training_gpus(config, 2), 2)

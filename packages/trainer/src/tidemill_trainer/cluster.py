@@ -9,7 +9,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
-from tidemill_trainer.gpus import check_gpus, gpus_per_engine, on_gpu
+from tidemill_trainer.gpus import check_gpus, engine_gpus, gpus_per_engine, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
@@ -95,7 +95,8 @@ class Cluster:
     def _start_groups(self) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
-        check_gpus(config, num_gpus, has_training=self._has_training)
+        of_training = training_gpus(config, num_gpus) if self._has_training else {}
+        check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
         forget(self._run.logs)
         self._files = EngineFiles.create()
         no_leftovers = worker_environment(self._files.folder)

@@ -7,7 +7,7 @@ from typing import Self
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from tidemill_trainer.gpus import on_gpu
+from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.rollout.engine_files import EngineFiles
@@ -64,10 +64,12 @@ class SFTCluster:
 
     def _start_workers(self) -> None:
         config, logs = self._config, self._run.logs
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        check_gpus(training_gpus(config, num_gpus), num_gpus)
         forget(logs)
         files = EngineFiles.create()
         self._stack.callback(files.remove)
-        has_gpu = on_gpu(config.engine.device, ray.cluster_resources().get("GPU", 0.0))
+        has_gpu = on_gpu(config.engine.device, num_gpus)
         self.workers = start_training(
             "actor",
             RayClassWithInitArgs(SFTWorker, config, str(logs.resolve())),
