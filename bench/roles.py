@@ -4,17 +4,22 @@
     python bench/roles.py --model tiny            seconds, on a CPU
 
 A step is the log-probs of the policy, advantages, and one optimizer step; a reference adds its log-probs, a critic its
-values and its own optimizer step. All are engines of one process. Rows have 512 to 4,096 tokens, log-uniform, and are
-new in each step; weights are random. A forward pass more should cost less than 1.35 times the step of the policy.
+values and its own optimizer step. All are engines of one process, a new one for each case. Rows have 512 to 4,096
+tokens, log-uniform, and are new in each step; weights are random. A forward pass more should cost less than 1.35 times
+the step of the policy. Peak memory is that of torch's allocator on a GPU, and that of the whole process on a CPU.
 """
 
 import argparse
+import multiprocessing
 import os
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from engine.data import make_batch, row_lengths
@@ -94,7 +99,7 @@ class Step:
 
 
 def measure(case: tuple[str, ...], path: str, args: argparse.Namespace) -> tuple[dict[str, float], float]:
-    """Return the median seconds of each part, and the peak memory in GiB (0 on a CPU)."""
+    """Return the median seconds of each part, and the peak memory in GiB."""
     is_tiny = args.model == "tiny"
     max_tokens = 256 if is_tiny else 32768
     engines = {role: build(path, role, is_tiny=is_tiny, max_tokens=max_tokens) for role in ("policy", *case)}
@@ -106,10 +111,16 @@ def measure(case: tuple[str, ...], path: str, args: argparse.Namespace) -> tuple
     for seed in range(args.steps + 2):
         lengths = row_lengths(args.tokens, shortest=shortest, longest=longest, seed=seed)
         step.run(make_batch(lengths, MODELS[args.model]["vocab_size"], seed=seed))
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _peak_resident()
     for engine in engines.values():
         engine.close()
     return step.medians(skipped=2), memory
+
+
+def _peak_resident() -> float:
+    """Return the peak memory of this process in GiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) / 2**20
 
 
 def main() -> None:
@@ -127,12 +138,17 @@ def main() -> None:
         path = write_config(args.model, folder)
         alone = None
         for case in CASES:
-            seconds, memory = measure(case, path, args)
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=spawn) as process:
+                seconds, memory = process.submit(measure, case, path, args).result()
             alone = seconds if alone is None else alone
             parts = "  ".join(f"{name} {value:.3f}" for name, value in seconds.items() if name != "step")
             ratio = seconds["step"] / alone["step"]
-            print(f"policy{''.join(f' + {role}' for role in case)}: step {seconds['step']:.3f} s, {ratio:.2f}x", end="")
-            print(f", peak {memory:.1f} GiB" if memory else "", f"\n    {parts}", flush=True)
+            print(
+                f"policy{''.join(f' + {role}' for role in case)}: step {seconds['step']:.3f} s, {ratio:.2f}x, "
+                f"peak {memory:.2f} GiB\n    {parts}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
