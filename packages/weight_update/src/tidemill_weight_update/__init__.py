@@ -2,8 +2,7 @@
 
 from tidemill_weight_update.client import AdapterClient, EngineClient, HoldingClient, PauseMode
 from tidemill_weight_update.control.descriptor import Request
-from tidemill_weight_update.lora.config import LoraConfig
-from tidemill_weight_update.lora.merge import merge_lora
+from tidemill_weight_update.lora import LoraConfig, merge_lora
 from tidemill_weight_update.memory.handle import BucketHandle
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.stats import UpdateStats

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Literal, Protocol, runtime_checkable
 
 from tidemill_weight_update.control.descriptor import Request
-from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.memory.handle import BucketHandle
 
 PauseMode = Literal["abort", "retract", "in_place"]

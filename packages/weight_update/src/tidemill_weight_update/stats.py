@@ -1,5 +1,9 @@
-"""The result of an update."""
+"""The result of an update, and its wall time by stage."""
 
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -51,3 +55,18 @@ class UpdateStats:
     def gb_per_s(self) -> float:
         """Return num_bytes / seconds, in 1e9 bytes per second."""
         return self.num_bytes / self.seconds / 1e9
+
+
+class Stages:
+    """Accumulates wall time by stage name."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started

@@ -14,18 +14,15 @@ from tidemill_weight_update.client import EngineClient
 from tidemill_weight_update.control.board import MAX_RECEIVERS
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.lora.config import LoraConfig
+from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.remote.group_link import GroupLink
 from tidemill_weight_update.send.adapter import AdapterPath
-from tidemill_weight_update.send.engines import Engines
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fast_update import FastUpdate
-from tidemill_weight_update.send.fleet import IN_FLIGHT, Fleet, InFlight, Member
-from tidemill_weight_update.send.plain import PlainCheck
-from tidemill_weight_update.send.ranks import RankLostError, Ranks
+from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight, Member
+from tidemill_weight_update.send.ranks import PlainCheck, RankLostError, Ranks
 from tidemill_weight_update.send.stock import StockPath
-from tidemill_weight_update.stages import Stages
-from tidemill_weight_update.stats import UpdateStats
+from tidemill_weight_update.stats import Stages, UpdateStats
 from tidemill_weight_update.tensors.source import (
     NamedTensors,
     PlainNames,

@@ -23,7 +23,7 @@ from tidemill_weight_update.control.mailbox import (
 )
 from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.stats import Stages
 
 MAX_NAMES = 200
 """Names in `through_loader` of a report, of which the others are omitted."""

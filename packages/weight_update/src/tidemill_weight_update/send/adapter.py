@@ -8,16 +8,13 @@ from torch import Tensor
 
 from tidemill_weight_update.client import AdapterClient
 from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.lora.config import LoraConfig
-from tidemill_weight_update.lora.names import saved_name
-from tidemill_weight_update.lora.pairs import pairs_of
+from tidemill_weight_update.lora import LoraConfig, pairs_of, saved_name
 from tidemill_weight_update.memory.arena import HostArena
 from tidemill_weight_update.memory.handle import BucketHandle
-from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
+from tidemill_weight_update.send.bucket import Bucket, check_parts, gather, plan_buckets, tensor_range
 from tidemill_weight_update.send.fleet import Member
-from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.stats import Stages
 
 _ONE_BUCKET = 1 << 62
 

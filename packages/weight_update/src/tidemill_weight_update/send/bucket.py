@@ -1,4 +1,4 @@
-"""Buckets of the stock path: which tensor is at which byte range of which bucket. Pure arithmetic."""
+"""Buckets of the stock path: which tensor is at which byte range of which bucket, and gathering them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.copy.table import aligned
+from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.memory.handle import TensorEntry
-from tidemill_weight_update.tensors.shards import ShardLike, check_dense, sent_dtype
+from tidemill_weight_update.stats import Stages
+from tidemill_weight_update.tensors.shards import (
+    ShardLike,
+    box_of_dtensor,
+    check_dense,
+    has_partial_sums,
+    is_dtensor,
+    sent_dtype,
+)
 from tidemill_weight_update.tensors.source import Item, checked_item
 
 T = TypeVar("T")
@@ -128,3 +137,41 @@ def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:
         )
     check_dense(name, tensor)
     return name, tensor
+
+
+def check_parts(bucket: Bucket) -> None:
+    """Check this rank's parts before `gather`, in which other ranks wait for it.
+
+    Raises:
+        TypeError: a DTensor has an unsupported placement.
+        ValueError: the local values of a DTensor do not fit its placements.
+    """
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        if is_dtensor(tensor) and not has_partial_sums(tensor):
+            box_of_dtensor(entry.name, tensor)
+
+
+def gather(bucket: Bucket, arena: Tensor | None, failure: Failure, stages: Stages) -> None:
+    """Copy the full tensors of `bucket`, cast to the dtypes of its entries, to their places in `arena`.
+
+    Collective over the ranks that hold the tensors. Every rank holds one full tensor at a time.
+
+    Args:
+        arena: memory of the bucket, uint8; None on ranks other than 0.
+        failure: receives an error of a copy. The remaining tensors are still gathered, because other ranks wait.
+    """
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        with stages("gather"):
+            full = _gathered(tensor)
+        if arena is not None and failure.error is None:
+            with failure, stages("fill"):
+                entry.view(arena).copy_(full)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not is_dtensor(tensor):
+        return tensor
+    # Parameters that FSDP2 offloaded to the CPU have a mesh of GPUs, whose collectives accept GPU memory only.
+    tensor = tensor.to(tensor.device_mesh.device_type)
+    assert is_dtensor(tensor)
+    return tensor.full_tensor()

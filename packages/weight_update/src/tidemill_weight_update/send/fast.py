@@ -13,11 +13,10 @@ from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.control.readers import Readers
 from tidemill_weight_update.memory.handle import DeviceMemory
 from tidemill_weight_update.remote.group_link import GroupLink
-from tidemill_weight_update.send.allocation import allocations
 from tidemill_weight_update.send.declaration import Declaration
-from tidemill_weight_update.send.fast_bucket import in_place, pack
+from tidemill_weight_update.send.fast_bucket import allocations, in_place, pack
 from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors.shards import Piece, piece_to_send
 from tidemill_weight_update.tensors.source import Item, Source, items_of
 

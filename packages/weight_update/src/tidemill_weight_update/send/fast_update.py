@@ -10,9 +10,8 @@ from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.send.declaration import Declaration
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import Fleet, Member
-from tidemill_weight_update.send.plain import PlainCheck
-from tidemill_weight_update.send.ranks import RankLostError
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.send.ranks import PlainCheck, RankLostError
+from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors.source import PlainNames, Source
 
 

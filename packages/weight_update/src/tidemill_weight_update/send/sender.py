@@ -14,7 +14,7 @@ from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_arena
 from tidemill_weight_update.memory.handle import Memory
 from tidemill_weight_update.send.fast_bucket import FastBucket
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.stats import Stages
 
 Values = Blocks
 """What a bucket is filled with, or read from in place: tensors, or addresses of GPU memory."""

@@ -8,11 +8,10 @@ import torch
 from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_stock_arena
 from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
-from tidemill_weight_update.send.bucket import Bucket, plan_buckets, tensor_range
+from tidemill_weight_update.send.bucket import Bucket, check_parts, gather, plan_buckets, tensor_range
 from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
-from tidemill_weight_update.send.gather import check_parts, gather
 from tidemill_weight_update.send.ranks import Ranks
-from tidemill_weight_update.stages import Stages
+from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors.source import Item
 
 

@@ -1,9 +1,15 @@
-"""Launch arguments that an engine needs for the fast path."""
+"""Launch arguments that an engine needs for the fast path, and how long its clients wait for the prefix cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LOADER = "tidemill_weight_update.sglang.loader.load"
+
+DRAIN_S = 10.0
+"""For a paused engine: aborted requests need one more step."""
+
+FLUSH_WAIT_FRACTION = 0.9
+"""Fraction of the client's timeout, so that SGLang reports by itself that requests did not finish."""
 
 
 def sglang_launch_args(custom_weight_loader: Sequence[str] = ()) -> dict[str, list[str]]:

@@ -1,1 +1,0 @@
-"""LoRA: adapter settings, PEFT's names, and merging adapters into base weights."""
