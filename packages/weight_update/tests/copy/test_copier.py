@@ -108,10 +108,10 @@ def test_parameter_with_requires_grad_is_written():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"cols": 25}, "needs elements 0 to 25 of memory 0, which has 24"),
-        ({"cols": 4, "src": -1}, "needs elements -1 to 3 of memory 0"),
-        ({"cols": 4, "rows": 4, "src_pitch": 7}, "needs elements 0 to 25 of memory 0"),
-        ({"cols": 4, "dst": 21}, "needs elements 21 to 25 of target 0, which has 24"),
+        ({"cols": 25}, "exceeds memory 0 .* restart the engine"),
+        ({"cols": 4, "src": -1}, "exceeds memory 0"),
+        ({"cols": 4, "rows": 4, "src_pitch": 7}, "exceeds memory 0"),
+        ({"cols": 4, "dst": 21}, "exceeds target 0"),
     ],
 )
 def test_copies_outside_a_block_are_refused(columns, message):

@@ -187,9 +187,6 @@ class TestKernel:
             copier.run([0, 0], [0, 0])
         with pytest.raises(ValueError, match=r"target address 0x2 is not a multiple of the size of torch\.float32"):
             copier.run([0, 0, 0], [2, 2])
-        for wrong in (torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.zeros(7, device=DEVICE)):
-            with pytest.raises(ValueError, match=r"checksums must be contiguous torch\.int64 of 7 or more elements"):
-                copier.run([0] * 3, [0] * 2, wrong)
         with pytest.raises(ValueError, match=r"got torch\.int32 to torch\.bfloat16; cast the tensor before it is sent"):
             CudaCopier([copy_tables.random_copies(8, torch.int32, BF16).table], DEVICE)
         odd = CudaCopier([copy_tables.random_copies(8, torch.float8_e4m3fnuz, torch.float8_e4m3fnuz).table], DEVICE)

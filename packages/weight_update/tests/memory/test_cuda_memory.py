@@ -45,7 +45,6 @@ def read(address, offset, num_bytes):
 memories = {}
 for line in sys.stdin:
     memory, offset, num_bytes, close = json.loads(line)
-    memory["handle"] = bytes.fromhex(memory["handle"])
     memory = DeviceMemory(**memory)
     free = torch.cuda.mem_get_info(device)[0]
     try:
@@ -78,7 +77,7 @@ class Reader:
     def ask(self, memory, offset, num_bytes, close=False):
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        fields = asdict(memory) | {"handle": memory.handle.hex()}
+        fields = asdict(memory)
         self.process.stdin.write(json.dumps([fields, offset, num_bytes, close]) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -198,7 +197,7 @@ from dataclasses import asdict
 from tidemill_weight_update.memory.cuda_memory import export
 tensor = torch.zeros(1 << 20, device="cuda:0")
 memory = export(tensor.data_ptr(), tensor.device)
-print(json.dumps(asdict(memory) | {"handle": memory.handle.hex()}))
+print(json.dumps(asdict(memory)))
 """
 
 
@@ -206,7 +205,7 @@ def test_memory_of_an_exited_process_is_an_error_with_cuda_error_name(reader):
     process, device = reader
     done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=True)
     fields = json.loads(done.stdout)
-    memory = DeviceMemory(**fields | {"handle": bytes.fromhex(fields["handle"])})
+    memory = DeviceMemory(**fields)
     message = process.ask(memory, 0, MIB)
     assert message.startswith(f"cuda:{device} cannot map {memory.num_bytes} bytes of process {memory.pid} on GPU")
     assert "CUDA_ERROR_" in message

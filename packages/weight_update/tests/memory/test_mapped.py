@@ -26,7 +26,7 @@ def test_memory_that_is_no_longer_declared_is_unmapped():
 
 
 def test_gpu_memory_is_refused_on_a_cpu():
-    memory = DeviceMemory(pid=os.getpid(), buffer_id=7, handle=b"", address=4096, num_bytes=8, device_uuid="own")
+    memory = DeviceMemory(pid=os.getpid(), buffer_id=7, handle="", address=4096, num_bytes=8, device_uuid="own")
     with pytest.raises(RuntimeError, match="an engine on a CPU cannot read GPU memory; pass device='cpu'"):
         MappedMemories(torch.device("cpu")).open([memory])
 

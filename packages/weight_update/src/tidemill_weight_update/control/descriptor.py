@@ -60,7 +60,7 @@ def _descriptor_to_dict(descriptor: BucketDescriptor) -> dict[str, Any]:
     return {
         "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in descriptor.sources],
         "shards": shards,
-        "memories": [memory_to_dict(memory) for memory in descriptor.memories],
+        "memories": [asdict(memory) for memory in descriptor.memories],
         "is_in_place": descriptor.is_in_place,
         "first_checksum": descriptor.first_checksum,
     }
@@ -69,42 +69,13 @@ def _descriptor_to_dict(descriptor: BucketDescriptor) -> dict[str, Any]:
 def _descriptor_from_dict(fields: dict[str, Any]) -> BucketDescriptor:
     return BucketDescriptor(
         sources=tuple(
-            SourceSpec(name, tuple(shape), dtype_from_name(dtype)) for name, shape, dtype in fields["sources"]
+            SourceSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in fields["sources"]
         ),
         shards=tuple(tuple(_shard_from_json(*item) for item in items) for items in fields["shards"]),
-        memories=tuple(memory_from_dict(item) for item in fields["memories"]),
+        memories=tuple(HostMemory(**m) if "path" in m else DeviceMemory(**m) for m in fields["memories"]),
         is_in_place=fields["is_in_place"],
         first_checksum=fields["first_checksum"],
     )
-
-
-def memory_to_dict(memory: Memory) -> dict[str, Any]:
-    if isinstance(memory, HostMemory):
-        return {"path": memory.path, "num_bytes": memory.num_bytes, "inode": memory.inode}
-    return {
-        "pid": memory.pid,
-        "buffer_id": memory.buffer_id,
-        "handle": memory.handle.hex(),
-        "address": memory.address,
-        "num_bytes": memory.num_bytes,
-        "device_uuid": memory.device_uuid,
-    }
-
-
-def memory_from_dict(fields: dict[str, Any]) -> Memory:
-    return HostMemory(**fields) if "path" in fields else _device_memory(fields)
-
-
-def _device_memory(fields: dict[str, Any]) -> DeviceMemory:
-    fields["handle"] = bytes.fromhex(fields["handle"])
-    return DeviceMemory(**fields)
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected the name of a torch.dtype such as 'bfloat16', got {name!r}")
-    return dtype
 
 
 def _strides_to_json(shard: Shard) -> tuple[int, ...] | None:

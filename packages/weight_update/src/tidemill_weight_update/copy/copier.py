@@ -176,10 +176,10 @@ def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int, name: str) -> Tensor:
-    end = offset + max(rows - 1, 0) * pitch + cols
-    if offset < 0 or pitch < 0 or end > elements.numel():
+    try:
+        return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)
+    except RuntimeError as error:
         raise ValueError(
-            f"a copy needs elements {offset} to {end} of {name}, which has {elements.numel()} of {elements.dtype}; "
-            f"the parameters may have changed after the plan was recorded; restart the engine"
-        )
-    return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)
+            f"a copy exceeds {name} ({error}); the parameters may have changed after the plan was recorded; restart "
+            f"the engine"
+        ) from error

@@ -82,7 +82,6 @@ class CudaCopier:
         self._device = torch.empty(0, device=device).device
         self._checksum_target = checksum_of == "target"
         self._tiling = Tiling() if tiling is None else tiling
-        self._num_tensors = _length(self._tables, "tensor")
         self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
         # Whether the address of each block is a multiple of VECTOR_BYTES, which is true for torch's allocations.
         self._aligned = np.ones(self._num_blocks["memory"], np.bool_), np.ones(self._num_blocks["target"], np.bool_)
@@ -104,13 +103,13 @@ class CudaCopier:
         Args:
             memory_bases: addresses that the tables' `memory` columns index.
             target_bases: addresses that the tables' `target` columns index; not used if `write` is False.
-            checksums: int64 [number of tensors] on the device, added to; or None.
-            non_finite: int32 [number of tensors] on the device, added to; or None.
+            checksums: contiguous int64 [number of tensors] on the device, added to; or None.
+            non_finite: contiguous int32 [number of tensors] on the device, added to; or None.
             write: False only reads.
 
         Raises:
-            ValueError: an address is missing or not aligned to its elements, a result tensor does not fit, or
-                non-finite elements of a dtype cannot be counted.
+            ValueError: an address is missing or not aligned to its elements, or non-finite elements of a dtype cannot
+                be counted.
         """
         memories = self._found("memory", memory_bases)
         targets = self._found("target", target_bases if write else [0] * self._num_blocks["target"])
@@ -118,8 +117,6 @@ class CudaCopier:
         if not all(np.array_equal(new, old) for new, old in zip(aligned, self._aligned, strict=True)):
             self._aligned = aligned
             self._launches = self._cut()
-        self._check_result(checksums, torch.int64, "checksums")
-        self._check_result(non_finite, torch.int32, "non_finite")
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             for launch in self._launches:
                 launch.start(memories.uploaded, targets.uploaded, checksums, non_finite, write)
@@ -155,16 +152,6 @@ class CudaCopier:
                 raise ValueError(f"{kind} address {used[wrong][0]:#x} is not a multiple of the size of {dtype}")
         uploaded = torch.from_numpy(values).to(self._device, copy=True)
         return _Bases(uploaded=uploaded, aligned=values % VECTOR_BYTES == 0)
-
-    def _check_result(self, result: Tensor | None, dtype: torch.dtype, name: str) -> None:
-        if result is None:
-            return
-        fits = result.dim() == 1 and result.is_contiguous() and len(result) >= self._num_tensors
-        if not fits or result.dtype != dtype or result.device != self._device:
-            raise ValueError(
-                f"{name} must be contiguous {dtype} of {self._num_tensors} or more elements on {self._device}, "
-                f"got {result.dtype} {tuple(result.shape)} on {result.device}"
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

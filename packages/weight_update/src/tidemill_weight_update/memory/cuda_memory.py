@@ -95,7 +95,7 @@ def export(address: int, device: torch.device) -> DeviceMemory:
     return DeviceMemory(
         pid=os.getpid(),
         buffer_id=buffer_id.value,
-        handle=bytes(handle),
+        handle=bytes(handle).hex(),
         address=base.value,
         num_bytes=num_bytes.value,
         device_uuid=str(torch.cuda.get_device_properties(device).uuid),
@@ -152,7 +152,7 @@ class ImportedMemory:
                     f"engine in different processes, or on one GPU"
                 )
             return
-        address, handle = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(memory.handle)
+        address, handle = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(bytes.fromhex(memory.handle))
         with _current(device):
             code = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
         _check(

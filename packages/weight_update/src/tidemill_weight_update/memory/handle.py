@@ -45,7 +45,7 @@ class DeviceMemory:
     Attributes:
         pid: process that owns the allocation.
         buffer_id: number that no other allocation of that process ever has.
-        handle: CUDA IPC handle, 64 bytes.
+        handle: CUDA IPC handle, 64 bytes in hexadecimal.
         address: start of the allocation in the owner's address space.
         num_bytes: size of the allocation.
         device_uuid: UUID of the GPU.
@@ -53,7 +53,7 @@ class DeviceMemory:
 
     pid: int
     buffer_id: int
-    handle: bytes
+    handle: str
     address: int
     num_bytes: int
     device_uuid: str
