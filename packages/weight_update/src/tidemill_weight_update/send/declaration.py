@@ -138,7 +138,7 @@ class Declaration:
 def _form(tensor: Tensor | ShardLike) -> tuple[object, ...]:
     """Return everything that describes a tensor except its address and values."""
     local = local_values(tensor)
-    own = (local.shape, local.stride(), local.dtype, local.device, local.is_neg(), local.is_conj())
+    own = (local.shape, local.stride(), local.dtype, local.device)
     if not isinstance(tensor, Tensor):
         return *own, tensor.global_shape, tensor.start, tensor.replica, tensor.num_replicas
     if is_dtensor(tensor):

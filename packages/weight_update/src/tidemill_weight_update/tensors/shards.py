@@ -154,10 +154,11 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise TypeError unless the tensor has dense storage that can be sent."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or is_lazy:
         raise TypeError(
             f"tensor {name!r} must be dense and have data, got layout {tensor.layout}, dtype {tensor.dtype}, "
-            f"device {tensor.device}"
+            f"device {tensor.device}{', lazily conjugated or negated (call resolve_conj().resolve_neg())' * is_lazy}"
         )
 
 
@@ -174,7 +175,7 @@ def dense_values(name: str, tensor: Tensor) -> Tensor:
             f"expected exactly one inner tensor of shape {tuple(values.shape)} and dtype {values.dtype}; pass its "
             f"values as a plain tensor"
         )
-    return values.resolve_conj().resolve_neg()  # lazy conjugation and negation are not in memory yet
+    return values
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
