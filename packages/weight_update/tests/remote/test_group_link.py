@@ -13,6 +13,7 @@ from remote_engines import NamespacedRankProcess, RankProcess, RemoteEngine, lis
 from sources import WithEvent, fail
 from tidemill_testing import run_ranks
 from tidemill_weight_update import GroupLink, WeightUpdater
+from tidemill_weight_update.remote.group_link import LinkStore
 from toy_engines import MODES, ToyEngine, as_mode, freshly_loaded, same, tensors
 
 
@@ -173,15 +174,13 @@ def test_function_that_raises_aborts_the_update_and_the_next_one_works(closing, 
 
 
 def test_connections_are_reused_and_reopened_when_engines_change(closing, remote, monkeypatch):
-    from tidemill_weight_update.remote import trainer_link
-
     made: list[str] = []
 
-    def connect(store, name, *args, original=trainer_link.connect):
+    def connect(store, name, *args, original=LinkStore.connect):
         made.append(name)
         return original(store, name, *args)
 
-    monkeypatch.setattr(trainer_link, "connect", connect)
+    monkeypatch.setattr(LinkStore, "connect", connect)
     first, second = closing(RemoteEngine, remote[:1], "first"), closing(RemoteEngine, remote[1:3], "second")
     updater = linked(closing, [first])
 

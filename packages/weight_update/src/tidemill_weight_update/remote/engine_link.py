@@ -14,7 +14,7 @@ from tidemill_weight_update.memory.handle import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
 from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
-from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, connect
+from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError
 
 
 class EngineLink:
@@ -106,8 +106,7 @@ class StoreInput:
         try:
             if self._wire is None:
                 name = wire_name(self._rank, receiver, self._wire_number)
-                at = ENGINE, data.device, link.own_address, link.timeout_s
-                self._wire = link.store.call(lambda store: connect(store, name, *at))
+                self._wire = link.store.connect(name, ENGINE, data.device, link.own_address, link.timeout_s)
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire
             self._wire.recv(data)

@@ -6,14 +6,18 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tidemill_weight_update.control.board import WORDS, Area, LinkError, Record
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.remote.wire import Wire
 
 _SCHEME = "tidemill-link"
 
@@ -142,6 +146,28 @@ class LinkStore:
         except DistError as error:
             self.is_broken = True
             raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error
+
+    def connect(self, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> "Wire":
+        """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
+
+        Args:
+            name: name of the wire, the same on both sides.
+            rank: TRAINER or ENGINE.
+            device: device of the memory that is sent or received.
+            address: address of this machine on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
+            timeout_s: longest wait for the other side.
+
+        Raises:
+            LinkError: the store does not respond.
+            WireError: the other side did not connect.
+        """
+        if device.type == "cpu":
+            from tidemill_weight_update.remote.wire import GlooWire
+
+            return self.call(lambda store: GlooWire(store, name, rank, address, timeout_s))
+        from tidemill_weight_update.remote.nccl import NcclWire
+
+        return self.call(lambda store: NcclWire(store, name, rank, device, timeout_s))
 
     def close(self) -> None:
         """Release the store, with its connection and port, even if the traceback of an error keeps this object."""

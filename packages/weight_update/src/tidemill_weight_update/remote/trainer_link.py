@@ -25,7 +25,7 @@ from tidemill_weight_update.remote.group_link import (
     wire_name,
 )
 from tidemill_weight_update.remote.packed import Message
-from tidemill_weight_update.remote.wire import TRAINER, Wire, WireError, connect
+from tidemill_weight_update.remote.wire import TRAINER, Wire, WireError
 
 
 class Connections:
@@ -71,8 +71,8 @@ class Connections:
             self.drop(row)
         if row not in self._wires:
             name = wire_name(self._rank, row, reader.wire)
-            at = TRAINER, device, self._address, self._timeout_s
-            self._wires[row] = reader.wire, self._store.call(lambda store: connect(store, name, *at))
+            wire = self._store.connect(name, TRAINER, device, self._address, self._timeout_s)
+            self._wires[row] = reader.wire, wire
         return self._wires[row][1]
 
     def drop(self, row: int) -> None:
