@@ -112,6 +112,21 @@ def test_interleaved_rows_do_not_overlap():
     assert check_plan({"p": torch.empty(6000, 2)}, load, tensors).uncovered == {"p": 6000}
 
 
+def test_sources_of_too_scattered_writes_go_through_loader(monkeypatch):
+    monkeypatch.setattr("tidemill_weight_update.plan.record.MAX_RUNS", 10)
+    parameters = {"p": torch.empty(20, 2), "q": torch.empty(20, 2)}
+    tensors = {"p": torch.randn(10, 2), "q": torch.randn(10, 2)}
+
+    def load(parameters, name, tensor):
+        for start in range(2) if name == "p" else range(1):
+            parameters[name][start::2].copy_(tensor)
+
+    model = ToyModule(parameters, load)
+    plan = record(model, specs(tensors))
+    assert plan.through_loader == {"p": "the writes to 'p' are too scattered to check"}
+    assert ([copy.name for copy in plan.copies], plan.uncovered) == (["q"], {"q": 20})
+
+
 def test_coverage_of_non_contiguous_parameter_is_exact():
     def load(parameters, name, tensor):
         parameters["p"].narrow(1, int(name), 2).copy_(tensor)

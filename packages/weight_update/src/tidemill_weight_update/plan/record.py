@@ -109,7 +109,7 @@ def _layout(tensor: Tensor) -> tuple:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-MAX_RUNS = 1 << 24
+MAX_RUNS = 1 << 22
 """Parameters whose writes have more runs of neighbouring elements than this are not checked."""
 
 
@@ -140,10 +140,10 @@ def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
         of_parameter[write.parameter].append(write)
     coverage = _Coverage()
     for name, group in of_parameter.items():
-        runs = [_runs(write) for write in group]
-        if sum(len(starts) for starts, _ in runs) > MAX_RUNS:
+        if sum(_num_runs(write) for write in group) > MAX_RUNS:
             coverage.unknown.add(name)
             continue
+        runs = [_runs(write) for write in group]
         loading = [write.names or isinstance(write.replay, Fill) or write.during is not None for write in group]
         covered, _ = _count(list(compress(runs, loading)))
         _, overwritten = _count(runs)
@@ -152,6 +152,15 @@ def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
         if overwritten:
             coverage.overwritten[name] = overwritten
     return coverage
+
+
+def _num_runs(write: Write) -> int:
+    """Return the number of runs of neighbouring elements that a write hits."""
+    num_elements = length = 1
+    for stride, size in sorted(zip(write.strides, write.shape, strict=True)):
+        num_elements *= size
+        length *= size if stride == length else 1
+    return num_elements // max(length, 1)
 
 
 def _runs(write: Write) -> tuple[NDArray[np.int64], int]:
