@@ -2,11 +2,19 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from engine_cases import VOCAB, build_engine, make_batch, shard
 from tidemill_testing import run_ranks, tiny_model
+
+
+def listening_addresses(port):
+    """Return the addresses, as in /proc/net/tcp, at which this machine listens on a port."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    return [address.rpartition(":")[0] for address in listening if address.endswith(f":{port:04X}")]
 
 
 def run_engines(path, port, backend):
@@ -17,6 +25,7 @@ def run_engines(path, port, backend):
     for _ in range(3):
         policy = build_engine(path, backend=backend)
         reference = build_engine(path, optimizer=False)
+        assert listening_addresses(port) == ["0100007F"]  # 127.0.0.1 alone
         rows = shard(policy, make_batch(6))
         expected = policy.infer_batch(rows)["log_probs"].values()
         policy.close()

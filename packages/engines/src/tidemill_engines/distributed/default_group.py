@@ -4,6 +4,7 @@
 # pyright: reportPrivateImportUsage=false
 import itertools
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -75,6 +76,14 @@ def _store(rank: str, world_size: str, address: str, port: str, timeout: timedel
     """Create the store for these addresses, once per process.
 
     `init_process_group` would reuse the entries of an earlier default group in the store, and connect to its addresses.
+    A store of this process at a loopback address listens there alone; torch's own socket listens on all addresses.
     """
+    if rank == "0" and _is_loopback(address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listening = socket.create_server((address, int(port))).detach()
+        return dist.TCPStore(address, int(port), int(world_size), True, timeout, master_listen_fd=listening)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return store
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.")
