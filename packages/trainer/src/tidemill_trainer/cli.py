@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run.demo(args.task, args.config or DEMO_CONFIGS[args.task], overrides)
         if args.command == "eval":
             return run.evaluate(args.target, overrides, n=args.n, greedy=args.n == 1 and not args.sample)
+        if args.command == "plan":
+            from tidemill_trainer.plan.command import plan
+
+            return plan(args.config, overrides, device_memory=args.device_memory, as_text=not args.json)
         if args.command == "sft":
             return run.sft(args.config, overrides, resume=args.resume)
         return run.train(args.config, overrides, resume=args.resume)
@@ -107,7 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--n", type=_count, default=1, help="samples per problem (default: 1, greedy)")
     evaluate.add_argument("--sample", action="store_true", help="sample also with --n 1, instead of decoding greedily")
-    for command in (demo, train, sft, evaluate):
+    plan = commands.add_parser(
+        "plan", help="show the memory and transfers that a configuration requires, without a GPU", allow_abbrev=False
+    )
+    plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
+    plan.add_argument(
+        "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    for command in (demo, train, sft, evaluate, plan):
         command.add_argument(
             "overrides",
             nargs="*",

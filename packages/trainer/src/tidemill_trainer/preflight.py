@@ -17,26 +17,33 @@ from tidemill_trainer.run_config import RunConfig
 _MAX_WORKERS_PER_CPU = 8
 
 
-def check_model(config: Config) -> None:
+def check_model(config: Config, *, reads_weights: bool = True) -> None:
     """Check the folder of the model, and that lengths and parallel sizes match the model.
+
+    Args:
+        config: configuration of the run.
+        reads_weights: also check that the folder has weights, if the run reads them.
 
     Raises:
         ConfigError: a check failed; the message names the keys.
     """
     longest = config.data.max_prompt_length + config.rollout.response_length
-    model = check_policy(config, longest, "data.max_prompt_length + rollout.response_length")
+    model = check_policy(
+        config, longest, "data.max_prompt_length + rollout.response_length", reads_weights=reads_weights
+    )
     heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
     if heads is not None and heads % size:
         raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
 
 
-def check_policy(config: RunConfig, longest: int, keys: str) -> dict[str, Any]:
+def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: bool = True) -> dict[str, Any]:
     """Check the folder of the model, and that it supports rows of `longest` tokens and the training engine.
 
     Args:
         config: configuration of the run.
         longest: maximum length of a row in tokens.
         keys: keys that set it.
+        reads_weights: also check that the folder has weights, if the run reads them.
 
     Returns:
         The content of the model's `config.json`.
@@ -59,7 +66,7 @@ def check_policy(config: RunConfig, longest: int, keys: str) -> dict[str, Any]:
         config.engine.check(config.model, config.optimizer, config.actor.num_workers)
     except ValueError as error:
         raise ConfigError(f"config key engine: {error}") from error
-    if config.model.init_seed is None:
+    if reads_weights and config.model.init_seed is None:
         try:
             with SafetensorsFiles(path):
                 pass

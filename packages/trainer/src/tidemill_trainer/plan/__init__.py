@@ -1,0 +1,1 @@
+"""The memory and the transfers that a configuration requires, without a GPU."""

@@ -1,0 +1,93 @@
+"""The sizes of a model, counted on the meta device: `config.json` is read, and no weights."""
+
+from dataclasses import dataclass
+
+from tidemill_engines.config import ModelConfig
+from tidemill_engines.fsdp2.lora import add_adapters
+from tidemill_engines.fsdp2.model import build_model, decoder_layers, freeze
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """Numbers of parameters of a model, and the sizes of its layers.
+
+    Attributes:
+        total: all parameters; tied ones count once.
+        trainable: parameters that the optimizer updates.
+        root: parameters outside of the layers: embeddings, head and last norm.
+        embedding: parameters of the embeddings.
+        has_tied_head: whether head and embeddings are one parameter.
+        layer: parameters of the largest layer.
+        experts: parameters of all routed experts.
+        replicated: parameters of the layers that tensor-parallel ranks of Megatron do not share: norms and routers.
+        num_layers: number of decoder layers.
+        hidden: hidden size.
+        query, key: size of all heads of queries, and of all heads of keys.
+        inner: intermediate size of the MLP of a token: for a MoE model, that of all its experts.
+        num_copies: experts of a token; 0 for a dense model.
+        vocab: size of the vocabulary.
+    """
+
+    total: int
+    trainable: int
+    root: int
+    embedding: int
+    has_tied_head: bool
+    layer: int
+    experts: int
+    replicated: int
+    num_layers: int
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    num_copies: int
+    vocab: int
+
+
+def count_model(config: ModelConfig, *, is_value: bool = False) -> ModelSizes:
+    """Count the parameters of the model at `config.path`.
+
+    Args:
+        is_value: the head has one output, as of critic and reward model.
+
+    Raises:
+        ValueError: the engines do not support the model.
+    """
+    model = build_model(config)
+    freeze(model, config.frozen)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
+    text = model.config.get_text_config()
+    params = dict(model.named_parameters())  # a tied head is not listed again
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    embedding = sum(p.numel() for p in model.get_input_embeddings().parameters())
+    in_layers = [(name, p) for name, p in params.items() if ".layers." in name]
+    experts = sum(p.numel() for name, p in in_layers if ".experts." in name)
+    is_router = (".mlp.gate.weight", ".mlp.router.weight")
+    replicated = sum(p.numel() for name, p in in_layers if p.dim() == 1 or name.endswith(is_router))
+    total = sum(p.numel() for p in params.values())
+    trainable = sum(p.numel() for p in params.values() if p.requires_grad)
+    is_tied = bool(model.config.get_text_config().tie_word_embeddings)
+    if is_value:  # `score.weight` and `score.bias` replace the head
+        removed = 0 if is_tied else embedding
+        total, trainable = total - removed + text.hidden_size + 1, trainable - removed + text.hidden_size + 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_copies = text.num_experts_per_tok if experts else 0
+    return ModelSizes(
+        total=total,
+        trainable=trainable,
+        root=total - sum(layers),
+        embedding=embedding,
+        has_tied_head=is_tied,
+        layer=max(layers, default=0),
+        experts=experts,
+        replicated=replicated,
+        num_layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        query=text.num_attention_heads * head_dim,
+        key=text.num_key_value_heads * head_dim,
+        inner=num_copies * text.moe_intermediate_size if experts else text.intermediate_size,
+        num_copies=num_copies,
+        vocab=text.vocab_size,
+    )

@@ -1,0 +1,204 @@
+"""Memory of each kind of device in each phase of a step."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tidemill_engines import FSDP2Config
+
+from tidemill_trainer.config import Config
+from tidemill_trainer.gpus import gpus_per_engine
+from tidemill_trainer.plan.engine import ITEM_BYTES, EngineMemory, engine_memory
+from tidemill_trainer.plan.model import ModelSizes, count_model
+from tidemill_trainer.roles import Role, model_of, optimizer_of, own_workers, required_roles
+
+Phase = Literal["generation", "log-probs", "forward/backward", "optimizer", "weight update"]
+PHASES: tuple[Phase, ...] = ("generation", "log-probs", "forward/backward", "optimizer", "weight update")
+_TRAIN: tuple[Phase, ...] = ("forward/backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Memory that one role holds in a phase.
+
+    Attributes:
+        role: "policy", another role, or "engine" (SGLang).
+        kind: such as "weights" or "activations".
+        num_bytes: bytes on each device.
+        advice: keys that reduce it.
+    """
+
+    role: str
+    kind: str
+    num_bytes: float
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The processes that share a kind of device.
+
+    Attributes:
+        name: their names.
+        phases: what is in memory in each phase.
+    """
+
+    name: str
+    phases: dict[Phase, list[Part]]
+
+    def total(self, phase: Phase) -> float:
+        """Return the bytes of a phase."""
+        return sum(part.num_bytes for part in self.phases[phase])
+
+
+def role_sizes(config: Config) -> dict[str, ModelSizes]:
+    """Count the parameters of the policy and of each other role that has an engine."""
+    sizes = {"policy": count_model(config.model)}
+    for role in required_roles(config):
+        model = model_of(config, role, config.model.path)
+        sizes[role] = count_model(model, is_value=role in ("critic", "reward_model"))
+    return sizes
+
+
+def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: float | None) -> list[Device]:
+    """Return the memory of each kind of device in each phase.
+
+    A device has one training process and, if the fractions of a GPU that both reserve add up to at most 1, one process
+    of an engine. CUDA's context and fragmentation (about 1 to 2 GiB) are not included.
+
+    Args:
+        config: configuration of the run.
+        sizes: result of `role_sizes`.
+        device_bytes: memory of a device; None: the pool of an engine is that of one episode, unless
+            `rollout.max_total_tokens` sets it.
+    """
+    own = own_workers(config)
+    shared: list[str] = [role for role in sizes if role not in own]
+    engine = engine_parts(config, sizes["policy"], device_bytes)
+    actor: dict[Phase, list[Part]] = {
+        phase: _training_parts(config, sizes, shared, phase, config.actor.num_workers) for phase in PHASES
+    }
+    actor["weight update"] += [_buffer(config)]
+    is_shared = gpus_per_engine(config) + config.actor.num_gpus_per_worker <= 1
+    devices = []
+    if is_shared:
+        actor = {phase: [*parts, *engine] for phase, parts in actor.items()}
+    devices.append(
+        Device(
+            name=" + ".join([*shared, *(["engine"] if is_shared else [])]),
+            phases=actor,
+        )
+    )
+    for role, number in own.items():
+        phases: dict[Phase, list[Part]] = {p: _training_parts(config, sizes, [role], p, number) for p in PHASES}
+        devices.append(Device(name=role, phases=phases))
+    if not is_shared:
+        devices.append(Device(name="engine", phases={phase: list(engine) for phase in PHASES}))
+    return devices
+
+
+def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) -> list[Part]:
+    """Return weights and KV pool of an engine on each of its devices, in bytes.
+
+    Weights: P x dtype / tp. KV pool: 2 x size of keys x layers x dtype / tp for each token, with
+    `rollout.max_total_tokens`; else what `mem_fraction_static` of the device leaves after the weights.
+    """
+    rollout = config.rollout
+    args = rollout.engine_args
+    tp, item = args.get("tp_size", rollout.tensor_parallel_size), ITEM_BYTES[rollout.dtype]
+    weights = sizes.total * item / tp
+    token = 2 * sizes.key * sizes.num_layers * item / tp
+    pool = args.get("max_total_tokens", rollout.max_total_tokens)
+    longest = config.data.max_prompt_length + rollout.response_length
+    fraction = args.get("mem_fraction_static", rollout.mem_fraction_static)
+    least = token * longest
+    if pool is not None:
+        kv, key = token * pool, "lower rollout.max_total_tokens"
+    elif device_bytes is not None:
+        kv, key = max(fraction * device_bytes - weights, least), "lower rollout.mem_fraction_static"
+    else:
+        kv, key = least, "lower rollout.response_length"
+    more = "raise rollout.tensor_parallel_size"
+    return [
+        Part(role="engine", kind="weights", num_bytes=weights, advice=more),
+        Part(role="engine", kind="KV pool", num_bytes=kv, advice=key),
+    ]
+
+
+def _buffer(config: Config) -> Part:
+    """Return the two halves of the arena of a weight update."""
+    num_bytes = 0 if config.weight_update.memory == "cpu" else 2 * config.weight_update.bucket_bytes
+    return Part(role="policy", kind="buckets", num_bytes=num_bytes, advice="lower weight_update.bucket_bytes")
+
+
+def _training_parts(
+    config: Config, sizes: dict[str, ModelSizes], roles: list[str], phase: Phase, num_workers: int
+) -> list[Part]:
+    """Return what a training process with these roles holds: each resident part, and the largest of those at work.
+
+    The roles compute one after the other, so in each phase one of them is at work, and weights of others are resident
+    unless they are offloaded.
+    """
+    memory = {role: _memory(config, sizes[role], role, num_workers) for role in roles}
+    at_work = {role: _working(config, role, each, phase) for role, each in memory.items()}
+    busiest = max(at_work, key=lambda role: sum(part.num_bytes for part in at_work[role]))
+    return [
+        part
+        for role, each in memory.items()
+        for part in (at_work[role] if role == busiest else _resident(config, role, each))
+        if part.num_bytes
+    ]
+
+
+def _memory(config: Config, sizes: ModelSizes, role: str, num_workers: int) -> EngineMemory:
+    other: Role | None = None if role == "policy" else role  # pyright: ignore[reportAssignmentType]
+    model = config.model if other is None else model_of(config, other, config.model.path)
+    memory = engine_memory(sizes, model, config.engine, num_workers)
+    if other is not None and optimizer_of(config, other) is None:
+        memory = replace(memory, grads=0.0, optimizer=0.0)
+    return memory
+
+
+def _part(config: Config, role: str, kind: str, num_bytes: float, *, at_work: bool = False) -> Part:
+    """Return a part with the keys that reduce it; a model at work is not offloaded."""
+    is_fsdp2 = isinstance(config.engine, FSDP2Config)
+    workers = "actor" if role == "policy" or role not in own_workers(config) else role
+    more = f"raise {workers}.num_workers"
+    states = f"{more}, or set engine.offload_policy=true" if is_fsdp2 else f"{more} or a parallel size of engine"
+    advice = {
+        "weights": f"{more}, or set {'engine' if role == 'policy' else role}.param_offload=true",
+        "optimizer": f"{more}, or set engine.optimizer_offload=true",
+        "gradients": f"{more}, or set engine.grad_offload=true",
+        "gathered": "keep engine.reshard_after_forward=true",
+        "activations": "lower engine.max_token_len_per_gpu, or set model.gradient_checkpointing=true",
+    }
+    is_state = at_work and kind in ("weights", "optimizer", "gradients")
+    return Part(role=role, kind=kind, num_bytes=num_bytes, advice=states if is_state else advice[kind])
+
+
+def _resident(config: Config, role: str, memory: EngineMemory) -> list[Part]:
+    """Return what a role holds while others are at work. Gradients of FSDP2 are freed after each step."""
+    engine = config.engine
+    offloads = engine.param_offload if role == "policy" else getattr(config, role).param_offload
+    parts = [] if offloads else [_part(config, role, "weights", memory.params)]
+    if not isinstance(engine, FSDP2Config) and not engine.grad_offload:
+        parts.append(_part(config, role, "gradients", memory.grads))
+    return parts + ([] if engine.optimizer_offload else [_part(config, role, "optimizer", memory.optimizer)])
+
+
+def _working(config: Config, role: str, memory: EngineMemory, phase: Phase) -> list[Part]:
+    """Return what a role holds in a phase in which it is at work."""
+
+    def part(kind: str, num_bytes: float) -> Part:
+        return _part(config, role, kind, num_bytes, at_work=True)
+
+    if phase in _TRAIN and memory.optimizer + memory.grads > 0:
+        parts = [part("weights", memory.params), part("gradients", memory.grads), part("optimizer", memory.optimizer)]
+        if phase == "forward/backward":
+            parts += [part("gathered", memory.gathered), part("activations", memory.activations)]
+        return parts
+    resident = _resident(config, role, memory)
+    if phase == "log-probs":
+        others = [each for each in resident if each.kind != "weights"]
+        at_work = [part("gathered", memory.gathered), part("activations", memory.inference)]
+        return [part("weights", memory.params), *others, *at_work]
+    return resident

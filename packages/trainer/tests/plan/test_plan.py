@@ -1,0 +1,135 @@
+import json
+
+import pytest
+from tidemill_engines import EngineRegistry, FSDP2Config, MegatronConfig, ModelConfig
+from tidemill_engines.fsdp2.value_model import FSDP2ValueModel
+from tidemill_testing.tiny import tiny_model
+from tidemill_trainer.cli import main
+from tidemill_trainer.plan.engine import engine_memory, megatron_params
+from tidemill_trainer.plan.model import count_model
+from tidemill_trainer.plan.phases import PHASES
+from tidemill_trainer.plan.traffic import Steps
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe"])
+def model(tmp_path, request):
+    return tiny_model(tmp_path / "model", request.param, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Run the command on a tiny model without weights; return the status, and what was printed."""
+    for file in tiny_model(tmp_path / "tiny").glob("*.safetensors"):
+        file.unlink()
+    config = tmp_path / "run.toml"
+    config.write_text(f"[model]\npath = '{tmp_path / 'tiny'}'\n[rollout]\nresponse_length = 128\n")
+
+    def run(*args):
+        status = main(["plan", str(config), "data.max_prompt_length=128", *args])
+        return status, capsys.readouterr()
+
+    return run
+
+
+def test_parameters_are_those_of_the_model(model):
+    params = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
+    sizes = count_model(ModelConfig(path=str(model)))
+    assert sizes.total == sizes.trainable == sum(p.numel() for p in params.values())
+    assert sizes.experts == sum(p.numel() for name, p in params.items() if ".experts." in name)
+    assert sizes.root == sum(p.numel() for name, p in params.items() if ".layers." not in name)
+    frozen = count_model(ModelConfig(path=str(model), frozen=("model.embed_tokens.*",)))
+    assert frozen.trainable == sizes.total - params["model.embed_tokens.weight"].numel()
+
+
+def test_parameters_of_a_value_model_are_those_that_the_engine_builds(model):
+    settings = ModelConfig(path=str(model))
+    engine = EngineRegistry.new(
+        model_type="value_model", backend="fsdp2", model=settings, engine=FSDP2Config(), optimizer=None
+    )
+    assert isinstance(engine, FSDP2ValueModel)
+    built = sum(p.numel() for p in engine.build_model().parameters())
+    assert count_model(settings, is_value=True).total == built
+
+
+def test_megatron_ranks_hold_all_parameters(model):
+    sizes = count_model(ModelConfig(path=str(model)))
+    assert sum(megatron_params(sizes, MegatronConfig())) == sizes.total
+    others, experts = megatron_params(sizes, MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True))
+    copies = sizes.replicated + sizes.hidden
+    assert 2 * (others + experts) - copies == sizes.total
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_fsdp2_states_are_divided_among_the_ranks(model, size):
+    settings = ModelConfig(path=str(model))
+    sizes = count_model(settings)
+    memory = engine_memory(sizes, settings, FSDP2Config(), size)
+    assert (memory.params, memory.grads) == (4 * sizes.total / size, 4 * sizes.total / size)
+    assert memory.optimizer == 8 * sizes.total / size
+
+
+def test_step_is_described_in_words():
+    assert Steps(prompts=64, n=8, optimizer_steps=4, episodes=128).sentence() == (
+        "64 prompts x 8 = 512 episodes, 4 optimizer steps of 128"
+    )
+    assert "7 optimizer steps of at most 80" in Steps(prompts=64, n=8, optimizer_steps=7, episodes=80).sentence()
+
+
+def test_text_fits_into_100_columns_and_compares_nothing_without_a_device(plan, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, printed = plan("actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=gae")
+    lines = printed.out.splitlines()
+    assert status == 0
+    assert lines[0] == "64 prompts x 8 = 512 episodes, 4 optimizer steps of 128"
+    assert max(map(len, lines)) <= 100
+    assert "no device memory was compared" in lines[-1]
+    assert all(any(line.startswith(phase) for line in lines) for phase in PHASES)
+    assert any(line.startswith("critic: ") for line in lines)
+
+
+def test_what_does_not_fit_is_named_with_its_phase_and_key(plan):
+    status, printed = plan("--device-memory", "20MiB", "weight_update.bucket_bytes=1024")
+    assert status == 1
+    message = " ".join(printed.err.split())
+    assert "forward/backward requires" in message
+    assert "policy activations" in message
+    assert "lower engine.max_token_len_per_gpu" in message
+    status, printed = plan("--device-memory", "900MiB", "rollout.max_total_tokens=4096")
+    assert status == 1
+    message = " ".join(printed.err.split())
+    assert "weight update requires" in message
+    assert "lower weight_update.bucket_bytes" in message
+    assert plan("--device-memory", "20GiB", "rollout.max_total_tokens=4096")[0] == 0
+
+
+def test_json_has_the_bytes_of_each_part(plan):
+    status, printed = plan("--device-memory", "20GiB", "--json")
+    found = json.loads(printed.out)
+    assert (status, found["problems"]) == (0, [])
+    for device in found["devices"]:
+        for phase in device["phases"].values():
+            assert phase["total"] == pytest.approx(sum(part["bytes"] for part in phase["parts"]), abs=9)
+    parts = next(device for device in found["devices"] if device["name"] == "engine")["phases"]["generation"]["parts"]
+    assert sum(part["bytes"] for part in parts) == pytest.approx(0.5 * 20 * 2**30, abs=2)  # mem_fraction_static
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device-memory", "20"], "--device-memory must be a number with GiB, MiB, GB or MB"),
+        (["actor.num_workers=3", "engine.fsdp_size=2"], "engine.fsdp_size = 2 must divide actor.num_workers=3"),
+        (["rollout.tensor_parallel_size=3"], "must divide the 4 attention heads"),
+    ],
+)
+def test_invalid_arguments_and_sizes_are_rejected(plan, args, message):
+    status, printed = plan(*args)
+    assert status == 1
+    assert message in " ".join(printed.err.split())
+
+
+def test_offloaded_states_are_not_in_memory_during_generation(plan):
+    offloaded = ("engine.param_offload=true", "engine.optimizer_offload=true", "--json")
+    device = json.loads(plan(*offloaded)[1].out)["devices"][0]["phases"]
+    assert device["generation"]["total"] == 0
+    assert {part["kind"] for part in device["optimizer"]["parts"]} == {"weights", "gradients", "optimizer"}
