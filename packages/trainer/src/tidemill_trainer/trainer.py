@@ -3,10 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-from tidemill_dataproto import DataProto, ragged
-
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
@@ -15,17 +11,16 @@ from tidemill_trainer.episode_record import episode_record
 from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.learner import Learner
-from tidemill_trainer.metrics import batch_metrics, performance_metrics, reward_components, validation_metrics
+from tidemill_trainer.metrics import performance_metrics, validation_metrics
 from tidemill_trainer.mismatch import MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.role_groups import RoleGroups
-from tidemill_trainer.rollout.episode_pool import Episodes
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.sft.batches import Batches
 from tidemill_trainer.sft.objective import SFT
-from tidemill_trainer.staleness import check_staleness, staleness_of
 from tidemill_trainer.timing import Timing, is_due
+from tidemill_trainer.training_step import Trained, TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +67,9 @@ class Trainer:
         with self._waits("load"):
             cluster.episodes.load(config)
         self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress)
-        self._gate = MismatchGate(
-            config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype)
-        )
+        dtypes = config.rollout.dtype, config.engine.param_dtype
+        gate = MismatchGate(config.rollout.max_log_prob_abs_diff, dtypes)
+        self._training = TrainingStep(config, self._learner, gate)
         self._sft = SFT(cluster.actor)
         self._sft_batches = Batches(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
         self._run = run
@@ -94,23 +89,9 @@ class Trainer:
             with timing("step"):
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
-                with timing("old_log_prob"):
-                    assert episodes.rows is not None
-                    metrics = check_staleness(episodes.rows, step - 1, self._config.rollout.max_staleness)
-                    batch = self._learner.infer(episodes.rows)
-                    if not self._config.algorithm.bypass_mode:
-                        metrics |= self._gate.check(batch, staleness_of(batch, step - 1), self._engines.num_restarts)
-                with timing("adv"):
-                    if self._has_reward_model:
-                        episodes = add_scores(episodes, batch, self._config)
-                    scored = self._score(episodes, step)
-                    batch, of_rewards = self._learner.add_advantages(batch, scored)
-                    metrics |= of_rewards | self._batch_metrics(batch, scored)
-                with timing("update_actor"):
-                    metrics |= self._learner.update(batch, step)
-                metrics |= self._rollouts.settle(
-                    step, episodes, int(ragged.values(batch["response_mask"]).bool().sum())
-                )
+                restarts = self._engines.num_restarts
+                trained = self._training.run(step, episodes, timing, num_engine_restarts=restarts)
+                metrics = trained.metrics | self._rollouts.settle(step, trained.episodes, trained.num_tokens)
                 with timing("update_weights"):
                     metrics |= self._engines.update_weights(step)
                 is_last = step == config.total_steps
@@ -121,7 +102,7 @@ class Trainer:
                 if is_saved:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
-            self._log(step, metrics, batch, episodes, timing)
+            self._log(step, metrics, trained, timing)
             if is_saved:  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
                 self._checkpoints.commit(step)
         return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
@@ -187,37 +168,6 @@ class Trainer:
                 break
         self._actor.reset_optimizer(optimizer)
 
-    def _score(self, episodes: Episodes, step: int) -> DataProto:
-        """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes.
-
-        Some estimators also read `reward_components` [E, K], or `baseline_rewards` [E] of the greedy episodes.
-        """
-        summaries = [summary for summary in episodes.summaries if summary.outcome.is_trainable]
-        scores = torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32)
-        rewards = scores
-        if self._config.algorithm.shuffle_rewards:
-            order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
-            rewards = rewards[torch.from_numpy(order)]
-        columns = {
-            "episode": torch.tensor([summary.task.number for summary in summaries]),
-            "scores": scores,
-            "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
-            "rewards": rewards,
-        }
-        if names := self._config.algorithm.reward_components:
-            columns["reward_components"] = reward_components(summaries, names)
-        uid = [summary.task.problem.id for summary in summaries]
-        if episodes.baselines:  # a problem without one has no rows
-            greedy = {each.task.problem.id: each.outcome.reward for each in episodes.baselines}
-            columns["baseline_rewards"] = torch.tensor([greedy[problem] for problem in uid], dtype=torch.float32)
-        return DataProto.from_dict(columns, {"uid": np.array(uid, dtype=object)})
-
-    def _batch_metrics(self, batch: DataProto, scored: DataProto) -> dict[str, float]:
-        data, rollout = self._config.data, self._config.rollout
-        return batch_metrics(
-            batch, scored, max_prompt_length=data.max_prompt_length, response_length=rollout.response_length
-        )
-
     def _validate(self) -> dict[str, float]:
         with self._waits("testing"):
             episodes = self._rollouts.validate()
@@ -236,15 +186,16 @@ class Trainer:
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy
 
-    def _log(self, step: int, metrics: dict[str, float], batch: DataProto, episodes: Episodes, timing: Timing) -> None:
+    def _log(self, step: int, metrics: dict[str, float], trained: Trained, timing: Timing) -> None:
         seconds, num_workers = timing.seconds["step"], sum(self._config.training_workers().values())
         metrics |= timing.metrics() | {
             "perf/time_per_step": seconds,
             "perf/throughput": metrics["perf/total_num_tokens"] / seconds / num_workers,
         }
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
-        shown = [summary for summary in episodes.summaries if summary.task.is_shown]
-        self._run.append_rollouts([{"step": step, **episode_record(each, batch, self._tokenizer)} for each in shown])
+        shown = [summary for summary in trained.episodes.summaries if summary.task.is_shown]
+        records = [episode_record(summary, trained.batch, self._tokenizer) for summary in shown]
+        self._run.append_rollouts([{"step": step, **record} for record in records])
         self._progress.step("rl", metrics | {"step": step}, metrics.get("val/accuracy"))
 
     def _read_accuracy(self) -> None:
