@@ -26,6 +26,7 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
         os.environ.clear()  # the fork server has the environment of its own start
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.barrier()  # a rank whose `fn` leaves the group at once would close connections that others still open
         results.put((rank, None, cloudpickle.dumps(fn(*args))))
     except BaseException:  # noqa: BLE001 - sent to the parent, which raises it
         results.put((rank, time.monotonic(), traceback.format_exc()))
