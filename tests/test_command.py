@@ -1,6 +1,7 @@
 """The command `tidemill` as a user runs it: it stops, resumes, and survives killed processes."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -239,14 +240,17 @@ def test_next_start_removes_files_of_killed_command(start, recipe):
     assert not any(path.exists() for path in leftovers)
 
 
-def test_run_killed_between_steps_trains_the_problems_of_an_uninterrupted_run(start, recipe):
-    command = start(*recipe, "trainer.name=killed-later", "trainer.save_freq=2", "trainer.total_steps=500")
-    command.wait_for(r"rl +3 ")
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_killed_run_trains_the_problems_of_an_uninterrupted_run(start, recipe, max_staleness):
+    name, step = f"killed-later-{max_staleness}", random.randint(3, 12)
+    bound = [f"rollout.max_staleness={max_staleness}", "algorithm.bypass_mode=true"]
+    command = start(*recipe, *bound, f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500")
+    command.wait_for(rf"rl +{step} ")
     command.find("ray::RolloutWorker")  # end() checks all processes found so far
     command.process.kill()
     _, alive = psutil.wait_procs(command.started, timeout=240)
     assert not alive, sorted(map(title, alive))
-    run = RunDir(_run_dir(recipe) / "killed-later")
+    run = RunDir(_run_dir(recipe) / name)
     last = max(line["step"] for line in read_ledger(run.ledger)) + 1
     resumed = start("train", str(run.config), f"trainer.total_steps={last}", "--resume", after=command)
     resumed.wait_for(r"continuing after step \d+")
@@ -257,7 +261,9 @@ def test_run_killed_between_steps_trains_the_problems_of_an_uninterrupted_run(st
     expected = Counter(int(row) for step in range(1, last + 1) for row in loader.rows(step))
     assert trained_problems(run.ledger) == {row: count * config.rollout.n for row, count in expected.items()}
     final = read_steps(run.path)[last]
-    assert final["ledger/episodes/undone"] > 0
+    ended = sum(final[f"ledger/episodes/{kind}"] for kind in ("trained", "dropped", "failed", "undone"))
+    assert ended == final["ledger/episodes/issued"]
+    assert final["ledger/tokens/undone"] >= 0
     assert final["ledger/episodes/trained"] == last * config.data.train_batch_size * config.rollout.n
 
 

@@ -21,6 +21,7 @@ from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
 from tidemill_trainer.rollout import RayEngine
+from tidemill_trainer.rollout.episode_file import load_episodes
 from tidemill_trainer.rollout.episode_pool import _Batch
 from tidemill_trainer.rollout.episode_task import EpisodeTask
 from tidemill_trainer.run_dir import RunDir
@@ -56,6 +57,9 @@ def warmed_up(eight_steps, tmp_path):
     run, _ = eight_steps
     shutil.copytree(run.checkpoints / "step_000000", tmp_path / "checkpoints" / "step_000000")
     return tmp_path
+
+
+_STALE = ("rollout.max_staleness=2", "algorithm.bypass_mode=true", "trainer.test_freq=0")
 
 
 def _steps(run):
@@ -95,6 +99,32 @@ def test_later_batches_are_generated_during_training_within_the_bound(train_in, 
     ages = [step - 1 - int(version) for step, versions in shown for version, _ in versions]
     assert min(ages) >= 0
     assert 0 < max(ages) <= 2
+
+
+def test_resume_takes_over_finished_episodes_of_later_steps(train_in, warmed_up, tmp_path_factory):
+    """Steps 5 and 6 have started when step 4 is saved; no problem is lost, repeated or accounted for twice."""
+    run, _ = train_in(warmed_up, *_STALE)
+    again = tmp_path_factory.mktemp("again")
+    saved = again / "checkpoints" / "step_000004"
+    shutil.copytree(run.checkpoints / "step_000004", saved)
+    shutil.copy(run.ledger, again)
+    in_flight = {path.stem: load_episodes(path) for path in (saved / "in_flight").iterdir()}
+    assert sorted(in_flight) == ["000005", "000006"]
+    assert not (run.checkpoints / "step_000008" / "in_flight").exists()
+    resumed, _ = train_in(again, *_STALE, "trainer.save_samples=64")
+    assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
+    last = _steps(resumed)[8]
+    ended = sum(last[f"ledger/episodes/{kind}"] for kind in ("trained", "dropped", "failed", "undone"))
+    assert ended == last["ledger/episodes/issued"] == 10 * 64
+    assert last["ledger/episodes/undone"] == 2 * 64
+    kept = in_flight["000005"][0]
+    assert kept.rows is not None
+    trained = {line["episode"]: line for line in resumed.read_rollouts() if line["step"] == 5}
+    for summary in kept.summaries:
+        [row] = trained[summary.task.name]["rows"]
+        [number] = (kept.rows["episode"] == summary.task.number).nonzero().flatten().tolist()
+        assert row["token_ids"] == kept.rows["input_ids"][number].tolist()
+        assert [tuple(run) for run in row["versions"]] == list(kept.rows.non_tensor_batch["versions"][number])
 
 
 def test_metrics_have_verl_names_and_are_finite(eight_steps):

@@ -1,7 +1,8 @@
 import re
 
 import pytest
-from tidemill_trainer.ledger import Ledger, LedgerError, Settlement, trained_problems
+from tidemill_trainer.checkpoints import CheckpointError
+from tidemill_trainer.ledger import InFlight, Ledger, LedgerError, Settlement, trained_problems
 
 
 def _settlement(**changes):
@@ -67,7 +68,7 @@ def test_resumed_run_undoes_later_steps_and_trains_the_same_problems(tmp_path):
     with interrupted.open("a") as file:
         file.write('{"event": "settl')  # killed while writing
     resumed = Ledger(interrupted)
-    resumed.resume(2)
+    resumed.resume(2, {})
     run(resumed, range(3, 6))
     assert trained_problems(interrupted) == trained_problems(whole)
     metrics = Ledger(interrupted).metrics()
@@ -78,5 +79,42 @@ def test_resumed_run_undoes_later_steps_and_trains_the_same_problems(tmp_path):
 
 def test_resume_without_later_steps_writes_nothing(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    ledger.resume(0)
+    ledger.resume(0, {})
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_episodes_in_flight_at_the_checkpoint_are_not_issued_again(tmp_path):
+    """Step 2 had 4 episodes in flight and 15 tokens of finished ones when step 1 was saved; it is trained twice."""
+    file = tmp_path / "ledger.jsonl"
+    ledger = Ledger(file)
+    for step in (1, 2):
+        ledger.issue(step, [7, 9], 2)
+    ledger.settle(1, _settlement())
+    in_flight = {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)}
+    ledger.issue(3, [1, 2], 2)
+    ledger.settle(2, _settlement())
+    resumed = Ledger(file)
+    resumed.resume(1, in_flight)
+    assert resumed.num_problems == 4
+    resumed.settle(2, _settlement(num_generated=50, trained={7: 2, 9: 1}, num_trained_tokens=35))
+    for metrics in (resumed.metrics(), Ledger(file).metrics()):
+        episodes = {kind: metrics[f"ledger/episodes/{kind}"] for kind in ("issued", "trained", "undone", "in_flight")}
+        assert episodes == {"issued": 12, "trained": 6, "undone": 4, "in_flight": 0}  # undone: those of step 3
+        assert metrics["ledger/tokens/undone"] == 40 - 15
+        assert metrics["ledger/tokens/generated"] == 40 + 40 + 50 - 15
+    assert trained_problems(file) == {7: 4, 9: 2}
+
+
+def test_resume_at_the_checkpoint_of_the_last_step_writes_nothing(tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    ledger = Ledger(file)
+    ledger.issue(2, [7, 9], 2)
+    before = file.read_text()
+    Ledger(file).resume(1, {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)})
+    assert file.read_text() == before
+
+
+def test_missing_ledger_of_episodes_in_flight_is_an_error(tmp_path):
+    in_flight = {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)}
+    with pytest.raises(CheckpointError, match=r"has episodes of step 2, but .*ledger.jsonl has no line of that step"):
+        Ledger(tmp_path / "ledger.jsonl").resume(1, in_flight)

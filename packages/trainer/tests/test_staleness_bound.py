@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Outcome
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
+from tidemill_trainer.group_filter import joined
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.rollout.episode_pool import Episodes
@@ -25,22 +27,48 @@ PROBLEMS, N, STEPS = 4, 2, 6
 
 
 class SimulatedPool:
-    """A pool whose tokens are sampled at random versions between the start of an episode and the end of the wait.
+    """A pool whose tokens are sampled at random versions between the start of an episode and its end.
 
     Attributes:
         version: version of the engines' weights.
+        collected: the finished episodes of each call of `collect`, by the id of their first problem.
+        taken: those of each call of `wait`.
     """
 
     def __init__(self, seed, error_share):
         self._rng = np.random.default_rng(seed)
         self._error_share = error_share
         self.version = 0
+        self.collected, self.taken = {}, {}
 
-    def start(self, tasks, *, greedy):
-        return tasks, self.version
+    def start(self, tasks, *, greedy, finished=None):
+        return {"tasks": tasks, "version": self.version, "finished": finished}
 
     def wait(self, running):
-        tasks, first = running
+        episodes = self._finish(running, running["tasks"])
+        self.taken[_key(running)] = _versions(episodes)
+        return episodes
+
+    def collect(self, running):
+        """Half of the episodes, on average, have finished."""
+        episodes = self._finish(running, [task for task in running["tasks"] if self._rng.random() < 0.5])
+        self.collected[_key(running)] = _versions(episodes)
+        return episodes
+
+    def _finish(self, running, tasks):
+        done = running["finished"]
+        numbers = set() if done is None else {summary.task.number for summary in done.summaries}
+        episodes = self._run([task for task in tasks if task.number not in numbers], running["version"])
+        if done is not None:
+            both = joined([done, episodes])
+            order = torch.argsort(both.rows["episode"]) if both.rows is not None else None
+            summaries = sorted(both.summaries, key=lambda each: each.task.number)
+            rows = None if both.rows is None or order is None else both.rows[order]
+            episodes = replace(both, rows=rows, summaries=summaries)
+        running["finished"] = episodes
+        return episodes
+
+    def _run(self, tasks, first):
         summaries, versions, numbers = [], [], []
         for task in tasks:
             lengths = self._rng.integers(0, 4, size=self.version - first + 1)
@@ -73,19 +101,31 @@ class SimulatedPool:
         )
 
 
+def _key(running):
+    return running["tasks"][0].problem.id
+
+
+def _versions(episodes):
+    """Return the versions of the tokens of each trainable episode."""
+    if episodes.rows is None:
+        return {}
+    return dict(zip(episodes.rows["episode"].tolist(), episodes.rows.non_tensor_batch["versions"], strict=True))
+
+
 @pytest.fixture(scope="module")
 def run_steps(assets):
     """Run all steps; return the ledger's lines and trained problems."""
     inputs = {}
 
     def run(k, seed, error_share, *overrides, resumed_after=None):
+        """`resumed_after`: a step after which the run is killed and continues from the checkpoint before it."""
         sizes = [f"data.train_batch_size={PROBLEMS}", f"rollout.n={N}", f"trainer.total_steps={STEPS}"]
         bound = [f"rollout.max_staleness={k}", "algorithm.bypass_mode=true", "episode.max_error_share=1.0"]
         config = load_config(DEMO_CONFIG, [*assets, *sizes, *bound, *overrides])
         with tempfile.TemporaryDirectory() as folder:
             run_dir, pool = RunDir(Path(folder)), SimulatedPool(seed, error_share)
             rollouts = Rollouts(config, pool, inputs["demo"], run_dir, inputs["progress"])
-            step = 0
+            step, finished = 0, {}
             while step < STEPS:
                 step += 1
                 episodes = rollouts.take(step)
@@ -97,8 +137,13 @@ def run_steps(assets):
                 if step == resumed_after:  # as after a kill, from the checkpoint of the step before
                     resumed_after, step = None, step - 1
                     pool.version = step
+                    finished = pool.collected
                     rollouts = Rollouts(config, pool, inputs["demo"], run_dir, inputs["progress"])
-                    rollouts.resume(step)
+                    rollouts.resume(step, run_dir.path / f"{step}")
+                elif step + 1 == resumed_after:
+                    rollouts.save(run_dir.path / f"{step}")
+            for problem, versions in finished.items():  # what had finished is trained on, and not generated again
+                assert versions.items() <= pool.taken[problem].items()
             return list(read_ledger(run_dir.ledger)), trained_problems(run_dir.ledger)
 
     def prepare(progress):
@@ -128,12 +173,19 @@ def test_no_token_is_too_old_and_no_problem_is_lost_or_repeated(run_steps, progr
     check()
 
 
-@given(k=_BOUNDS, seed=_SEEDS, error_share=st.floats(0, 0.3), has_filter=st.booleans())
+@given(
+    k=_BOUNDS,
+    seed=_SEEDS,
+    error_share=st.floats(0, 0.3),
+    has_filter=st.booleans(),
+    resumed_after=st.none() | st.integers(1, STEPS),
+)
 @settings(max_examples=100, deadline=None)
-def _check_sums(run, k, seed, error_share, has_filter):
+def _check_sums(run, k, seed, error_share, has_filter, resumed_after):
     filtered = ["algorithm.filter_groups=acc", "algorithm.max_num_gen_batches=50"] if has_filter else []
-    ledger, _ = run(k, seed, error_share, *filtered)
-    assert sum(line["event"] == "settled" for line in ledger) == STEPS
+    ledger, _ = run(k, seed, error_share, *filtered, resumed_after=resumed_after)
+    num_repeated = 0 if resumed_after is None else 1
+    assert sum(line["event"] == "settled" for line in ledger) == STEPS + num_repeated
 
 
 def test_sums_balance_with_errors_and_dynamic_sampling(run_steps, progress):

@@ -4,9 +4,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tidemill_trainer.checkpoints import CheckpointError
 
 
 class LedgerError(RuntimeError):
@@ -40,11 +42,26 @@ class Settlement:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """A step that had started when a checkpoint was written.
+
+    Attributes:
+        num_problems: problems that were issued.
+        num_episodes: their episodes.
+        num_tokens: tokens of the episodes that are in the checkpoint.
+    """
+
+    num_problems: int
+    num_episodes: int
+    num_tokens: int
+
+
 class Ledger:
     """Append-only record of a run in `ledger.jsonl`.
 
     Each step has a line "issued" before episodes of it start, and "settled" after the update. A line "resumed" undoes
-    all steps after its own: a resumed run repeats them.
+    all steps after its own, except the episodes that the checkpoint has in flight: a resumed run repeats them.
 
     Args:
         file: the file, which may have lines of an interrupted run.
@@ -95,10 +112,27 @@ class Ledger:
             }
         )
 
-    def resume(self, step: int) -> None:
-        """Record that the run continues after `step`; later steps are undone."""
-        if any(other > step for other in (*self._open, *self._settled)):
-            self._append({"event": "resumed", "step": step})
+    def resume(self, step: int, in_flight: Mapping[int, InFlight]) -> None:
+        """Record that the run continues after `step`; what came later is undone.
+
+        Args:
+            step: step of the checkpoint.
+            in_flight: the later steps that had started then.
+
+        Raises:
+            CheckpointError: the file has no line of these steps.
+        """
+        missing = [number for number in in_flight if number not in self._open and number not in self._settled]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has episodes of step {missing[0]}, but {self._file} has no line of that step; restore "
+                "the file, or remove the folder of the checkpoint to resume without it"
+            )
+        running = {number: count for number, count in self._open.items() if number > step}
+        is_later = any(number > step for number in self._settled)
+        if is_later or running != {number: each.num_episodes for number, each in in_flight.items()}:
+            kept = {str(number): asdict(each) for number, each in in_flight.items()}
+            self._append({"event": "resumed", "step": step, "in_flight": kept})
 
     @property
     def num_problems(self) -> int:
@@ -139,13 +173,20 @@ class Ledger:
                 "failed": _sum(line["failed"].values()),
             }
         else:
-            later = [sums for other, sums in self._settled.items() if other > step]
-            undone = [values for sums in later for values in sums.values()]
+            kept = {int(number): InFlight(**each) for number, each in line.get("in_flight", {}).items()}
+            settled = [sums for other, sums in self._settled.items() if other > step]
+            undone = [values for sums in settled for values in sums.values()]
             running = [(count, 0) for other, count in self._open.items() if other > step]
-            self._undone = _sum([self._undone, *undone, *running])
+            # Tokens of episodes in flight count when their step is settled, so only those of settled steps did so far.
+            again = [
+                (-each.num_episodes, -each.num_tokens * (number in self._settled)) for number, each in kept.items()
+            ]
+            self._undone = _sum([self._undone, *undone, *running, *again])
             self._settled = {other: sums for other, sums in self._settled.items() if other <= step}
             self._open = {other: count for other, count in self._open.items() if other <= step}
+            self._open |= {number: each.num_episodes for number, each in kept.items()}
             self._problems = {other: count for other, count in self._problems.items() if other <= step}
+            self._problems |= {number: each.num_problems for number, each in kept.items()}
 
 
 def trained_problems(file: Path) -> Counter[int]:

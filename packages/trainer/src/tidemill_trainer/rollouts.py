@@ -3,19 +3,23 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tidemill_rollout import Problem
 
 from tidemill_trainer.algorithm import Algorithm
+from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, to_problems
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.inputs import Inputs
-from tidemill_trainer.ledger import Ledger, Settlement
+from tidemill_trainer.ledger import InFlight, Ledger, Settlement
 from tidemill_trainer.metrics import episode_metrics
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.rollout.episode_file import load_episodes, save_episodes
 from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes, Running
 from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
@@ -28,10 +32,14 @@ class _Round:
     """A round of generation.
 
     Attributes:
+        start: ordinal of the first problem.
+        num_problems: number of problems.
         sampled: `n` episodes of each problem.
         greedy: one greedy episode of each; None where the estimator does not need it.
     """
 
+    start: int
+    num_problems: int
     sampled: Running
     greedy: Running | None
 
@@ -77,13 +85,47 @@ class Rollouts:
             num_groups=config.data.train_batch_size, group_size=config.rollout.n, metric=config.algorithm.filter_groups
         )
         self._has_baselines = "baseline_rewards" in Algorithm.of(config).columns
+        self._num_issued = config.rollout.n + self._has_baselines  # episodes of each problem
         limit = config.algorithm.max_num_gen_batches
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks = {fork["reason"] for fork in run.read_forks()}
 
-    def resume(self, step: int) -> None:
-        """Record that the run continues after `step`."""
-        self._ledger.resume(step)
+    def save(self, folder: Path) -> None:
+        """Write what has finished of the later steps that have started to `folder`; without any, write nothing.
+
+        Call it after `settle`. The other episodes of these steps run on.
+        """
+        for step, current in self._steps.items():
+            [first] = current.rounds  # further rounds start and end in `take`
+            folder.mkdir(exist_ok=True)
+            info = {"start": first.start, "num_problems": first.num_problems}
+            save_episodes(_file(folder, step), self._pool.collect(first.sampled), **info)
+            if first.greedy is not None:
+                save_episodes(_file(folder, step, greedy=True), self._pool.collect(first.greedy), **info)
+
+    def resume(self, step: int, folder: Path) -> None:
+        """Continue after `step`: take over the episodes of later steps that `save` wrote, and start their others.
+
+        Those start again, from their problem and seed.
+
+        Raises:
+            CheckpointError: a file is damaged, or the ledger lacks these steps.
+        """
+        files = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+        saved = {int(path.stem): _load(path) for path in files}
+        greedy = {number: _load(_file(folder, number, greedy=True)) for number in saved if self._has_baselines}
+        in_flight: dict[int, InFlight] = {}
+        for number, (episodes, info) in saved.items():
+            num_tokens = episodes.num_generated + (greedy[number][0].num_generated if greedy else 0)
+            num_episodes = info["num_problems"] * self._num_issued
+            in_flight[number] = InFlight(
+                num_problems=info["num_problems"], num_episodes=num_episodes, num_tokens=num_tokens
+            )
+        self._ledger.resume(step, in_flight)
+        for number, (episodes, info) in saved.items():
+            self._steps[number] = _Step()
+            baselines = greedy[number][0] if greedy else None
+            self._run_round(number, info["start"], info["num_problems"], episodes, baselines)
 
     def take(self, step: int) -> Episodes:
         """Return the episodes of a step: `n` for each problem, numbered in the order of the problems.
@@ -115,11 +157,23 @@ class Rollouts:
 
     def _start_round(self, step: int, num_problems: int) -> None:
         """Start the episodes of the next problems."""
+        start = self._ledger.num_problems
+        self._ledger.issue(step, self._loader.rows_at(start, num_problems).tolist(), self._num_issued)
+        self._run_round(step, start, num_problems)
+
+    def _run_round(
+        self,
+        step: int,
+        start: int,
+        num_problems: int,
+        finished: Episodes | None = None,
+        baselines: Episodes | None = None,
+    ) -> None:
+        """Start the episodes of the problems from the ordinal `start` on, except those that have finished."""
         config, n = self._config, self._config.rollout.n
         current = self._steps[step]
-        start, first, number = self._ledger.num_problems, len(current.rows), len(current.rounds)
+        first, number = len(current.rows), len(current.rounds)
         problems = self._loader.problems(start, num_problems, step, first)
-        rows = self._loader.rows_at(start, num_problems).tolist()
         count = num_problems * n
         shown = set(shown_episodes(count, config.trainer.save_samples)) if number == 0 else set()
         entropy = [config.trainer.seed, step]
@@ -130,13 +184,14 @@ class Rollouts:
             )
             for k in range(count)
         ]
-        self._ledger.issue(step, rows, n + self._has_baselines)
-        current.rows += rows
-        sampled = self._pool.start(tasks, greedy=False)
-        greedy = self._start_baselines(problems, first, step) if self._has_baselines else None
-        current.rounds.append(_Round(sampled=sampled, greedy=greedy))
+        current.rows += self._loader.rows_at(start, num_problems).tolist()
+        sampled = self._pool.start(tasks, greedy=False, finished=_of_tasks(finished, tasks))
+        greedy = self._start_baselines(problems, first, step, baselines) if self._has_baselines else None
+        current.rounds.append(_Round(start=start, num_problems=num_problems, sampled=sampled, greedy=greedy))
 
-    def _start_baselines(self, problems: Sequence[Problem], first: int, step: int) -> Running:
+    def _start_baselines(
+        self, problems: Sequence[Problem], first: int, step: int, finished: Episodes | None
+    ) -> Running:
         """Start one greedy episode of each problem."""
         config = self._config
         seeds = sampling_seeds([config.trainer.seed, step, first, 1], len(problems))
@@ -144,7 +199,7 @@ class Rollouts:
             EpisodeTask(number=-1 - first - k, problem=problem, sample=config.rollout.n, seed=seeds[k])
             for k, problem in enumerate(problems)
         ]
-        return self._pool.start(tasks, greedy=True)
+        return self._pool.start(tasks, greedy=True, finished=_of_tasks(finished, tasks))
 
     def _finish_round(self, step: int, started: _Round) -> Episodes:
         """Wait for the episodes of a round; problems whose greedy episode fails are not trained on."""
@@ -274,6 +329,27 @@ def sampling_seeds(entropy: Sequence[int], count: int) -> list[int]:
     """Return a seed for each of `count` episodes, in [0, 2**31), a function of the arguments alone."""
     state = np.random.SeedSequence(entropy).generate_state(count, dtype=np.uint32)
     return (state >> 1).tolist()
+
+
+def _file(folder: Path, step: int, *, greedy: bool = False) -> Path:
+    return folder / f"{step:06d}{'_greedy' if greedy else ''}.safetensors"
+
+
+def _load(path: Path) -> tuple[Episodes, dict[str, Any]]:
+    try:
+        return load_episodes(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path.parent.parent} is damaged ({error}); remove its folder to resume without it"
+        ) from error
+
+
+def _of_tasks(episodes: Episodes | None, tasks: Sequence[EpisodeTask]) -> Episodes | None:
+    """Give the summaries of loaded episodes their tasks, with the whole problems."""
+    if episodes is None:
+        return None
+    by_number = {task.number: task for task in tasks}
+    return replace(episodes, summaries=[replace(each, task=by_number[each.task.number]) for each in episodes.summaries])
 
 
 def _kind(reason: str) -> str:

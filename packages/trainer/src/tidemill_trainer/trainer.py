@@ -22,6 +22,9 @@ from tidemill_trainer.sft.objective import SFT
 from tidemill_trainer.timing import Timing, is_due
 from tidemill_trainer.training_step import Trained, TrainingStep
 
+_IN_FLIGHT = "in_flight"
+"""Folder in a checkpoint with the finished episodes of steps that have started."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
@@ -122,13 +125,13 @@ class Trainer:
             with self._waits("update_weights"):
                 self._engines.update_weights(step)
             self._run.remove_after(step)
-            self._rollouts.resume(step)
+            self._rollouts.resume(step, path / _IN_FLIGHT)
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
             return step
         self._run.check_resumable()
         self._run.remove_after(-1)  # an incomplete line at most
-        self._rollouts.resume(0)
+        self._rollouts.resume(0, self._checkpoints.path(0) / _IN_FLIGHT)
         if self._config.warmup.max_steps > 0:
             self._warm_up()
         with self._waits("roles"):
@@ -182,6 +185,7 @@ class Trainer:
     def _write_checkpoint(self, folder: Path) -> None:
         self._learner.save_checkpoint(folder)
         self._actor.save_hf(str(folder.resolve() / "huggingface"))
+        self._rollouts.save(folder / _IN_FLIGHT)
 
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy

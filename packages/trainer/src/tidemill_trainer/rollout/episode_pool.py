@@ -4,7 +4,7 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -130,16 +130,25 @@ class EpisodePool:
             self._engines.serve(self.workers)
         self._load(self.workers)
 
-    def start(self, tasks: Sequence[EpisodeTask], *, greedy: bool) -> Running:
+    def start(self, tasks: Sequence[EpisodeTask], *, greedy: bool, finished: Episodes | None = None) -> Running:
         """Start episodes, at the same time as those that run already.
 
         Args:
             tasks: episodes with different numbers.
             greedy: decode greedily, for validation.
+            finished: those of the episodes that are not run, because an earlier process did (see `collect`).
         """
+        done = set() if finished is None else {summary.task.number for summary in finished.summaries}
+        tasks = [task for task in tasks if task.number not in done]
         shares = np.array_split(np.arange(len(tasks)), len(self.workers))
         waiting = deque([tasks[index] for index in share] for share in shares if len(share) > 0)
         running = Running(greedy=greedy, waiting=waiting, idle=list(range(len(self.workers))))
+        if finished is not None:
+            num_tokens = finished.num_generated
+            running.parts.append(
+                EpisodePart(rows=finished.rows, summaries=finished.summaries, num_generated=num_tokens)
+            )
+            running.num_restarts, running.num_lost = finished.num_restarts, finished.num_lost
         self._start_waiting(running)
         return running
 
@@ -151,23 +160,41 @@ class EpisodePool:
         """
         try:
             while running.batches:
-                for stream in self._ready(running.batches):
-                    batch = running.batches[stream]
-                    reason = self._receive(stream, batch, running.parts)
-                    if reason is None:
-                        continue
-                    del running.batches[stream]
-                    running.idle.append(batch.worker)
-                    if batch.tasks:
-                        running.num_restarts += 1
-                        running.num_lost += batch.num_generated
-                        self._restart(batch, reason)
-                        running.waiting.extendleft(self._repeated(batch, reason, running.crashes, running.parts))
-                self._start_waiting(running)
+                self._advance(running, self._ready(running.batches))
         finally:
             for stream in running.batches:  # after an error; a later call must not meet these episodes
                 ray.cancel(stream)
         return _joined(running.parts, running.num_restarts, running.num_lost)
+
+    def collect(self, running: Running) -> Episodes:
+        """Return the episodes that have finished so far, without waiting for the others, which run on.
+
+        Tokens of the others are not counted in `num_generated`.
+        """
+        while streams := list(running.batches):
+            ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0)
+            if not ready:
+                break
+            self._advance(running, ready)
+        found = _joined(running.parts, running.num_restarts, running.num_lost)
+        num_tokens = sum(summary.num_tokens for summary in found.summaries)
+        return replace(found, num_generated=num_tokens + found.num_lost)
+
+    def _advance(self, running: Running, ready: Sequence[Any]) -> None:
+        """Receive a part of each of these streams, and start what can start then."""
+        for stream in ready:
+            batch = running.batches[stream]
+            reason = self._receive(stream, batch, running.parts)
+            if reason is None:
+                continue
+            del running.batches[stream]
+            running.idle.append(batch.worker)
+            if batch.tasks:
+                running.num_restarts += 1
+                running.num_lost += batch.num_generated
+                self._restart(batch, reason)
+                running.waiting.extendleft(self._repeated(batch, reason, running.crashes, running.parts))
+        self._start_waiting(running)
 
     def _start_waiting(self, running: Running) -> None:
         while running.waiting and running.idle:
