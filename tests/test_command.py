@@ -15,6 +15,7 @@ import torch
 from command_process import BACKENDS, Command, title
 from safetensors.torch import load_file
 from step_metrics import TIMES, read_steps
+from tidemill_trainer.batch_record import BatchRecord
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.demo import write_assets
@@ -265,6 +266,29 @@ def test_killed_run_trains_the_problems_of_an_uninterrupted_run(start, recipe, m
     assert ended == final["ledger/episodes/issued"]
     assert final["ledger/tokens/undone"] >= 0
     assert final["ledger/episodes/trained"] == last * config.data.train_batch_size * config.rollout.n
+
+
+def test_replay_repeats_a_run_and_names_the_first_step_that_differs(start, recipe):
+    """Replay starts from the initial model, because the run has no warm-up."""
+    rewards = _run_dir(recipe).parent / "rewards.py"
+    rewards.write_text(_REWARDS)
+    args = [*recipe, f"reward.function={rewards}:right_digits", "trainer.name=recorded", "trainer.total_steps=5"]
+    args += ["rollout.max_staleness=1", "algorithm.bypass_mode=true", "trainer.save_batches=true"]
+    assert start(*args).end(timeout_s=400) == 0
+    run = _run_dir(recipe) / "recorded"
+    command = start("replay", str(run))
+    assert command.end(timeout_s=400) == 0
+    assert re.findall(r"step (\d+): equal", command.output) == ["1", "2", "3", "4", "5"]
+    assert "sglang" not in " ".join(map(title, command.started))
+    record = BatchRecord(run / "batches")
+    recorded = record.load(3)
+    assert recorded.episodes.rows is not None
+    recorded.episodes.rows["rollout_log_probs"].values()[0] -= 1.0
+    record.save(3, recorded)
+    command = start("replay", str(run), "--steps", "2:4")
+    assert command.end(timeout_s=400) == 1
+    command.check_one_error(r"step 3 differs: .*the weights of the policy on rank 0")
+    assert re.findall(r"step (\d+): equal", command.output) == ["1", "2"]
 
 
 def _engine_memory(command: Command) -> list[Path]:

@@ -15,11 +15,16 @@ import torch
 from safetensors.torch import load_file
 from step_metrics import TIMES
 from tidemill_rollout import Problem
+from tidemill_trainer.batch_record import BatchRecord
+from tidemill_trainer.config_file import save_config
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.ledger import read_ledger, trained_problems
+from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.replay import repeat_steps, replay_plan
 from tidemill_trainer.report import write_report
+from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout import RayEngine
 from tidemill_trainer.rollout.episode_file import load_episodes
 from tidemill_trainer.rollout.episode_pool import _Batch
@@ -125,6 +130,37 @@ def test_resume_takes_over_finished_episodes_of_later_steps(train_in, warmed_up,
         [number] = (kept.rows["episode"] == summary.task.number).nonzero().flatten().tolist()
         assert row["token_ids"] == kept.rows["input_ids"][number].tolist()
         assert [tuple(run) for run in row["versions"]] == list(kept.rows.non_tensor_batch["versions"][number])
+
+
+def test_recorded_steps_are_replayed_bitwise_and_a_changed_record_is_found(
+    train_in, warmed_up, make_config, cluster, quiet
+):
+    """The replay of steps 5 to 8 starts from the checkpoint of step 4. One log-prob of step 7 is then changed."""
+    overrides = [*_STALE, "trainer.save_batches=true"]
+    run, _ = train_in(warmed_up, *overrides)
+    save_config(make_config(*overrides), run.config)
+    groups = RoleGroups(make_config(*overrides), cluster.actor, cluster.roles)
+
+    def replayed(steps):
+        return repeat_steps(replay_plan(run.path, steps, []), groups, cluster.watch.waits, quiet)
+
+    assert list(replayed((5, 8))) == [5, 6, 7, 8]
+    record = BatchRecord(run.batches)
+    recorded = record.load(7)
+    hashes = [tuple(record.load(step).weights["engine"]) for step in range(1, 9)]
+    assert len({each for ranks in hashes for each in ranks}) == 2 * 8
+    rows = recorded.episodes.rows
+    assert rows is not None
+    rows["rollout_log_probs"].values()[0] -= 1.0
+    record.save(7, recorded)
+    done = []
+    with pytest.raises(MismatchError, match=r"^step 7 differs: .*the weights of the policy on rank 0 \(\w+, now \w+\)"):
+        done.extend(replayed((6, 8)))
+    rows["rollout_log_probs"].values()[0] += 1.0
+    metrics = {**recorded.metrics, "actor/grad_norm": recorded.metrics["actor/grad_norm"] * 2}
+    record.save(7, replace(recorded, metrics=metrics))
+    with pytest.raises(MismatchError, match=r"^step 7 differs: actor/grad_norm was [\d.]+, is [\d.]+$"):
+        done.extend(replayed((7, 7)))
 
 
 def test_metrics_have_verl_names_and_are_finite(eight_steps):

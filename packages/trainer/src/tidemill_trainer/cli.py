@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tidemill_trainer.plan.command import plan
 
             return plan(args.config, overrides, device_memory=args.device_memory, as_text=not args.json)
+        if args.command == "replay":
+            return run.replay(args.run, args.steps, overrides)
         if args.command == "sft":
             return run.sft(args.config, overrides, resume=args.resume)
         return run.train(args.config, overrides, resume=args.resume)
@@ -67,6 +69,15 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number >= 1, got {text!r}")
     return int(text)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """Return the two numbers of "3:8", or a single one twice; argparse reports the error of any other text."""
+    first, _, last = text.partition(":")
+    last = first if ":" not in text else last
+    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise argparse.ArgumentTypeError(f"expected two steps such as 3:8, got {text!r}")
+    return int(first), int(last)
 
 
 def _interrupt(_signum: int, _frame: object) -> None:
@@ -119,7 +130,17 @@ def _parser() -> argparse.ArgumentParser:
         "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    for command in (demo, train, sft, evaluate, plan):
+    replay = commands.add_parser(
+        "replay", help="repeat recorded steps of a run, and compare the weights bit for bit", allow_abbrev=False
+    )
+    replay.add_argument("run", type=Path, metavar="RUN", help="folder of a run with trainer.save_batches=true")
+    replay.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="FIRST:LAST",
+        help="steps to repeat (default: all with a checkpoint before them)",
+    )
+    for command in (demo, train, sft, evaluate, plan, replay):
         command.add_argument(
             "overrides",
             nargs="*",

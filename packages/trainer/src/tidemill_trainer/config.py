@@ -226,12 +226,15 @@ class TrainerConfig(BaseTrainerConfig):
         val_before_train: validate before the first step. After a warm-up, the model is always validated.
         stop_at_accuracy: stop the run at the first validation with at least this held-out accuracy.
         save_samples: rollouts per step that are written to `rollouts.jsonl`.
+        save_batches: record each step for `tidemill replay`: the batch and a hash of the updated weights. A token of a
+            response takes 24 bytes on disk, one of a prompt 16.
     """
 
     total_steps: Count = 100
     val_before_train: bool = True
     stop_at_accuracy: Fraction | None = None
     save_samples: CountOrZero = 4
+    save_batches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,6 +188,10 @@ class Learner:
         self._groups.save_checkpoint(str(folder.resolve()))
         (folder / _KL_STATE).write_text(json.dumps(self._kl.state_dict()))
 
+    def hash_weights(self) -> dict[str, list[str]]:
+        """Return the hash of the weights of policy ("engine") and critic for each rank; see `weight_hash`."""
+        return self._groups.hash_weights()
+
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` saved, after `init_roles`."""
         self._groups.load_checkpoint(str(folder.resolve()))

@@ -8,7 +8,7 @@ _LATER = 4.0
 
 
 class MismatchError(RuntimeError):
-    """The engines sample from another distribution than the one that is trained; the message has the difference."""
+    """The engines do not sample from the policy that is trained, or a replay differs; the message says how."""
 
 
 class MismatchGate:

@@ -59,5 +59,13 @@ class RoleGroups:
         for group in self._trained():
             group.load_checkpoint(folder)
 
+    def hash_weights(self) -> dict[str, list[str]]:
+        """Return the hash of the weights of policy ("engine") and critic for each rank."""
+        hashes: dict[str, list[str]] = {}
+        for group in self._trained():
+            ranks = group.hash_weights()
+            hashes |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        return hashes
+
     def _trained(self) -> list[RayWorkerGroup]:
         return [self.actor] + ([self._own["critic"]] if "critic" in self._own else [])

@@ -23,6 +23,7 @@ from tidemill_trainer.inputs import Inputs, load_inputs
 from tidemill_trainer.loggers import open_loggers
 from tidemill_trainer.logs import tail
 from tidemill_trainer.mismatch import MismatchError
+from tidemill_trainer.preflight import check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
 from tidemill_trainer.run_config import RunConfig
@@ -108,6 +109,28 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
         return f"The files of the evaluation are in {run.path}; the same command repeats it."
 
     return _run(config, stem, progress, _Work(prepare=prepare, after_stop=how_to_repeat))
+
+
+def replay(target: Path, steps: tuple[int, int] | None, overrides: Sequence[str]) -> int:
+    """Run `tidemill replay RUN`."""
+    from tidemill_trainer.replay import repeat, replay_config, replay_plan
+
+    progress = Progress()
+    _quiet_libraries()
+    try:
+        plan = replay_plan(target, steps, overrides)
+    except ConfigError as error:
+        progress.fail(str(error))
+        return 1
+
+    def prepare() -> Callable[[RunDir], None]:
+        check_model(plan.config)
+        return lambda folder: repeat(plan, folder, progress)
+
+    def how_to_repeat(folder: RunDir) -> str:
+        return f"The logs of the replay are in {folder.logs}; the same command repeats it."
+
+    return _run(replay_config(plan), "replay", progress, _Work(prepare=prepare, after_stop=how_to_repeat))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,6 +39,7 @@ class RunDir:
         self.forks = path / "forks.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.batches = path / "batches"
         self.initial_policy = path / "initial_policy"
         self.logs = path / "logs"
         self.report = path / "report.html"
@@ -135,7 +136,7 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
         if run.has_data():
             run.check_resumable()
             if resume:
-                _check_same(config, read_config(type(config), run.config), run)
+                check_same(config, read_config(type(config), run.config), run, "resume")
             else:
                 raise ConfigError(
                     f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
@@ -186,7 +187,10 @@ def _locked(run: RunDir) -> Iterator[None]:
 _MAY_CHANGE = frozenset(
     {
         *(f"trainer.{key}" for key in ("name", "run_dir", "total_steps", "stop_at_accuracy", "test_freq", "save_freq")),
-        *(f"trainer.{key}" for key in ("max_ckpt_to_keep", "save_samples", "ray_address", "project_name", "logger")),
+        *(
+            f"trainer.{key}"
+            for key in ("max_ckpt_to_keep", "save_samples", "save_batches", "ray_address", "project_name", "logger")
+        ),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
@@ -196,8 +200,17 @@ _MAY_CHANGE = frozenset(
 )
 
 
-def _check_same(new: RunConfig, old: RunConfig, run: RunDir) -> None:
-    """Reject resuming with a configuration that changes the experiment."""
+def check_same(new: RunConfig, old: RunConfig, run: RunDir, what: str) -> None:
+    """Reject a configuration that changes the experiment of a run.
+
+    Args:
+        new, old: the configuration, and that of the run.
+        run: the run.
+        what: what is done with it, "resume" or "replay".
+
+    Raises:
+        ConfigError: they differ in keys that may not change; the message names them.
+    """
     before, after = config_to_dict(old), config_to_dict(new)
     changed = [
         f"{section}.{key}"
@@ -209,7 +222,7 @@ def _check_same(new: RunConfig, old: RunConfig, run: RunDir) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"cannot resume {run.path} with other values of {', '.join(changed)}; use those of {run.config}, or choose "
+            f"cannot {what} {run.path} with other values of {', '.join(changed)}; use those of {run.config}, or choose "
             "another trainer.name"
         )
 

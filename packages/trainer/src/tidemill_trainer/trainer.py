@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tidemill_trainer.batch_record import BatchRecord, RecordedStep
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
@@ -76,6 +77,7 @@ class Trainer:
         self._sft = SFT(cluster.actor)
         self._sft_batches = Batches(inputs.train, config.warmup.batch_size, config.trainer.seed + 1)
         self._run = run
+        self._record = BatchRecord(run.batches)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._progress = progress
         self._has_reward_model = config.reward_model.path is not None
@@ -94,6 +96,11 @@ class Trainer:
                     episodes = self._rollouts.take(step)
                 restarts = self._engines.num_restarts
                 trained = self._training.run(step, episodes, timing, num_engine_restarts=restarts)
+                if config.save_batches:
+                    with timing("save_batch"):
+                        hashes = self._learner.hash_weights()
+                        recorded = RecordedStep(episodes=episodes, metrics=trained.metrics, weights=hashes)
+                        self._record.save(step, recorded)
                 metrics = trained.metrics | self._rollouts.settle(step, trained.episodes, trained.num_tokens)
                 with timing("update_weights"):
                     metrics |= self._engines.update_weights(step)
@@ -125,12 +132,14 @@ class Trainer:
             with self._waits("update_weights"):
                 self._engines.update_weights(step)
             self._run.remove_after(step)
+            self._record.remove_after(step)
             self._rollouts.resume(step, path / _IN_FLIGHT)
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
             return step
         self._run.check_resumable()
         self._run.remove_after(-1)  # an incomplete line at most
+        self._record.remove_after(-1)
         self._rollouts.resume(0, self._checkpoints.path(0) / _IN_FLIGHT)
         if self._config.warmup.max_steps > 0:
             self._warm_up()

@@ -66,7 +66,7 @@ class TrainingStep:
         assert episodes.rows is not None
         with timing("old_log_prob"):
             metrics = check_staleness(episodes.rows, step - 1, self._config.rollout.max_staleness)
-            batch = self._learner.infer(episodes.rows)
+            batch = self._learner.infer(episodes.rows.select())  # which adds and removes columns
             if not self._config.algorithm.bypass_mode:
                 metrics |= self._gate.check(batch, staleness_of(batch, step - 1), num_engine_restarts)
         with timing("adv"):

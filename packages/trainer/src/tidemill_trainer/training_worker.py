@@ -6,6 +6,7 @@ from tidemill_engines import BaseEngine
 
 from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.stalls.member import join_run
+from tidemill_trainer.weight_hash import weight_hash
 
 MESH = "training"
 """Name of the mesh over which a group of training workers splits a batch."""
@@ -37,6 +38,11 @@ class TrainingWorker(Worker):
     def _trained(self) -> dict[str, BaseEngine]:
         """Return the engines that are trained, by the name of their folder in a checkpoint."""
         return {}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hash_weights(self) -> dict[str, str]:
+        """Return the hash of this rank's part of each model that is trained, by the name of its folder."""
+        return {name: weight_hash(engine.get_per_tensor_shards()) for name, engine in self._trained().items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

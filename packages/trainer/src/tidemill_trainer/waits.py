@@ -92,6 +92,7 @@ def waits_of(config: "Config") -> Mapping[str, Wait]:
         "old_log_prob": Wait(name="old log-probs", on=training, limits=(call, collective)),
         "adv": Wait(name="advantages", on="the driver"),
         "update_actor": Wait(name="the update of the policy", on=training, limits=(call, collective)),
+        "save_batch": Wait(name="the record of the batch", on=training, limits=(call,)),
         "update_weights": Wait(
             name="the weight update", on=f"{training} and {engines}", limits=(call, update), worker_limit=third
         ),

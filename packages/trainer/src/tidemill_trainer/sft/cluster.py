@@ -1,5 +1,6 @@
 """The processes of `tidemill sft`: Ray and the training workers."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -11,12 +12,12 @@ from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.rollout.engine_files import EngineFiles
+from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir
-from tidemill_trainer.sft.config import SFTConfig
 from tidemill_trainer.sft.worker import SFTWorker
 from tidemill_trainer.stalls.process import forget
 from tidemill_trainer.stalls.watch import Watch
-from tidemill_trainer.waits import Waits, training_waits
+from tidemill_trainer.waits import Wait, Waits, training_waits
 
 
 class SFTCluster:
@@ -26,25 +27,30 @@ class SFTCluster:
         config: configuration of the run.
         run: folder of the run, for the logs.
         progress: terminal output.
+        waits: what the driver waits for, by phase; None: the waits of `tidemill sft`.
 
     Attributes:
-        workers: the group of `SFTWorker`s, one per training process.
+        workers: the group of the policy's workers, one per training process.
+        groups: all groups of workers, by name.
         watch: the watch over the waits of the driver; the caller enters it.
     """
 
     workers: RayWorkerGroup
 
-    def __init__(self, config: SFTConfig, run: RunDir, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunDir, progress: Progress, waits: Mapping[str, Wait] | None = None
+    ) -> None:
         self._config = config
         self._run = run
         self._progress = progress
-        self.watch = Watch(Waits(training_waits(config)), run.logs, progress)
+        self.groups: dict[str, RayWorkerGroup] = {}
+        self.watch = Watch(Waits(training_waits(config) if waits is None else waits), run.logs, progress)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         try:
             with self._progress.waiting("starting Ray"):
-                if start_ray(self._config.trainer.ray_address, self._config.actor.num_workers):
+                if start_ray(self._config.trainer.ray_address, sum(self._config.training_workers().values())):
                     self._stack.callback(ray.shutdown)
             self._start_workers()
         except BaseException:
@@ -70,17 +76,28 @@ class SFTCluster:
         files = EngineFiles.create()
         self._stack.callback(files.remove)
         has_gpu = on_gpu(config.engine.device, num_gpus)
-        self.workers = start_training(
-            "actor",
-            RayClassWithInitArgs(SFTWorker, config, str(logs.resolve())),
-            config.actor,
-            num_workers=config.actor.num_workers,
-            num_gpus_per_worker=config.actor.num_gpus_per_worker if has_gpu else 0,
-            env_vars=worker_environment(files.folder),
-        )
-        self._stack.callback(self.workers.shutdown)
+        env_vars = worker_environment(files.folder)
+        for name, (worker, num_workers, num_gpus) in self._workers(str(logs.resolve())).items():
+            group = self.groups[name] = start_training(
+                name,
+                worker,
+                config.actor,
+                num_workers=num_workers,
+                num_gpus_per_worker=num_gpus if has_gpu else 0,
+                env_vars=env_vars,
+            )
+            self._stack.callback(group.shutdown)
+        self.workers = self.groups["actor"]
+
+    def _workers(self, log_dir: str) -> dict[str, tuple[RayClassWithInitArgs, int, float]]:
+        """Return the class of each group, the number of its processes and the GPUs of each, by its name."""
+        actor = self._config.actor
+        worker = RayClassWithInitArgs(SFTWorker, self._config, log_dir)
+        return {"actor": (worker, actor.num_workers, actor.num_gpus_per_worker)}
 
     def wait_ready(self) -> None:
         """Wait until the workers have loaded the model."""
         with self.watch.waits("start"), self._progress.waiting("starting the training workers"):
             self.workers.init_model().get()
+            for group in self.groups.values():
+                group.wait_ready()
