@@ -280,6 +280,9 @@ def test_replay_repeats_a_run_and_names_the_first_step_that_differs(start, recip
     assert command.end(timeout_s=400) == 0
     assert re.findall(r"step (\d+): equal", command.output) == ["1", "2", "3", "4", "5"]
     assert "sglang" not in " ".join(map(title, command.started))
+    command = start("replay", str(run), "--generation")
+    assert command.end(timeout_s=400) == 0
+    assert re.findall(r"version (\d+): equal", command.output) == ["0", "1", "2", "3", "4"]
     record = BatchRecord(run / "batches")
     recorded = record.load(3)
     assert recorded.episodes.rows is not None

@@ -23,6 +23,7 @@ from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.replay import repeat_steps, replay_plan
+from tidemill_trainer.replay_generation import GenerationReplay, segments_of
 from tidemill_trainer.report import write_report
 from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout import RayEngine
@@ -135,17 +136,25 @@ def test_resume_takes_over_finished_episodes_of_later_steps(train_in, warmed_up,
 def test_recorded_steps_are_replayed_bitwise_and_a_changed_record_is_found(
     train_in, warmed_up, make_config, cluster, quiet
 ):
-    """The replay of steps 5 to 8 starts from the checkpoint of step 4. One log-prob of step 7 is then changed."""
+    """The replay of steps 5 to 8 starts from the checkpoint of step 4. One log-prob of step 7 is then changed.
+
+    The engine samples the tokens of versions 4 to 7 again, also those after an interruption by an update.
+    """
     overrides = [*_STALE, "trainer.save_batches=true"]
     run, _ = train_in(warmed_up, *overrides)
     save_config(make_config(*overrides), run.config)
     groups = RoleGroups(make_config(*overrides), cluster.actor, cluster.roles)
 
-    def replayed(steps):
-        return repeat_steps(replay_plan(run.path, steps, []), groups, cluster.watch.waits, quiet)
+    def replayed(steps, has_generation=False):
+        plan, generation = replay_plan(run.path, steps, [], has_generation=has_generation), None
+        if has_generation:
+            generation = GenerationReplay(plan.config, run, plan.steps, cluster.engines, cluster.rollout, quiet)
+        return repeat_steps(plan, groups, cluster.watch.waits, quiet, generation)
 
     assert list(replayed((5, 8))) == [5, 6, 7, 8]
+    assert list(replayed((5, 8), has_generation=True)) == [5, 6, 7, 8]
     record = BatchRecord(run.batches)
+    assert any(segment.version >= 4 for segment in segments_of(7, record.load(7).episodes))
     recorded = record.load(7)
     hashes = [tuple(record.load(step).weights["engine"]) for step in range(1, 9)]
     assert len({each for ranks in hashes for each in ranks}) == 2 * 8
@@ -156,6 +165,8 @@ def test_recorded_steps_are_replayed_bitwise_and_a_changed_record_is_found(
     done = []
     with pytest.raises(MismatchError, match=r"^step 7 differs: .*the weights of the policy on rank 0 \(\w+, now \w+\)"):
         done.extend(replayed((6, 8)))
+    with pytest.raises(MismatchError, match=r"^step 7, episode .*: log-probs differ by 1, more than 0.001$"):
+        done.extend(replayed((6, 8), has_generation=True))
     rows["rollout_log_probs"].values()[0] += 1.0
     metrics = {**recorded.metrics, "actor/grad_norm": recorded.metrics["actor/grad_norm"] * 2}
     record.save(7, replace(recorded, metrics=metrics))

@@ -205,7 +205,7 @@ class Session:
         number = state.num_requests
         own = state.config.sampling
         if "seed" not in changes and own.seed is None and state.seed is not None:
-            changes["seed"] = _derived_seed(state.seed, number)
+            changes["seed"] = request_seed(state.seed, number)
         params = replace(own, **changes)
         state.num_requests += 1
         return await self._request(prompt, params, number)
@@ -377,8 +377,8 @@ def _before_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
 
 
-def _derived_seed(seed: int, number: int) -> int:
-    """Return the seed of a session's request: the session's own for the first one."""
+def request_seed(seed: int, number: int) -> int:
+    """Return the seed of request `number`, from 0, of a session with `seed`: the session's own for the first one."""
     if number == 0:
         return seed
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint32)[0] >> 1)

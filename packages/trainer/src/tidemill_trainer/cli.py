@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return plan(args.config, overrides, device_memory=args.device_memory, as_text=not args.json)
         if args.command == "replay":
-            return run.replay(args.run, args.steps, overrides)
+            return run.replay(args.run, args.steps, overrides, has_generation=args.generation)
         if args.command == "sft":
             return run.sft(args.config, overrides, resume=args.resume)
         return run.train(args.config, overrides, resume=args.resume)
@@ -139,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_steps,
         metavar="FIRST:LAST",
         help="steps to repeat (default: all with a checkpoint before them)",
+    )
+    replay.add_argument(
+        "--generation", action="store_true", help="also start engines, and compare the tokens that they sample again"
     )
     for command in (demo, train, sft, evaluate, plan, replay):
         command.add_argument(

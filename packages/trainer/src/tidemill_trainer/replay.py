@@ -11,6 +11,7 @@ from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.learner import Learner
 from tidemill_trainer.mismatch import MismatchError, MismatchGate
 from tidemill_trainer.progress import Progress
+from tidemill_trainer.replay_generation import GenerationReplay
 from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.run_dir import RunDir, check_same
 from tidemill_trainer.timing import Timing
@@ -43,23 +44,29 @@ class ReplayPlan:
         return None if self.start is None else Checkpoints(self.run.checkpoints, max_to_keep=1).path(self.start)
 
 
-def replay_plan(target: Path, steps: tuple[int, int] | None, overrides: Sequence[str]) -> ReplayPlan:
+def replay_plan(
+    target: Path, steps: tuple[int, int] | None, overrides: Sequence[str], *, has_generation: bool = False
+) -> ReplayPlan:
     """Check that steps of a run can be repeated, before any process starts.
 
     Args:
         target: folder of the run.
         steps: first and last step; None: all that are recorded and have a checkpoint before them.
         overrides: `key=value` overrides, of keys that may also change on resume.
+        has_generation: also repeat the generation.
 
     Raises:
         ConfigError: there is no such run, it has no record, the steps are not in it, there is no checkpoint before
-            them, a file of the record is damaged, or another number of ranks trained them.
+            them, a file of the record is damaged, another number of ranks trained them, or the engines do not repeat
+            what they sample.
     """
     run = RunDir(target)
     if not run.config.is_file():
         raise ConfigError(f"expected the folder of a run, got {target}; it is runs/NAME")
     config = load_config(run.config, overrides)
     check_same(config, load_config(run.config), run, "replay")
+    if has_generation:
+        _check_deterministic(config)
     record = BatchRecord(run.batches)
     recorded = record.steps()
     if not recorded:
@@ -90,6 +97,15 @@ def replay_plan(target: Path, steps: tuple[int, int] | None, overrides: Sequence
     return plan
 
 
+def _check_deterministic(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.deterministic or rollout.dtype != "float32":
+        raise ConfigError(
+            'the generation can be replayed with rollout.deterministic=true and rollout.dtype="float32", got '
+            f'{str(rollout.deterministic).lower()} and "{rollout.dtype}"; replay without --generation'
+        )
+
+
 def _check_layout(step: int, recorded: RecordedStep, config: Config) -> None:
     num_ranks, expected = len(recorded.weights["engine"]), config.actor.num_workers
     if num_ranks != expected:
@@ -99,28 +115,38 @@ def _check_layout(step: int, recorded: RecordedStep, config: Config) -> None:
         )
 
 
-def repeat(plan: ReplayPlan, folder: RunDir, progress: Progress) -> None:
+def repeat(plan: ReplayPlan, folder: RunDir, progress: Progress, *, has_generation: bool = False) -> None:
     """Start the training workers and repeat the steps.
 
     Args:
         plan: result of `replay_plan`.
         folder: folder for logs.
         progress: terminal output.
+        has_generation: also start engines, and repeat the generation.
 
     Raises:
         MismatchError: a step came out differently.
     """
+    from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.replay_cluster import ReplayCluster
 
-    with ReplayCluster(plan.config, folder, progress) as cluster, cluster.watch():
-        cluster.wait_ready()
-        groups = RoleGroups(plan.config, cluster.workers, cluster.roles)
-        for _ in repeat_steps(plan, groups, cluster.watch.waits, progress):
-            pass
+    if has_generation:
+        with Cluster(plan.config, folder, progress) as cluster, cluster.watch():
+            cluster.wait_ready()
+            generation = GenerationReplay(plan.config, plan.run, plan.steps, cluster.engines, cluster.rollout, progress)
+            groups = RoleGroups(plan.config, cluster.actor, cluster.roles)
+            list(repeat_steps(plan, groups, cluster.watch.waits, progress, generation))
+    else:
+        with ReplayCluster(plan.config, folder, progress) as cluster, cluster.watch():
+            cluster.wait_ready()
+            groups = RoleGroups(plan.config, cluster.workers, cluster.roles)
+            list(repeat_steps(plan, groups, cluster.watch.waits, progress))
     progress.info(f"{len(plan.steps)} steps are equal", style="bold")
 
 
-def repeat_steps(plan: ReplayPlan, groups: RoleGroups, waits: Waits, progress: Progress) -> Iterator[int]:
+def repeat_steps(
+    plan: ReplayPlan, groups: RoleGroups, waits: Waits, progress: Progress, generation: GenerationReplay | None = None
+) -> Iterator[int]:
     """Restore the checkpoint, repeat the steps and yield the number of each that came out equal.
 
     Args:
@@ -128,6 +154,7 @@ def repeat_steps(plan: ReplayPlan, groups: RoleGroups, waits: Waits, progress: P
         groups: workers that have loaded the initial model.
         waits: waits of the driver.
         progress: terminal output, one line per step.
+        generation: repeats the generation; None: only the training is repeated.
 
     Raises:
         MismatchError: a step came out differently.
@@ -145,6 +172,9 @@ def repeat_steps(plan: ReplayPlan, groups: RoleGroups, waits: Waits, progress: P
     record = BatchRecord(plan.run.batches)
     for step in plan.steps:
         recorded, timing = record.load(step), Timing(waits)
+        if generation is not None:
+            with timing("gen"):
+                generation.run(step - 1)
         trained = training.run(step, recorded.episodes, timing)
         with timing("save_batch"):
             weights = learner.hash_weights()

@@ -111,21 +111,23 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
     return _run(config, stem, progress, _Work(prepare=prepare, after_stop=how_to_repeat))
 
 
-def replay(target: Path, steps: tuple[int, int] | None, overrides: Sequence[str]) -> int:
+def replay(
+    target: Path, steps: tuple[int, int] | None, overrides: Sequence[str], *, has_generation: bool = False
+) -> int:
     """Run `tidemill replay RUN`."""
     from tidemill_trainer.replay import repeat, replay_config, replay_plan
 
     progress = Progress()
     _quiet_libraries()
     try:
-        plan = replay_plan(target, steps, overrides)
+        plan = replay_plan(target, steps, overrides, has_generation=has_generation)
     except ConfigError as error:
         progress.fail(str(error))
         return 1
 
     def prepare() -> Callable[[RunDir], None]:
         check_model(plan.config)
-        return lambda folder: repeat(plan, folder, progress)
+        return lambda folder: repeat(plan, folder, progress, has_generation=has_generation)
 
     def how_to_repeat(folder: RunDir) -> str:
         return f"The logs of the replay are in {folder.logs}; the same command repeats it."

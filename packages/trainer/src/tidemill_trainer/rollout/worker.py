@@ -10,6 +10,7 @@ import torch
 from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_dispatch.ray import reserve_port
 from tidemill_engines import ModelConfig
+from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
@@ -135,6 +136,17 @@ class RolloutWorker(Worker):
         assert self._requests is not None, "call start_engine() first"
         for worker in workers:
             self._submit(serve(self._requests, worker, self.rank))
+
+    def generate(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Generation]:
+        """Sample a continuation of each prompt of token ids, at the same time."""
+        engine = self._requests
+        assert engine is not None, "call start_engine() first"
+
+        async def run() -> list[Generation]:
+            calls = (engine.generate(ids, sampling, session_id="") for ids, sampling in requests)
+            return await asyncio.gather(*calls)
+
+        return self._submit(run()).result(self._config.timeout_s)
 
     @register(Dispatch.ONE_TO_ALL)
     def interrupt(self) -> None:
