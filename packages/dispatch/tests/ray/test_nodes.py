@@ -130,6 +130,20 @@ def test_nodes_of_one_size_are_in_address_order(two_nodes):
         assert nodes_of(group) == sorted([small, large, large])
 
 
+def test_entries_on_distinct_nodes_do_not_share_one_that_has_room(two_nodes):
+    small, large = two_nodes
+    with start(RayResourcePool([2, 2])) as group:
+        assert len(set(nodes_of(group))) == 1
+    with start(RayResourcePool([2, 2], distinct_nodes=True)) as group:
+        nodes = nodes_of(group)
+        assert (set(nodes), nodes[0], nodes[2]) == ({small, large}, nodes[1], nodes[3])
+        assert [host.node_id for host in group.hosts()] == nodes
+        assert [each[2] for each in group.environment()] == ["0", "1", "0", "1"]
+    pool = RayResourcePool([1] * 4, distinct_nodes=True, placement_timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"requires 1 \+ 1 \+ 1 \+ 1 processes \(on 4 distinct nodes\)"):
+        start(pool)
+
+
 def test_groups_of_one_pool_share_a_gpu_at_the_same_rank(two_nodes):
     _, large = two_nodes
     pool = RayResourcePool([4], num_gpus_per_worker=0.5, max_colocate_count=2)

@@ -19,7 +19,7 @@ from tidemill_dispatch.method import MethodSpec, registered_methods
 from tidemill_dispatch.ray.chain import ChainedShard
 from tidemill_dispatch.ray.failure import Failure
 from tidemill_dispatch.ray.pickling import Packed, pack, unpacked
-from tidemill_dispatch.ray.rendezvous import HostInfo, rank_environment, reserve_port
+from tidemill_dispatch.ray.rendezvous import HostInfo, interface_environment, rank_environment, reserve_port
 from tidemill_dispatch.ray.roles import ONLY_ROLE, RayClassWithInitArgs, public_methods
 from tidemill_dispatch.sharding import PaddedShard, Padding
 from tidemill_dispatch.worker import Worker
@@ -107,6 +107,7 @@ class WorkerActor:
         self._record = record
         os.environ.update(env_vars)
         os.environ.update(rank_environment(rank, infos))
+        os.environ.update(interface_environment(rank, infos, os.environ))
         try:
             for role, (cls, args, kwargs) in unpacked(payload).items():
                 self._specs[role] = registered_methods(cls)

@@ -18,6 +18,7 @@ from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.processes import WorkerProcesses, find_processes, start_processes, stop_processes
+from tidemill_dispatch.ray.rendezvous import HostInfo
 from tidemill_dispatch.ray.roles import ONLY_ROLE, ColocatedClasses, RayClassWithInitArgs, public_methods, roles_of
 from tidemill_dispatch.sharding import RankCall
 from tidemill_dispatch.worker import Worker
@@ -185,6 +186,11 @@ class RayWorkerGroup:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the constructor of every worker has returned. Raises as `CallFuture.get`."""
         self._processes.wait_ready(timeout_s)
+
+    def hosts(self) -> list[HostInfo]:
+        """Return where each rank runs. Waits for the constructors as `wait_ready` does."""
+        self._processes.wait_ready()
+        return self._processes.hosts
 
     def check_alive(self, timeout_s: float = 1.0) -> None:
         """Check that every worker is alive, for a group that is not called for a while. Calls notice deaths themselves.

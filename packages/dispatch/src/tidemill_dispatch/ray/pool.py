@@ -17,6 +17,7 @@ class RayResourcePool:
         process_on_nodes: processes per node. The processes of one entry share a node; two entries may share a node too
             if it has room. Ranks are numbered entry by entry. Entries with the same number of processes are sorted by
             the IP addresses of their nodes.
+        distinct_nodes: the entries have a node each, and do not share one.
         num_cpus_per_worker, num_gpus_per_worker: resources of each process; processes with fractions share a device.
         max_colocate_count: number of groups that may use the pool at a time. Each of their workers has this fraction of
             a process's resources, so that rank r of every group is on the same device.
@@ -32,6 +33,7 @@ class RayResourcePool:
         self,
         process_on_nodes: Sequence[int],
         *,
+        distinct_nodes: bool = False,
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         max_colocate_count: int = 1,
@@ -64,7 +66,13 @@ class RayResourcePool:
             )
         bundle = {"CPU": float(num_cpus_per_worker), "GPU": float(num_gpus_per_worker)}
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
-        reservation = Reservation(process_on_nodes, bundle, max_colocate_count, placement_timeout_s)
+        reservation = Reservation(
+            process_on_nodes,
+            bundle,
+            max_colocate_count,
+            placement_timeout_s,
+            distinct_nodes=distinct_nodes and len(process_on_nodes) > 1,
+        )
         self._slots: tuple[_Slot, ...] = tuple((reservation, index) for index in range(sum(process_on_nodes)))
         self.num_cpus_per_worker = num_cpus_per_worker
         self.num_gpus_per_worker = num_gpus_per_worker

@@ -50,7 +50,8 @@ class WorkerProcesses:
         start: starts the process of a rank; None in a driver that has not started the group.
 
     Attributes:
-        infos: `HostInfo` of each rank.
+        infos: references to the `HostInfo` of each rank.
+        hosts: their values once the workers are constructed.
         death: error of the first call that noticed the death of a worker.
         lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
     """
@@ -70,7 +71,7 @@ class WorkerProcesses:
         self._start = start
         self._construction: tuple[Any, dict[str, str]] | None = None
         self.infos: list[ray.ObjectRef] = []
-        self._hosts: list[HostInfo] = []
+        self.hosts: list[HostInfo] = []
         self._ready: CallFuture | None = None
         self._closed = False
 
@@ -99,7 +100,7 @@ class WorkerProcesses:
             self.workers[rank] = self._start(rank)
             self.infos[rank] = self.workers[rank].tidemill_describe.remote()
         self.death = None
-        self._hosts = []
+        self.hosts = []
         self._ready = self._construct(ranks)
 
     def _construct(self, ranks: Iterable[int]) -> CallFuture:
@@ -124,17 +125,17 @@ class WorkerProcesses:
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the constructor of every worker has returned. Raises as `CallFuture.get`."""
-        if self._hosts:
+        if self.hosts:
             return
         if self._ready is not None:
             self._ready.get(timeout_s)
-        self._hosts = ray.get(self.infos)  # does not wait: the constructors needed them, or `find_processes` waited
+        self.hosts = ray.get(self.infos)  # does not wait: the constructors needed them, or `find_processes` waited
 
     def host(self, rank: int) -> str:
-        return f"{self._hosts[rank].hostname}:{self._hosts[rank].pid}" if self._hosts else "unknown host"
+        return f"{self.hosts[rank].hostname}:{self.hosts[rank].pid}" if self.hosts else "unknown host"
 
     def node(self, rank: int) -> str:
-        return self._hosts[rank].node_id
+        return self.hosts[rank].node_id
 
     def note_death(self, error: WorkerDiedError) -> None:
         if self.death is None:

@@ -1,6 +1,7 @@
 """Addresses and ports by which the ranks of a group find each other."""
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -31,6 +32,26 @@ def reserve_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface of this machine that has an address; None if there is none."""
+    import psutil  # part of Ray
+
+    of_interface = {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
+    return next((name for name, found in of_interface.items() if address in found), None)
+
+
+def interface_environment(rank: int, infos: tuple[HostInfo, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a group on several nodes uses the network of Ray, unless they are set.
+
+    Otherwise gloo uses the interface that the host name resolves to, often loopback, and NCCL guesses.
+    """
+    name = interface_of(infos[rank].node_ip)
+    if len({info.node_id for info in infos}) == 1 or name is None:
+        return {}
+    chosen = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # "=": not those that start with it
+    return {variable: value for variable, value in chosen.items() if variable not in environment}
 
 
 def rank_environment(rank: int, infos: tuple[HostInfo, ...]) -> dict[str, str]:

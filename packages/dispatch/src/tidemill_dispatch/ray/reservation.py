@@ -1,4 +1,4 @@
-"""Resources of the cluster, reserved in Ray placement groups, one for each node."""
+"""Resources of the cluster, reserved in Ray placement groups."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -63,14 +63,24 @@ class Reservation:
         bundle: resources of each process, for example {"CPU": 1.0}.
         max_users: number of groups that may use a bundle at a time.
         timeout_s: timeout of the wait for free resources, in seconds.
+        distinct_nodes: whether each entry of `process_on_nodes` has a node of its own.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_users: int, timeout_s: float):
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        bundle: dict[str, float],
+        max_users: int,
+        timeout_s: float,
+        *,
+        distinct_nodes: bool,
+    ):
         self._process_on_nodes = tuple(process_on_nodes)
         self.largest = max(process_on_nodes)
         self._bundle = bundle
         self._max_users = max_users
         self._timeout_s = timeout_s
+        self._distinct_nodes = distinct_nodes
         self._users: list[tuple[str, frozenset[int]]] = []
         self._slots: list[tuple[PlacementGroup, int]] = []
         self._detached = False
@@ -115,47 +125,62 @@ class Reservation:
         groups: dict[int, PlacementGroup] = {}
         deadline = monotonic() + self._timeout_s
         try:
-            for entry in order:
-                bundles = [self._bundle] * self._process_on_nodes[entry]
-                groups[entry] = placement_group(
-                    bundles,
-                    strategy="STRICT_PACK",
-                    name=_detached_name(user, len(groups)) if detached else "",
-                    lifetime="detached" if detached else None,
-                )
+            for entries in [order] if self._distinct_nodes else [[entry] for entry in order]:
+                group = self._placement_group(entries, _detached_name(user, len(groups)) if detached else None)
+                groups.update(dict.fromkeys(entries, group))
             for group in groups.values():
                 if not group.wait(max(0.0, deadline - monotonic())):
                     raise RuntimeError(self._no_room(user))
-            in_order = self._sorted_by_address(groups)
+            slots = self._sorted_by_address({entry: self._slots_of(entry, groups[entry], order) for entry in order})
         except BaseException:
-            for group in groups.values():
-                remove_placement_group(group)
+            remove_placement_groups(groups.values())
             raise
-        return [(group, i) for group, count in zip(in_order, self._process_on_nodes, strict=True) for i in range(count)]
+        return [slot for entry in sorted(slots) for slot in slots[entry]]
 
-    def _sorted_by_address(self, groups: dict[int, PlacementGroup]) -> list[PlacementGroup]:
-        """Return the placement groups by entry; those of one size in the order of their nodes' addresses.
+    def _placement_group(self, entries: Sequence[int], detached_name: str | None) -> PlacementGroup:
+        """Start to reserve the resources of one entry, or of several on a node each."""
+        bundles = [self._bundle] * self._process_on_nodes[entries[0]]
+        if self._distinct_nodes:  # a bundle is the whole entry, and its processes share it
+            counts = [self._process_on_nodes[entry] for entry in entries]
+            bundles = [{kind: count * amount for kind, amount in self._bundle.items()} for count in counts]
+        return placement_group(
+            bundles,
+            strategy="STRICT_SPREAD" if self._distinct_nodes else "STRICT_PACK",
+            name=detached_name or "",
+            lifetime="detached" if detached_name else None,
+        )
+
+    def _slots_of(self, entry: int, group: PlacementGroup, order: Sequence[int]) -> list[tuple[PlacementGroup, int]]:
+        count = self._process_on_nodes[entry]
+        return [(group, order.index(entry) if self._distinct_nodes else index) for index in range(count)]
+
+    def _sorted_by_address(
+        self, slots: dict[int, list[tuple[PlacementGroup, int]]]
+    ) -> dict[int, list[tuple[PlacementGroup, int]]]:
+        """Return the slots by entry; entries of one size are in the order of their nodes' addresses.
 
         Ranks then find the files that an earlier run left on the local disk of their node.
         """
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
         def address(entry: int) -> tuple[Any, ...]:
-            node = next(iter(placement_group_table(groups[entry])["bundles_to_node_id"].values()))
+            group, index = slots[entry][0]
+            node = placement_group_table(group)["bundles_to_node_id"][index]
             return tuple(int(p) if p.isdecimal() else p for p in addresses[node].split(".")), node, entry
 
-        in_order: dict[int, PlacementGroup] = {}
+        in_order: dict[int, list[tuple[PlacementGroup, int]]] = {}
         for size in set(self._process_on_nodes):
             entries = [entry for entry, count in enumerate(self._process_on_nodes) if count == size]
-            in_order.update(zip(entries, (groups[e] for e in sorted(entries, key=address)), strict=True))
-        return [in_order[entry] for entry in sorted(in_order)]
+            in_order.update(zip(entries, (slots[e] for e in sorted(entries, key=address)), strict=True))
+        return in_order
 
     def _no_room(self, user: str) -> str:
         have = {k: v for k, v in ray.cluster_resources().items() if k in self._bundle}
         free = {k: v for k, v in ray.available_resources().items() if k in self._bundle}
         counts = " + ".join(str(count) for count in self._process_on_nodes)
+        where = f"on {len(self._process_on_nodes)} distinct nodes" if self._distinct_nodes else "by node"
         return (
-            f"group {user!r} requires {counts} processes (by node) with {self._bundle} each, not free within "
+            f"group {user!r} requires {counts} processes ({where}) with {self._bundle} each, not free within "
             f"{self._timeout_s:g} s; the cluster has {have}, of which {free} is free. Request less, shut down other "
             "groups, or start Ray with more resources."
         )
