@@ -1,11 +1,13 @@
-"""The interface between the updater and an engine."""
+"""The interface between the updater and an engine, and the link to engines on other machines."""
 
+import ipaddress
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.lora import LoraConfig
-from tidemill_weight_update.memory.handle import BucketHandle
+from tidemill_weight_update.memory import BucketHandle
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """Pause modes of SGLang. "abort" ends running requests, "retract" recomputes them after the pause, "in_place" continues
@@ -105,3 +107,40 @@ class AdapterClient(Protocol):
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for the running ones, then remove the adapter."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLink:
+    """Connects engines on other machines: `WeightUpdater(engines, link=GroupLink(host="10.0.0.1"))`.
+
+    Trainer and engines exchange control messages through a store that trainer rank 0 opens on `host`. Packed buckets
+    are sent from each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines on the
+    machine of a trainer rank still read its arena directly. Nothing is encrypted or signed: whoever can reach the ports
+    can read and replace weights, so use a link inside a trusted network only.
+
+    Attributes:
+        host: address of trainer rank 0's machine that engines and other trainer ranks can reach. The package listens on
+            no other address of that machine; on other machines it listens on the address from which `host` is reached.
+        port: port of the store; 0 selects a free one. Buckets use further ports, selected by the system.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            not self.host
+            or self.host == "*"
+            or (_is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified)
+        ):
+            raise ValueError(
+                f"host must be the single address that engines connect to, such as '10.0.0.1', got {self.host!r}"
+            )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

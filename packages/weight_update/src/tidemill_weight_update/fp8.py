@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tidemill_weight_update.tensors.box import Box
-from tidemill_weight_update.tensors.shards import (
+from tidemill_weight_update.tensors import (
+    Box,
+    Item,
     LocalShard,
     ShardLike,
     box_of_dtensor,
@@ -26,7 +27,6 @@ from tidemill_weight_update.tensors.shards import (
     is_dtensor,
     local_values,
 )
-from tidemill_weight_update.tensors.source import Item
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

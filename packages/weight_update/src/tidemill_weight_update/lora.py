@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.tensors.shards import check_dense, is_dtensor
-from tidemill_weight_update.tensors.source import checked_item
+from tidemill_weight_update.tensors import check_dense, checked_item, is_dtensor
 
 _UNSUPPORTED = {
     "use_dora": False,

@@ -2,36 +2,28 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.client import EngineClient, GroupLink
 from tidemill_weight_update.control.board import MAX_RECEIVERS
 from tidemill_weight_update.control.descriptor import Request
-from tidemill_weight_update.failure import Failure
 from tidemill_weight_update.lora import LoraConfig
-from tidemill_weight_update.remote.group_link import GroupLink
-from tidemill_weight_update.send.adapter import AdapterPath
+from tidemill_weight_update.send.declaration import Transfer
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.fast_update import FastUpdate
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight, Member
-from tidemill_weight_update.send.ranks import PlainCheck, RankLostError, Ranks
+from tidemill_weight_update.send.ranks import Failure, PlainCheck, RankLostError, Ranks, check_same_declaration
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stats import Stages, UpdateStats
-from tidemill_weight_update.tensors.source import (
+from tidemill_weight_update.tensors import (
     NamedTensors,
-    PlainNames,
-    Source,
-    check_same_declaration,
     items_of,
     source_of,
 )
-from tidemill_weight_update.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,8 +98,9 @@ class WeightUpdater:
             link=link,
         )
         self._link = link
-        self._stock = StockPath(self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place)
-        self._adapters = AdapterPath(self._ranks, dtype=dtype, allow_non_finite=allow_non_finite)
+        self._stock = StockPath(
+            self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place, allow_non_finite=allow_non_finite
+        )
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
         self._sequence = self._num_declared = 0
@@ -138,15 +131,14 @@ class WeightUpdater:
         Raises:
             ValueError: no tensors, a duplicate name, an empty version, no engines, a duplicate engine, more engine
                 ranks than one update supports (256, without a link), non-finite tensors, a LocalShard that does not fit
-                its tensor, plain tensors on another rank that rank 0 does not have (found after the other tensors are
-                sent).
+                its tensor, plain tensors on another rank that rank 0 does not have.
             TypeError: an item that is not `(name, dense tensor)`.
             RuntimeError: no engine could be updated (the message contains the error of each), all are excluded, another
                 rank failed, the ranks passed different tensors on the stock path, or the updater is closed. Exceptions
                 of the iterable propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`,
                 close the updater; the remaining ranks can create another one.
         """
-        return self._update(named_tensors, None, str(weight_version), is_partial=partial, readmitted=None)
+        return self._send(lambda: self._describe(named_tensors, partial=partial), str(weight_version), None)
 
     def declare(self, named_tensors: NamedTensors, *, partial: bool = False) -> Transfer:
         """Describe tensors once, to send them at every step with `Transfer.send`.
@@ -164,18 +156,16 @@ class WeightUpdater:
             TypeError: an item that is not `(name, dense tensor)`.
             RuntimeError: another rank failed, or the updater is closed.
         """
-        failure, plain = Failure(), PlainNames()
-        source: Source = []
-        declaration = None
-        with failure, torch.no_grad():
+        failure, transfer, digest = Failure(), None, 0
+        with failure:
             self._check_open()
-            source = source_of(named_tensors)
-            declaration = self._fast.declare(source)
-            plain = declaration.plain
-        self._plain.exchange(failure.error, plain, None)
-        assert declaration is not None
+            transfer = self._describe(named_tensors, partial=partial, number=self._num_declared + 1)
+            digest = self._plain.digest(transfer.declaration.plain)
+        rows = self._ranks.exchange(failure.error, [digest])
+        assert transfer is not None
+        self._plain.check(transfer.declaration.plain, [row[0] for row in rows])
         self._num_declared += 1
-        return Transfer(source, declaration, partial=partial, number=self._num_declared, send=self._send_declared)
+        return transfer
 
     def readmit(
         self, engines: Sequence[EngineClient], named_tensors: NamedTensors, weight_version: int | str
@@ -191,66 +181,97 @@ class WeightUpdater:
             named_tensors: as in `update`, with the current weights.
             weight_version: version that the engines report afterwards, as a string.
         """
-        return self._update(named_tensors, None, str(weight_version), is_partial=False, readmitted=engines)
+        return self._send(lambda: self._describe(named_tensors, partial=False), str(weight_version), engines)
 
-    def _send_declared(
-        self, transfer: Transfer, version: str, readmitted: Sequence[EngineClient] | None
-    ) -> UpdateStats:
-        return self._update(transfer.source, transfer, version, is_partial=transfer.partial, readmitted=readmitted)
+    def _describe(self, named_tensors: NamedTensors, *, partial: bool, number: int = 0) -> Transfer:
+        """Describe tensors, unless they are those described last."""
+        with torch.inference_mode(False), torch.no_grad():
+            source = source_of(named_tensors)
+            return Transfer(source, self._fast.declare(source), partial=partial, number=number, send=self._send)
 
-    def _update(
-        self,
-        named_tensors: NamedTensors,
-        transfer: Transfer | None,
-        version: str,
-        *,
-        is_partial: bool,
-        readmitted: Sequence[EngineClient] | None,
+    def _send(
+        self, describe: Callable[[], Transfer], version: str, readmitted: Sequence[EngineClient] | None
     ) -> UpdateStats:
+        """Send tensors to the engines.
+
+        Args:
+            describe: returns the tensors.
+            version: version that the engines report afterwards.
+            readmitted: engines to readmit; None: all that are not excluded.
+        """
         started = time.perf_counter()
-        source: Source = []
         stages, failure = Stages(), Failure()
-        fleet, begun, reads_first = Fleet([], self._in_flight), (0, 0), False
+        transfer, fleet, numbers, reads_first = None, Fleet([], self._in_flight), [0] * 6, False
         self._sequence += 1
         with failure:
             self._check_ready(version)
-            source = source_of(named_tensors)
+            with stages("prepare"):
+                transfer = describe()
             fleet = self._assemble(readmitted)
             # A single rank has more to read and a shorter path to its engine: its GPU starts first, and reads while the
             # addresses of thousands of tensors are compared. Several ranks stop here together.
             reads_first = self._ranks.size == 1 and fleet.num_receivers > 0
-            if transfer is not None and not reads_first:
+            if not reads_first:
                 transfer.check_memory()
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             begun = self._fast.begin(self._sequence, linked)
-        number = 0 if transfer is None else transfer.number
-        rows = self._ranks.exchange(failure.error, [*begun, fleet.num_receivers, len(fleet.stock), number])
-        _, _, num_receivers, num_stock, _ = rows[0]
-        check_same_declaration([row[-1] for row in rows])
+            digest = self._plain.digest(transfer.declaration.plain)
+            numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.number, digest]
+        rows = self._ranks.exchange(failure.error, numbers)
+        assert transfer is not None
+        num_receivers, num_stock = rows[0][2:4]
+        check_same_declaration([row[4] for row in rows])
+        self._plain.check(transfer.declaration.plain, [row[5] for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
-                mailboxes = self._connect([(row[0], row[1]) for row in rows], num_receivers)
-                request = partial(self._request, mailboxes=mailboxes, is_partial=is_partial)
-                check = transfer.check_memory if transfer is not None and reads_first else lambda: None
-                one = FastUpdate(
-                    fleet, self._fast, self._plain, self._sequence, request, check, starts_early=not reads_first
-                )
-                declaration = None if transfer is None else transfer.declaration
-                at = {"control": mailboxes[0], "num_receivers": num_receivers, "timeout_s": 3 * self._timeout_s}
-                try:
-                    fast = one.run(source, declaration, stages, **at)
-                except RankLostError as error:  # engines may know which rank was lost
-                    raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
+                fast = self._send_fast(transfer, fleet, rows, stages, reads_first=reads_first)
             if num_stock:
+                items = items_of(transfer.source)
                 with torch.inference_mode(False), torch.no_grad():
                     stock = self._stock.send(
-                        items_of(source), version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
+                        items, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
                     )
             with stages("finish"):
                 fleet.make_visible(version)
         counts = fast[0] + stock[0], max(fast[1], stock[1]), fast[2] + stock[2]
         return self._report(fleet, version, counts, started, stages)
+
+    def _send_fast(
+        self, transfer: Transfer, fleet: Fleet, rows: Sequence[Sequence[int]], stages: Stages, *, reads_first: bool
+    ) -> tuple[int, int, int]:
+        num_receivers, failure = rows[0][2], Failure()
+        paths: list[str] = []
+        with failure:
+            paths += self._fast.connect([(row[0], row[1]) for row in rows], num_receivers)
+        if self._link is not None:  # boards of all ranks can be opened from here on
+            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
+        mailboxes = tuple(paths)
+
+        def request(member: Member) -> Request:
+            return Request(
+                sequence=self._sequence,
+                mailboxes=mailboxes,
+                first_receiver=member.rows.start,
+                num_receivers=len(member.rows),
+                partial=transfer.partial,
+                # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
+                timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
+            )
+
+        try:
+            return self._fast.update(
+                transfer,
+                fleet,
+                self._ranks,
+                request,
+                stages,
+                control=mailboxes[0],
+                num_receivers=num_receivers,
+                reads_first=reads_first,
+            )
+        except RankLostError as error:  # engines may know which rank was lost
+            raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
 
     def update_adapter(
         self,
@@ -299,7 +320,7 @@ class WeightUpdater:
         self._ranks.exchange(failure.error, [])
         with self._paused(fleet):
             with torch.inference_mode(False), torch.no_grad():
-                counts = self._adapters.send(named_tensors, name, config, replaces, fleet.members, stages)
+                counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
                 fleet.make_visible(version, everywhere=True)
         return self._report(fleet, version, (1, *counts), started, stages)
@@ -371,25 +392,4 @@ class WeightUpdater:
             load_s=stages.seconds["load"],
             finish_s=stages.seconds["finish"],
             **outcome,
-        )
-
-    def _connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
-        """Return the paths of all ranks' mailboxes, once they can be opened."""
-        failure = Failure()
-        mailboxes: tuple[str, ...] = ()
-        with failure:
-            mailboxes = self._fast.connect(begun, num_receivers)
-        if self._link is not None:
-            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
-        return mailboxes
-
-    def _request(self, member: Member, *, mailboxes: tuple[str, ...], is_partial: bool) -> Request:
-        return Request(
-            sequence=self._sequence,
-            mailboxes=mailboxes,
-            first_receiver=member.rows.start,
-            num_receivers=len(member.rows),
-            partial=is_partial,
-            # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
-            timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
         )

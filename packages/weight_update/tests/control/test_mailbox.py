@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from tidemill_weight_update.control import wait
 from tidemill_weight_update.control.board import MAX_TENSORS, LinkError, SharedBoard
 from tidemill_weight_update.control.mailbox import (
     ATTACHED,
@@ -186,7 +185,7 @@ def test_checksums_and_totals_arrive_as_int64(sides):
 def test_exited_engine_rank_is_detected(sides, monkeypatch):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
-    assert engine.owner_pid == os.getpid()
+    assert engine.owner[0] == os.getpid()
     assert not engine.owner_has_exited()
     exited = subprocess.Popen([sys.executable, "-c", ""])
     exited.wait()
@@ -202,7 +201,7 @@ def test_process_of_another_machine_is_never_considered_exited(server, monkeypat
     board.make_room(1)
     box = Mailbox(board)
     box.begin(1)
-    monkeypatch.setattr(wait, "here", lambda: 1)
+    monkeypatch.setattr("tidemill_weight_update.control.board.here", lambda: 1)
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     Mailbox(StoreBoard(link(client(server)), "path", 0)).report(1, 0, ATTACHED, {})
     monkeypatch.undo()

@@ -9,8 +9,7 @@ from tidemill_weight_update.control.board import SharedBoard
 from tidemill_weight_update.control.descriptor import request_from_json, request_to_json
 from tidemill_weight_update.control.mailbox import LOADED, Mailbox
 from tidemill_weight_update.sglang import loader, sglang_launch_args
-from tidemill_weight_update.sglang.launch import LOADER
-from tidemill_weight_update.sglang.payload import request_payload
+from tidemill_weight_update.sglang.payload import LOADER, request_payload
 from toy_engines import ToyEngine, ToyModel, same, tensors
 
 

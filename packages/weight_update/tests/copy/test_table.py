@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tidemill_weight_update.copy.table import COLUMNS, CopyTable, Shard, build_tables
-from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
+from tidemill_weight_update.copy.table import COLUMNS, Copy, CopyTable, Shard, build_tables
+from tidemill_weight_update.tensors import Box, SourceSpec, contiguous_strides
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -19,8 +19,8 @@ import torch
 from engine_state import LoaderState
 from tidemill_testing import ranks
 from tidemill_weight_update import Request
-from tidemill_weight_update.control import wait
-from tidemill_weight_update.control.wait import has_exited
+from tidemill_weight_update.control import board
+from tidemill_weight_update.control.board import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.remote.nccl import NcclWire
 from tidemill_weight_update.remote.wire import GlooWire
@@ -109,7 +109,7 @@ def listening() -> set[tuple[str, int]]:
 
 def _pretend_to_be_remote() -> None:
     """Pretend that this process is on another machine, and forbid it to open files of other processes."""
-    wait.here = lambda: 1
+    board.here = lambda: 1
 
     def forbid(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and re.match(rf"/proc/(?!self|{os.getpid()})[0-9]+/fd/", str(args[0])):

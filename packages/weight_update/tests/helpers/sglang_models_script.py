@@ -28,9 +28,10 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_context
-from tidemill_weight_update.plan.record import record, write_fills
+from tidemill_weight_update.plan.record import record
+from tidemill_weight_update.receive.plan_cache import write_fills
 from tidemill_weight_update.sglang.loader import finish_load
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 
 # 130 tokens: the embedding is padded with one rank and with two.
 SIZES = {

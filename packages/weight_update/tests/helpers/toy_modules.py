@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.plan.record import record, write_fills
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.plan.record import record
+from tidemill_weight_update.receive.plan_cache import write_fills
+from tidemill_weight_update.tensors import SourceSpec
 from torch import Tensor, nn
 
 Load = Callable[[Mapping[str, Tensor], str, Tensor], None]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tidemill_weight_update import BucketHandle, GroupLink, PauseMode, Request, WeightUpdater
-from tidemill_weight_update.control import wait
+from tidemill_weight_update.control import board
 from tidemill_weight_update.remote import wire
 
 AUTHKEY = b"test"
@@ -106,7 +106,7 @@ def pretend_to_be_remote() -> list[int]:
         sent.append(data.numel())
         original(self, data)
 
-    wait.here = lambda: 1
+    board.here = lambda: 1
     wire.GlooWire.send = send
     return sent
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_memory import arena_mappings
-from tidemill_weight_update.memory.arena import ArenaRing, HostArena, new_stock_arena
+from tidemill_weight_update.memory import ArenaRing, HostArena, new_stock_arena
 
 READER = """
 import sys, torch
@@ -21,7 +21,7 @@ t.fill_(0)  # private to the reader
 
 SENDER = """
 import sys, time, torch
-from tidemill_weight_update.memory.arena import HostArena
+from tidemill_weight_update.memory import HostArena
 arena = HostArena(1 << 20)
 arena.data.fill_(1)
 memory = arena.publish()

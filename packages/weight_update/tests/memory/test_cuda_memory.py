@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from tidemill_weight_update.copy.checksum import checksum_rows
-from tidemill_weight_update.memory.cuda_memory import DeviceArena, ImportedMemory, NotExportableError, export
-from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.cuda_memory import DeviceArena, DeviceMemory, ImportedMemory, NotExportableError, export
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +26,7 @@ import json, sys
 import numpy as np
 import torch
 from tidemill_weight_update.copy.cuda import CudaCopier
-from tidemill_weight_update.memory.cuda_memory import ImportedMemory
-from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.cuda_memory import DeviceMemory, ImportedMemory
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 device = torch.device("cuda", int(sys.argv[1]))
 torch.cuda.set_device(device)
@@ -194,7 +192,7 @@ def test_host_memory_is_refused():
 ENDED = """
 import json, torch
 from dataclasses import asdict
-from tidemill_weight_update.memory.cuda_memory import export
+from tidemill_weight_update.cuda_memory import export
 tensor = torch.zeros(1 << 20, device="cuda:0")
 memory = export(tensor.data_ptr(), tensor.device)
 print(json.dumps(asdict(memory)))
@@ -218,7 +216,7 @@ def test_arena_larger_than_gpu_memory_is_refused():
 
 EXPANDABLE = """
 import torch
-from tidemill_weight_update.memory.cuda_memory import DeviceArena, NotExportableError, export
+from tidemill_weight_update.cuda_memory import DeviceArena, NotExportableError, export
 device = torch.device("cuda", 0)
 try:
     export(torch.zeros(1 << 20, device=device).data_ptr(), device)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tidemill_weight_update.memory.arena import HostArena, MappedMemories
-from tidemill_weight_update.memory.handle import DeviceMemory
+from tidemill_weight_update.cuda_memory import DeviceMemory
+from tidemill_weight_update.memory import HostArena, MappedMemories
 
 
 def test_memory_that_is_no_longer_declared_is_unmapped():
@@ -34,8 +34,8 @@ def test_gpu_memory_is_refused_on_a_cpu():
 READER = """
 import sys
 import torch
-from tidemill_weight_update.memory.handle import HostMemory
-from tidemill_weight_update.memory.arena import MappedMemories
+from tidemill_weight_update.memory import HostMemory
+from tidemill_weight_update.memory import MappedMemories
 path, num_bytes, inode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mapped = MappedMemories(torch.device("cpu"))
 for line in sys.stdin:

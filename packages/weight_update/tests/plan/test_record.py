@@ -4,9 +4,9 @@ import concurrent.futures
 
 import pytest
 import torch
-from tidemill_weight_update.plan.plan import Copy
+from tidemill_weight_update.copy.table import Copy
 from tidemill_weight_update.plan.record import record
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 from torch import Tensor
 from toy_modules import ToyModule, check_plan, state
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from tidemill_weight_update.plan.record import record
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 from torch import Tensor, nn
 from toy_modules import FramedModule, Load, ToyModule, check_plan, replay, same, specs, state
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tidemill_weight_update.plan.plan import StoredPlans
 from tidemill_weight_update.plan.record import record
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 from torch import nn
 
 CODE = '''

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.memory.arena import MappedMemories
+from tidemill_weight_update.memory import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.receive.plan_cache import BucketCopies
-from tidemill_weight_update.remote.packed import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
 from tidemill_weight_update.remote.trainer_link import batches
-from tidemill_weight_update.send.fast_bucket import FastBucket, in_arena
-from tidemill_weight_update.tensors.box import Box, SourceSpec
-from tidemill_weight_update.tensors.shards import Piece
+from tidemill_weight_update.remote.wire import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
+from tidemill_weight_update.send.sender import FastBucket, in_arena
+from tidemill_weight_update.tensors import Box, Piece, SourceSpec
 from torch import Tensor, nn
 from toy_engines import ToyModel, tensors
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from tidemill_weight_update.copy.table import ALIGNMENT
-from tidemill_weight_update.send.bucket import plan_buckets
-from tidemill_weight_update.tensors.shards import LocalShard, shard_range
+from tidemill_weight_update.send.stock import plan_buckets
+from tidemill_weight_update.tensors import LocalShard, shard_range
 
 PARTS = ["attn.q.weight", "attn.kv.weight", "attn.kv.scale", "mlp.up.weight"]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128]

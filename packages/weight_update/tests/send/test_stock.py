@@ -38,8 +38,10 @@ def test_all_tensors_arrive_bitwise_for_any_bucket_size(bucket_bytes):
         assert stats.num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
         assert engine.version == stats.weight_version == str(version)
         assert stats.num_buckets == sum(call.startswith("load") for call in engine.calls)
-        assert 0 < stats.gather_s + stats.fill_s + stats.load_s + stats.finish_s < stats.seconds
-        assert (stats.verified, stats.quarantined, stats.prepare_s) == (False, {}, 0.0)
+        stages = (stats.prepare_s, stats.gather_s, stats.fill_s, stats.load_s, stats.finish_s)
+        assert min(stages) > 0
+        assert sum(stages) < stats.seconds
+        assert (stats.verified, stats.quarantined) == (False, {})
         assert stats.gb_per_s == pytest.approx(stats.num_bytes / stats.seconds / 1e9)
         engine.weights.clear()
         engine.calls.clear()
@@ -102,15 +104,23 @@ def test_update_that_fails_on_all_engines_is_an_error():
 def test_function_that_raises_leaves_mixed_engine_paused(error):
     engine = StockToyEngine()
     updater = WeightUpdater([engine], bucket_bytes=64)
+    raises = True
 
     def items():
         yield "t0", torch.zeros(8)
         yield "t1", torch.zeros(8)
         yield "t2", torch.zeros(8)
-        raise error
+        if raises:
+            raise error
 
     with pytest.raises(type(error)):
         updater.update(items, 1)
+    assert engine.calls == []  # it raises when the tensors are described
+    raises = False
+    transfer = updater.declare(items)
+    raises = True
+    with pytest.raises(type(error)):
+        transfer.send(1)
     assert engine.calls == ["load 0 None", "pause abort"]
     updater.readmit([engine], [("t0", torch.ones(8))], 2)
     assert (engine.version, engine.calls[-1]) == ("2", "resume")

@@ -14,7 +14,7 @@ from tidemill_weight_update import WeightUpdater
 def layouts() -> dict[str, torch.Tensor]:
     """DTensors in common layouts, and a plain tensor."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.manual_seed(0)
     world = dist.get_world_size()
@@ -29,7 +29,6 @@ def layouts() -> dict[str, torch.Tensor]:
         "ints": distribute_tensor(torch.arange(9), line, [Shard(0)]),
         "empty": distribute_tensor(torch.empty(0, 3), line, [Shard(0)]),
         "half": distribute_tensor(torch.randn(5, 2).half(), line, [Shard(0)]),
-        "partial": DTensor.from_local(torch.randn(4) * 1e-3, line, [Partial()]),
         "plain": torch.randn(6),
     }
     if world == 4:
@@ -132,7 +131,7 @@ def test_wrong_local_shape_on_one_rank_is_an_error_on_all(bad_rank):
     message = f"ValueError: tensor 'uneven' has local shape (5, 3) on rank {bad_rank}, but its placements"
     assert results[bad_rank][0].startswith(message)
     assert results[1 - bad_rank][0].startswith(f"RuntimeError: weight update failed on rank {bad_rank} of 2: {message}")
-    assert results[0][1] == ["load 0 None", "pause abort", "load 0 2", "flush", "resume"]
+    assert results[0][1] == ["load 0 2", "flush", "resume"]  # nothing was sent before
 
 
 def _engine_fails():

@@ -14,12 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tidemill_weight_update import BucketHandle, WeightUpdater
-from tidemill_weight_update.memory.arena import HostArena
-from tidemill_weight_update.memory.handle import CudaMemory
-from tidemill_weight_update.send.bucket import plan_buckets
+from tidemill_weight_update.memory import CudaMemory, HostArena
+from tidemill_weight_update.send.stock import plan_buckets
 from tidemill_weight_update.sglang import HttpEngine, LocalEngine
-from tidemill_weight_update.sglang.launch import LOADER
-from tidemill_weight_update.sglang.payload import stock_payload
+from tidemill_weight_update.sglang.payload import LOADER, stock_payload
 
 
 class FakeServer(ThreadingHTTPServer):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tidemill_weight_update.tensors.box import Box, are_disjoint, contiguous_strides
+from tidemill_weight_update.tensors import Box, are_disjoint, contiguous_strides
 
 
 def indices(box: Box | None) -> set[tuple[int, ...]]:

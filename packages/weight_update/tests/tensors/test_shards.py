@@ -8,8 +8,7 @@ import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard
 from tidemill_weight_update.send.declaration import Declaration
-from tidemill_weight_update.tensors.box import Box
-from tidemill_weight_update.tensors.shards import piece_to_send
+from tidemill_weight_update.tensors import Box, piece_to_send
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
@@ -110,17 +109,20 @@ def test_strided_shard_without_tensor_parallelism_is_refused():
         assert message.startswith("tensor 'w' has unsupported placements (_StridedShard(dim=0, sf=2)")
 
 
-def _partial_sums() -> tuple[int, ...] | None:
+def _partial_sums() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh = init_device_mesh("cpu", (2,))
-    piece = piece_to_send("a", DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()]), None, 0)
-    return None if piece is None else tuple(piece.local.tolist())
+    tensor = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (2,)), [Partial()])
+    with pytest.raises(TypeError) as caught:
+        piece_to_send("w", tensor, None, 0)
+    return str(caught.value)
 
 
-def test_partial_dtensor_is_reduced():
-    assert sorted(run_ranks(_partial_sums, 2), key=str) == [(3.0, 3.0, 3.0, 3.0), None]
+def test_partial_sums_are_refused():
+    for message in run_ranks(_partial_sums, 2):
+        assert message.startswith("tensor 'w' has an unsupported placement Partial(sum)")
+        assert message.endswith("or reduce partial sums with redistribute()")
 
 
 def _other_mesh() -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tidemill_weight_update.copy.table import Shard
-from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory, Memory
-from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
+from tidemill_weight_update.cuda_memory import DeviceMemory
+from tidemill_weight_update.memory import HostMemory, Memory
+from tidemill_weight_update.tensors import Box, SourceSpec, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)

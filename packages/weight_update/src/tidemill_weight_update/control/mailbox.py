@@ -8,17 +8,27 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill_weight_update.control.board import MAX_TENSORS, REPLY_BYTES, Board, LinkError, SharedBoard
+from tidemill_weight_update.control.board import (
+    MAX_TENSORS,
+    REPLY_BYTES,
+    Board,
+    LinkError,
+    PollingWait,
+    SharedBoard,
+    has_exited,
+    own_process,
+)
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.wait import has_exited, own_process
-from tidemill_weight_update.memory.handle import Memory
-from tidemill_weight_update.plan.plan import CopyPlan
+from tidemill_weight_update.memory import Memory
+
+if TYPE_CHECKING:
+    from tidemill_weight_update.plan.plan import CopyPlan
 
 Text = tuple[int, int]
 """Number and length of a text on a board."""
@@ -99,7 +109,7 @@ def _reply_to_json(reply: dict[str, Any]) -> bytes:
 class RemoteInput(Protocol):
     """How an engine rank receives what is in memory that it cannot map."""
 
-    def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+    def pack(self, bucket: int, descriptor: BucketDescriptor, plan: "CopyPlan") -> BucketDescriptor:
         """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
         ...
 
@@ -228,10 +238,6 @@ class Mailbox:
         _, pid, location, *_ = self.board.get("trainer", 0)
         return pid, location
 
-    @property
-    def owner_pid(self) -> int:
-        return self.owner[0]
-
     def owner_has_exited(self) -> bool:
         """Return whether the trainer rank is known to have exited; only a process of the same machine can know."""
         return has_exited(*self.owner)
@@ -311,7 +317,83 @@ class Mailbox:
         stamp, pid, location, *_ = self.board.get("report", receiver)
         return stamp >> 32 == sequence and has_exited(pid, location)
 
+    def is_lost(self, sequence: int, receiver: int) -> bool:
+        """Return whether nobody waits for `receiver` any more: it is excluded, or has exited."""
+        return self.is_excluded(sequence, receiver) or self.receiver_has_exited(sequence, receiver)
+
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return what `receiver` wrote for each tensor: checksums and element counts, int64 [num_tensors] each."""
         checksums, counts = (self.board.read("totals", 2 * receiver + i, 8 * num_tensors) for i in range(2))
         return np.frombuffer(checksums, np.int64), np.frombuffer(counts, np.int64)
+
+
+class Readers:
+    """The engine ranks that must read what this trainer rank publishes.
+
+    Args:
+        sequence: number of the update.
+        own: this rank's mailbox, where engine ranks acknowledge what they have read.
+        control: mailbox of trainer rank 0, where they report.
+        num_receivers: number of engine ranks; their rows are 0 to `num_receivers - 1`.
+        timeout_s: longest wait for one of them to make progress.
+
+    Attributes:
+        max_wait_s: longest wait of this rank while other engines wait for it.
+    """
+
+    def __init__(self, sequence: int, own: Mailbox, control: Mailbox, num_receivers: int, timeout_s: float) -> None:
+        self._sequence = sequence
+        self._own = own
+        self._control = control
+        self._num_receivers = num_receivers
+        self._rows = set(range(num_receivers))
+        self._timeout_s = self.max_wait_s = timeout_s
+
+    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
+        """Send a published bucket to the readers that cannot map it; here there are none.
+
+        Args:
+            descriptor: descriptor of the bucket.
+            arena: memory that holds the bucket, uint8; None if it is read in place.
+
+        Raises:
+            TimeoutError: an engine made no progress in time.
+        """
+
+    def wait(self, num_buckets: int) -> None:
+        """Return when no reader needs the first `num_buckets` buckets any more. Failed and exited readers need none.
+
+        Rank 0 excludes engine ranks that make no progress, for all trainer ranks; the other ranks wait longer than it.
+
+        Raises:
+            TimeoutError: an engine made no progress in time and rank 0 did not exclude it.
+        """
+        is_first = self._own is self._control
+        timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
+        wait = PollingWait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
+        slowest = self._slowest()
+        while slowest < num_buckets:
+            try:
+                wait.pause()
+            except TimeoutError:
+                if not is_first:
+                    raise
+                self._exclude_slow(num_buckets)
+            now = self._slowest()
+            if now != slowest:
+                wait.progress()
+            slowest = now
+
+    def _exclude_slow(self, num_buckets: int) -> None:
+        released = self._own.acknowledged(self._sequence, self._num_receivers)
+        for row in [row for row in self._rows if released[row] < num_buckets]:
+            self._control.exclude(self._sequence, row)
+            self._rows.remove(row)
+
+    def _slowest(self) -> float:
+        if not self._rows:
+            return float("inf")
+        return int(self._own.acknowledged(self._sequence, self._num_receivers)[list(self._rows)].min())
+
+    def _drop_exited(self) -> None:
+        self._rows.difference_update([row for row in self._rows if self._control.is_lost(self._sequence, row)])

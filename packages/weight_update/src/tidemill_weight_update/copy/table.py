@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tidemill_weight_update.plan.plan import Copy
-from tidemill_weight_update.tensors.box import Box, SourceSpec, contiguous_strides
+from tidemill_weight_update.tensors import Box, SourceSpec, contiguous_strides
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes, so that views of any dtype are valid and copies are
@@ -19,6 +18,22 @@ vectorized.
 def aligned(offset: int) -> int:
     """Return the smallest multiple of ALIGNMENT that is at least `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy of a box of source `name` into `parameter`, cast to the parameter's dtype `dtype`.
+
+    Element `(i_0, i_1, ...)` of the source, with `i` in `box`, is copied to element `offset + sum((i_d - box.start[d])
+    * strides[d])` of the parameter, relative to `data_ptr()`. The stride of a dim of size 1 is 0.
+    """
+
+    name: str
+    box: Box
+    parameter: str
+    offset: int
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tidemill_weight_update.tensors.box import Box, contiguous_strides
+from tidemill_weight_update.tensors import Box, contiguous_strides
 
 MAX_PARTS = 1024
 """Views that consist of more boxes than this are not traced."""

@@ -16,23 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tidemill_weight_update.tensors.box import Box, SourceSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy of a box of source `name` into `parameter`, cast to the parameter's dtype `dtype`.
-
-    Element `(i_0, i_1, ...)` of the source, with `i` in `box`, is copied to element `offset + sum((i_d - box.start[d])
-    * strides[d])` of the parameter, relative to `data_ptr()`. The stride of a dim of size 1 is 0.
-    """
-
-    name: str
-    box: Box
-    parameter: str
-    offset: int
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+from tidemill_weight_update.copy.table import Copy
+from tidemill_weight_update.tensors import Box, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tidemill_weight_update.plan.plan import Copy, CopyPlan, Fill
+from tidemill_weight_update.copy.table import Copy
+from tidemill_weight_update.plan.plan import CopyPlan, Fill
 from tidemill_weight_update.plan.tracer import Tracer, Write
-from tidemill_weight_update.tensors.box import SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 
 _FP8_HINT = (
     "; the engine has float8 parameters: if it quantizes a checkpoint while loading, launch it with fp8_launch_args() "
@@ -243,10 +244,3 @@ def _merged(groups: Iterable[frozenset[str]]) -> list[set[str]]:
         joined = set(group).union(*(group_of.get(name, ()) for name in group))
         group_of |= dict.fromkeys(joined, joined)
     return list({id(group): group for group in group_of.values()}.values())
-
-
-def write_fills(parameters: Mapping[str, Tensor], fills: Sequence[Fill]) -> None:
-    """Write the constants of a plan to the model's `parameters`. Required before any copy."""
-    for fill in fills:
-        data = parameters[fill.parameter].detach()
-        data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tidemill_weight_update.copy.table import Copy
 from tidemill_weight_update.plan.origin import Origin, Part, UntraceableError, pieces, trace, whole
-from tidemill_weight_update.plan.plan import Copy, Fill
-from tidemill_weight_update.tensors.box import Box, SourceSpec
+from tidemill_weight_update.plan.plan import Fill
+from tidemill_weight_update.tensors import Box, SourceSpec
 
 _aten = torch.ops.aten
 _USE_STOCK_PATH = "launch this engine without the tidemill loader, so that it is updated on the stock path"

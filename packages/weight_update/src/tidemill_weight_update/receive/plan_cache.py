@@ -1,6 +1,6 @@
 """What an engine rank keeps between updates: the trainer's declaration, the plan, and copies built from both."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor, declarat
 from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import Blocks, Copier
-from tidemill_weight_update.copy.table import CopyTable, build_tables
+from tidemill_weight_update.copy.table import Copy, CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
-from tidemill_weight_update.memory.arena import MappedMemories
-from tidemill_weight_update.memory.handle import DeviceMemory, HostMemory
-from tidemill_weight_update.plan.plan import Copy, CopyPlan, StoredPlans
-from tidemill_weight_update.plan.record import record, write_fills
-from tidemill_weight_update.tensors.box import Box, SourceSpec, are_disjoint, contiguous_strides
+from tidemill_weight_update.cuda_memory import DeviceMemory
+from tidemill_weight_update.memory import HostMemory, MappedMemories
+from tidemill_weight_update.plan.plan import CopyPlan, Fill, StoredPlans
+from tidemill_weight_update.plan.record import record
+from tidemill_weight_update.tensors import Box, SourceSpec, are_disjoint, contiguous_strides
 
 
 class Manifest:
@@ -156,6 +156,13 @@ def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
     for table in tables:
         np.add.at(counts, table.tensor, table.rows * table.cols)
     return counts
+
+
+def write_fills(parameters: Mapping[str, Tensor], fills: Iterable[Fill]) -> None:
+    """Write the constants of a plan to the model's `parameters`. Required before any copy."""
+    for fill in fills:
+        data = parameters[fill.parameter].detach()
+        data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)
 
 
 class Copies:

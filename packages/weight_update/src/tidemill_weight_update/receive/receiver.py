@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from tidemill_weight_update.control.board import SharedBoard
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.plan.plan import StoredPlans
@@ -55,7 +56,7 @@ class Receiver(PlanCache):
         """
         for path in self._mailboxes.keys() - set(request.mailboxes):
             self._forget(path)
-        if not LinkAddress.is_path(request.mailboxes[0]):
+        if SharedBoard.is_path(request.mailboxes[0]):
             self._link = None
         control = self._open(request.mailboxes[0], request.timeout_s)
         if not control.is_at(request.sequence):
@@ -100,8 +101,8 @@ class Receiver(PlanCache):
         if path in self._mailboxes and not self._mailboxes[path].is_current():
             self._forget(path)
         if path not in self._mailboxes:
-            is_linked = LinkAddress.is_path(path)
-            self._mailboxes[path] = self._open_linked(path, timeout_s) if is_linked else Mailbox.open(path)
+            is_mapped = SharedBoard.is_path(path)
+            self._mailboxes[path] = Mailbox.open(path) if is_mapped else self._open_linked(path, timeout_s)
         return self._mailboxes[path]
 
     def _open_linked(self, path: str, timeout_s: float) -> Mailbox:

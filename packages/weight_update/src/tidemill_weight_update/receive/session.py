@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import (
     ATTACHED,
@@ -21,7 +22,6 @@ from tidemill_weight_update.control.mailbox import (
     UNCHANGED,
     Mailbox,
 )
-from tidemill_weight_update.control.wait import PollingWait
 from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few
 from tidemill_weight_update.stats import Stages
 
@@ -339,6 +339,6 @@ def _check_trainer(boxes: Sequence[Mailbox], sequence: int) -> None:
 
 
 def _check_alive(boxes: Sequence[Mailbox]) -> None:
-    exited = [f"{rank} (process {box.owner_pid})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
+    exited = [f"{rank} (process {box.owner[0]})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
     if exited:  # list all of them: the first may have caused the others to exit
         raise RuntimeError(f"trainer rank {', '.join(exited)} has exited; see the trainer's log")

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tidemill_weight_update.control.board import can_map
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Text
-from tidemill_weight_update.control.wait import can_map
-from tidemill_weight_update.memory.handle import HostMemory, Memory
+from tidemill_weight_update.memory import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
-from tidemill_weight_update.remote.packed import pack_descriptor, parts_of, parts_to_json
-from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError
+from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_descriptor, parts_of, parts_to_json
 
 
 class EngineLink:

@@ -1,6 +1,5 @@
-"""A link to engines on other machines: its configuration, its address, and the boards in its store."""
+"""A link to engines on other machines: its address, its store, and the boards in it."""
 
-import ipaddress
 import socket
 import urllib.parse
 from collections.abc import Callable
@@ -14,49 +13,13 @@ from numpy.typing import NDArray
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.control.board import WORDS, Area, LinkError, Record
 
 if TYPE_CHECKING:
     from tidemill_weight_update.remote.wire import Wire
 
 _SCHEME = "tidemill-link"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupLink:
-    """Connects engines on other machines: `WeightUpdater(engines, link=GroupLink(host="10.0.0.1"))`.
-
-    Trainer and engines exchange control messages through a store that trainer rank 0 opens on `host`. Packed buckets
-    are sent from each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines on the
-    machine of a trainer rank still read its arena directly. Nothing is encrypted or signed: whoever can reach the ports
-    can read and replace weights, so use a link inside a trusted network only.
-
-    Attributes:
-        host: address of trainer rank 0's machine that engines and other trainer ranks can reach. The package listens on
-            no other address of that machine; on other machines it listens on the address from which `host` is reached.
-        port: port of the store; 0 selects a free one. Buckets use further ports, selected by the system.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-
-    def __post_init__(self) -> None:
-        if (
-            not self.host
-            or self.host == "*"
-            or (_is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified)
-        ):
-            raise ValueError(
-                f"host must be the single address that engines connect to, such as '10.0.0.1', got {self.host!r}"
-            )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +36,6 @@ class LinkAddress:
         """Return the path by which engine ranks open the mailbox of trainer rank `rank`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{_SCHEME}://{host}:{self.port}/{self.session}/{rank}"
-
-    @staticmethod
-    def is_path(path: str) -> bool:
-        """Return whether `path` was made by `mailbox_path`."""
-        return path.startswith(f"{_SCHEME}://")
 
     @classmethod
     def from_path(cls, path: str) -> tuple[Self, int]:

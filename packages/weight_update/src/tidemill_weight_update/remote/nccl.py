@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from tidemill_weight_update.control.wait import PollingWait
+from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.remote.wire import TRAINER, WireError
 
 ID_BYTES = 128

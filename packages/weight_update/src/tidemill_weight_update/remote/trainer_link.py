@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from tidemill_weight_update.client import GroupLink
+from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import Mailbox, Reader, ReaderState, Text
-from tidemill_weight_update.control.readers import Readers
-from tidemill_weight_update.control.wait import PollingWait
+from tidemill_weight_update.control.mailbox import Mailbox, Reader, Readers, ReaderState, Text
 from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.remote.group_link import (
-    GroupLink,
     LinkAddress,
     LinkStore,
     StoreBoard,
@@ -24,8 +23,7 @@ from tidemill_weight_update.remote.group_link import (
     open_store,
     wire_name,
 )
-from tidemill_weight_update.remote.packed import Message
-from tidemill_weight_update.remote.wire import TRAINER, Wire, WireError
+from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
 
 class Connections:

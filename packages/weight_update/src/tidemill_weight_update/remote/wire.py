@@ -1,12 +1,23 @@
-"""Wires: a wire connects one trainer rank with one engine rank; here the one for host memory, over TCP."""
+"""Wires, each of which connects one trainer rank with one engine rank, and the part of a bucket that is sent over one.
+
+Here is the wire for host memory, over TCP.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+
+from tidemill_weight_update.control.descriptor import BucketDescriptor
+from tidemill_weight_update.copy.copier import Copier
+from tidemill_weight_update.copy.table import Copy, CopyTable, Shard, aligned, build_tables
+from tidemill_weight_update.plan.plan import CopyPlan
+from tidemill_weight_update.tensors import Box, contiguous_strides
 
 TRAINER, ENGINE = 0, 1
 """Ranks of the two sides of a wire."""
@@ -93,3 +104,100 @@ def _as_wire_error() -> Iterator[None]:
 def _reason(error: RuntimeError) -> str:
     """Return gloo's message without its source location."""
     return str(error).splitlines()[0].split("] ", 1)[-1]
+
+
+Parts = tuple[tuple[Box, ...], ...]
+"""For each source of a bucket, disjoint boxes, each inside one of the bucket's shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDescriptor:
+    """The descriptor of a message that contains only selected parts of a bucket.
+
+    Attributes:
+        descriptor: descriptor with the places of the parts in the message, as memory 0.
+        num_bytes: size of the message.
+    """
+
+    descriptor: BucketDescriptor
+    num_bytes: int
+
+
+def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
+    """Return what the plan reads of the bucket; all of a tensor that is loaded by the model's own loader."""
+    read: dict[str, list[Box]] = {source.name: [] for source in descriptor.sources}
+    for copy in plan.copies:
+        if copy.name in read:
+            read[copy.name].append(copy.box)
+    parts = []
+    for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
+        boxes = [Box.whole(source.shape)] if source.name in plan.through_loader else _disjoint(read[source.name])
+        common = (box.intersect(shard.box) for shard in shards for box in boxes)
+        parts.append(tuple(box for box in common if box is not None))
+    return tuple(parts)
+
+
+def _disjoint(boxes: Sequence[Box]) -> list[Box]:
+    """Return the distinct boxes; if two overlap, the smallest box around all of them."""
+    distinct = list(dict.fromkeys(boxes))
+    if not any(a.intersect(b) for i, a in enumerate(distinct) for b in distinct[:i]):
+        return distinct
+    dims = range(len(distinct[0].shape))
+    start = tuple(min(box.start[dim] for box in distinct) for dim in dims)
+    end = [max(box.start[dim] + box.shape[dim] for box in distinct) for dim in dims]
+    return [Box(start, tuple(stop - first for stop, first in zip(end, start, strict=True)))]
+
+
+def parts_to_json(parts: Parts) -> bytes:
+    return json.dumps([[[box.start, box.shape] for box in boxes] for boxes in parts], separators=(",", ":")).encode()
+
+
+def parts_from_json(text: bytes) -> Parts:
+    return tuple(tuple(Box(tuple(start), tuple(shape)) for start, shape in boxes) for boxes in json.loads(text))
+
+
+def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> PackedDescriptor:
+    """Place the parts one after the other. Sender and receiver compute the same layout."""
+    used = 0
+    shards: list[tuple[Shard, ...]] = []
+    for source, boxes in zip(descriptor.sources, parts, strict=True):
+        places = []
+        for box in boxes:
+            used = aligned(used)
+            places.append(Shard(box, 0, used // source.dtype.itemsize, contiguous_strides(box.shape)))
+            used += box.numel * source.dtype.itemsize
+        shards.append(tuple(places))
+    return PackedDescriptor(replace(descriptor, shards=tuple(shards), memories=()), used)
+
+
+def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple[CopyTable, ...]:
+    """Return the copies from the bucket's arena (memory 0) into the message (target 0)."""
+    copies = [
+        Copy(source.name, place.box, "message", place.offset, place.strides, source.dtype)
+        for source, places in zip(packed.descriptor.sources, packed.descriptor.shards, strict=True)
+        for place in places
+    ]
+    shards = {source.name: held for source, held in zip(descriptor.sources, descriptor.shards, strict=True)}
+    return build_tables(copies, descriptor.sources, shards, ("message",))
+
+
+class Message:
+    """The part of a bucket that is sent to engine ranks which read the same parts.
+
+    Args:
+        descriptor: descriptor of the bucket.
+        parts: text that lists the parts.
+    """
+
+    def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
+        packed = pack_descriptor(descriptor, parts_from_json(parts))
+        self.num_bytes = packed.num_bytes
+        self.is_whole_bucket = packed.descriptor.shards == descriptor.shards
+        self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
+        self._copier: Copier | None = None
+
+    def fill(self, arena: Tensor, place: Tensor) -> None:
+        """Copy the parts from the bucket's arena to `place`, uint8 [num_bytes]; on a GPU, queue the copy."""
+        if self._copier is None:
+            self._copier = Copier(self._tables, arena.device)
+        self._copier.run([arena], [place])

@@ -1,23 +1,27 @@
-"""Declared tensors of one trainer rank: what it sends of each, and where each was in memory."""
+"""Declared tensors of one trainer rank: what it sends of each, where each was in memory, and how to send them."""
 
 import operator
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.send.fast_bucket import split
-from tidemill_weight_update.tensors.shards import (
+from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.send.sender import split
+from tidemill_weight_update.stats import UpdateStats
+from tidemill_weight_update.tensors import (
+    Item,
     Piece,
     ShardLike,
-    has_partial_sums,
+    Source,
+    checked_item,
     is_dtensor,
+    items_of,
     local_values,
     piece_to_send,
 )
-from tidemill_weight_update.tensors.source import Item, PlainNames, Source, checked_item, items_of
 
 
 class Declaration:
@@ -33,7 +37,6 @@ class Declaration:
         plain: names of the plain tensors.
         pieces: what this rank sends of each tensor, None if nothing; `Piece.local` has no data.
         is_own: for each tensor, whether its piece is its own memory and not a temporary copy.
-        has_partial_sums: whether any tensor is a DTensor with partial sums, which all of its ranks reduce together.
 
     Raises:
         TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
@@ -42,10 +45,9 @@ class Declaration:
 
     def __init__(self, source: Source, dtype: torch.dtype | None, group_rank: int) -> None:
         self.function = source if callable(source) else None
-        self.plain = PlainNames()
+        self.plain: set[str] = set()
         self.pieces: list[Piece | None] = []
         self.is_own: list[bool] = []
-        self.has_partial_sums = False
         self._dtype = dtype
         self._group_rank = group_rank
         self._names: list[str] = []
@@ -56,13 +58,11 @@ class Declaration:
         kinds = set()
         for name, tensor in (checked_item(item, seen) for item in items_of(source)):
             if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
-                self.plain.names.add(name)
+                self.plain.add(name)
             piece = piece_to_send(name, tensor, dtype, group_rank)
             address = local_values(tensor).data_ptr()
-            is_summed = isinstance(tensor, Tensor) and is_dtensor(tensor) and has_partial_sums(tensor)
             self.pieces.append(None if piece is None else piece.without_data())
-            self.is_own.append(piece is not None and piece.local.data_ptr() == address and not is_summed)
-            self.has_partial_sums |= is_summed
+            self.is_own.append(piece is not None and piece.local.data_ptr() == address)
             self._names.append(name)
             self._tensors.append(weakref.ref(tensor) if isinstance(tensor, Tensor) else None)
             self._forms.append(_form(tensor))
@@ -163,3 +163,61 @@ def _text(piece: Piece | None) -> str:
         f"part {shape} at {start} of {piece.spec.shape}, {piece.local.dtype} on {piece.device}, strides "
         f"{piece.local.stride()}"
     )
+
+
+class Transfer:
+    """Tensors that `WeightUpdater.declare` described once, to be sent at every step.
+
+    It keeps the tensors alive and is valid until their memory moves.
+
+    Attributes:
+        source: the tensors of this rank, or the function that makes them.
+        declaration: their description.
+        partial: whether parameters of the engines without a tensor keep their values.
+        number: number of the declaration, equal on all ranks; 0 for tensors that the update itself describes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        declaration: Declaration,
+        *,
+        partial: bool,
+        number: int,
+        send: "Callable[[Callable[[], Transfer], str, Sequence[EngineClient] | None], UpdateStats]",
+    ) -> None:
+        self.source = source
+        self.declaration = declaration
+        self.partial = partial
+        self.number = number
+        self._send = send
+
+    def send(self, weight_version: int | str) -> UpdateStats:
+        """Load the tensors into the engines as `WeightUpdater.update` does, without describing them again.
+
+        Collective. Everything but infinite and NaN elements is checked before an engine changes anything.
+
+        Args:
+            weight_version: version that the engines report afterwards, as a string.
+
+        Raises:
+            ValueError: another rank sends another declaration, the declared function returned other tensors (engines
+                that loaded some of them are paused and excluded), or an error of `WeightUpdater.update`.
+            RuntimeError: the memory of a declared tensor has moved (nothing was sent), or an error of
+                `WeightUpdater.update`.
+        """
+        return self._send(lambda: self, str(weight_version), None)
+
+    def readmit(self, engines: Sequence[EngineClient], weight_version: int | str) -> UpdateStats:
+        """Load the tensors into engines that failed or join late; see `WeightUpdater.readmit`."""
+        return self._send(lambda: self, str(weight_version), engines)
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if the memory of a declared tensor has moved."""
+        moved = [] if callable(self.source) or self.number == 0 else self.declaration.moved(self.source)
+        if moved:
+            raise RuntimeError(
+                f"the memory of {len(moved)} declared tensors has moved since declare(): "
+                f"{', '.join(map(repr, moved[:5]))}; call declare() again after tensors are replaced, offloaded or "
+                f"moved, or call update(), which does it for you"
+            )

@@ -1,24 +1,25 @@
 """The fast path on one trainer rank: from the tensors it holds to engines with the tidemill loader."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
+from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.control.board import SharedBoard, path_of
-from tidemill_weight_update.control.mailbox import Mailbox
-from tidemill_weight_update.control.readers import Readers
-from tidemill_weight_update.memory.handle import DeviceMemory
-from tidemill_weight_update.remote.group_link import GroupLink
-from tidemill_weight_update.send.declaration import Declaration
-from tidemill_weight_update.send.fast_bucket import allocations, in_place, pack
-from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values
+from tidemill_weight_update.control.descriptor import Request
+from tidemill_weight_update.control.mailbox import Mailbox, Readers
+from tidemill_weight_update.cuda_memory import DeviceMemory, are_allocated, num_freed
+from tidemill_weight_update.send.declaration import Declaration, Transfer
+from tidemill_weight_update.send.fleet import Fleet, Member
+from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks
+from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values, allocations, in_place, pack
 from tidemill_weight_update.stats import Stages
-from tidemill_weight_update.tensors.shards import Piece, piece_to_send
-from tidemill_weight_update.tensors.source import Item, Source, items_of
+from tidemill_weight_update.tensors import Item, Piece, Source, items_of, piece_to_send
 
 if TYPE_CHECKING:
     from tidemill_weight_update.remote.trainer_link import TrainerLink
@@ -60,7 +61,6 @@ class FastPath:
 
     Attributes:
         is_link_broken: whether an engine or a rank failed, so that the next update opens the link anew; set on rank 0.
-        is_new: whether the last call of `prepare` wrote a declaration, which engines have to read first.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class FastPath:
         self._sequence = 0
         self._sender: Sender | None = None
         self._control: Mailbox | None = None
+        self._last: Declaration | None = None
         self._prepared: Prepared | None = None
         self._engines: Sequence[tuple[int, range]] = ()
         self.is_link_broken = False
-        self.is_new = False
 
     def begin(self, sequence: int, engines: Sequence[tuple[int, range]]) -> tuple[int, int]:
         """Start an update; return what the other ranks need for `connect`.
@@ -134,36 +134,97 @@ class FastPath:
     def mailbox(self) -> Mailbox:
         return self._require_sender().mailbox
 
-    def fail(self) -> None:
-        """Announce to the engines that this rank sends no more buckets."""
+    def declare(self, source: Source) -> Declaration:
+        """Return the declaration of these tensors: the last one if it describes them."""
+        if self._last is None or not self._last.describes(source):
+            self._last = None  # its successor may raise
+            self._last = Declaration(source, self._dtype, self._group_rank)
+        return self._last
+
+    def update(
+        self,
+        transfer: Transfer,
+        fleet: Fleet,
+        ranks: Ranks,
+        request: Callable[[Member], Request],
+        stages: Stages,
+        *,
+        control: str,
+        num_receivers: int,
+        reads_first: bool,
+    ) -> tuple[int, int, int]:
+        """Send the tensors of this rank while the engines read those of all ranks; return when all have responded.
+
+        Rank 0 calls each engine once, in a thread. An error of any rank is raised on all.
+
+        Args:
+            transfer: the declared tensors.
+            fleet: engines of the update; empty except on rank 0.
+            request: returns the request for an engine.
+            control: path of the mailbox of trainer rank 0.
+            num_receivers: number of engine ranks.
+            reads_first: whether a GPU reads the first bucket before the engines are called, unless these have a new
+                declaration to read meanwhile. The memory of the tensors is checked while it reads.
+
+        Returns:
+            Numbers of buckets, tensors and bytes.
+        """
+
+        def start() -> None:
+            if not fleet.calls:
+                if reads_first:
+                    transfer.check_memory()
+                fleet.load(request, self.mailbox)
+
+        failure, counts, is_sent = Failure(), (0, 0, 0), False
+        try:
+            # Buffers are kept and written again later, so they must not be inference tensors.
+            with failure, torch.inference_mode(False), torch.no_grad():
+                with stages("prepare"):
+                    is_new = self._prepare(transfer)
+                if is_new or not reads_first:
+                    start()
+                readers, values = self._new_readers(control, num_receivers), self._values(transfer.source)
+                hold = partial(fleet.hold, self._sequence, self.mailbox)
+                counts = self._require_sender().send(self._sequence, values, readers, stages, start, hold)
+                is_sent = True
+            if not is_sent:  # the engines would wait
+                self._cancel(fleet)
+            # The engines compare checksums meanwhile. Other ranks may wait for engines now.
+            ranks.exchange(failure.error, [], 3 * self._timeout_s)
+        except RankLostError:
+            is_sent = False
+            raise
+        finally:  # also after an interrupt
+            if not is_sent:
+                self._cancel(fleet)
+            with stages("load"):
+                fleet.join(self._sequence, self.mailbox)
+        return counts
+
+    def _cancel(self, fleet: Fleet) -> None:
+        """Announce that this rank sends no more buckets; if no engine was called, tell other ranks that none reads."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
             self._link.close_connections()
+        if not fleet.calls:
+            fleet.exclude(self._sequence, self.mailbox)
 
-    def declare(self, source: Source) -> Declaration:
-        """Return the declaration of these tensors: the last one if it describes them."""
-        if self._prepared is not None and self._prepared.declaration.describes(source):
-            return self._prepared.declaration
-        return Declaration(source, self._dtype, self._group_rank)
+    def _prepare(self, transfer: Transfer) -> bool:
+        """Write the declaration into the mailbox; return False if it is there, and its memory where it was."""
+        prepared, declaration, source = self._prepared, transfer.declaration, transfer.source
+        if prepared is not None and prepared.declaration is declaration and self._are_allocated(prepared):
+            return False
+        self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
+        self._prepared = self._declared(declaration, [] if callable(source) else source)
+        return True
 
-    def prepare(self, declaration: Declaration, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
-        """Write the declaration of `source` into the mailbox unless it is there; return its buckets and their values.
-
-        A function is called when the first bucket is requested, and its tensors are read one bucket at a time.
-        """
-        prepared = self._prepared
-        self.is_new = prepared is None or prepared.declaration is not declaration or not self._are_allocated(prepared)
-        if prepared is None or self.is_new:
-            self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
-            prepared = self._prepared = self._prepare(declaration, [] if callable(source) else source)
-        return self._values(prepared, source)
-
-    def _prepare(self, declaration: Declaration, items: Sequence[Item]) -> Prepared:
+    def _declared(self, declaration: Declaration, items: Sequence[Item]) -> Prepared:
         """Return the buckets of a declaration; `items` are its tensors if they stay where they are."""
         if self._device is None:
             self._device = next((piece.device for piece in declaration.pieces if piece is not None), None)
         device = self._device or torch.device("cpu")
-        num_freed = self._num_freed()
+        freed = self._num_freed()
         fixed: dict[int, Piece] = {}
         for position, item in enumerate(items):
             outline = declaration.pieces[position]
@@ -190,14 +251,12 @@ class FastPath:
             passed=prepared[num_fixed:],
             positions=frozenset(fixed),
             memories=memories,
-            num_freed=num_freed,
+            num_freed=freed,
         )
 
     def _num_freed(self) -> int | None:
         if self._device is None or self._device.type != "cuda":
             return None
-        from tidemill_weight_update.memory.cuda_memory import num_freed
-
         return num_freed(self._device)
 
     def _are_allocated(self, prepared: Prepared) -> bool:
@@ -207,16 +266,17 @@ class FastPath:
         if not prepared.memories or (prepared.num_freed is not None and prepared.num_freed == self._num_freed()):
             return True
         assert self._device is not None
-        from tidemill_weight_update.memory.cuda_memory import are_allocated
-
         return are_allocated(prepared.memories, self._device)
 
-    def _values(self, prepared: Prepared, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
-        """Yield the buckets in their order with their values.
+    def _values(self, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
+        """Yield the buckets in their order with their values. A function is called when the first one is requested, and
+        its tensors are read one bucket at a time.
 
         Raises:
             ValueError: the tensors are not the declared ones.
         """
+        prepared = self._prepared
+        assert prepared is not None
         yield from prepared.fixed
         parts = prepared.declaration.parts(items_of(source), prepared.positions, self._bucket_bytes)
         for number, bucket in enumerate(prepared.passed, start=1):
@@ -224,33 +284,15 @@ class FastPath:
             if number == len(prepared.passed):
                 deque(parts, maxlen=0)  # raises if the tensors are not the declared ones
             yield bucket, tensors
-        if not prepared.passed and (callable(source) or prepared.declaration.has_partial_sums):
+        if not prepared.passed and callable(source):
             deque(parts, maxlen=0)  # reading them may be collective
 
     def _require_sender(self) -> Sender:
         assert self._sender is not None, "call begin() first"
         return self._sender
 
-    def send(
-        self,
-        buckets: Iterable[tuple[PreparedBucket, Values]],
-        control: str,
-        num_receivers: int,
-        stages: Stages,
-        started: Callable[[], None],
-        finishing: Callable[[Readers], None],
-    ) -> tuple[int, int, int]:
-        """Send buckets to all engine ranks; see `Sender.send`.
-
-        Args:
-            buckets: return value of `prepare`.
-            control: path of the mailbox of trainer rank 0.
-        """
-        sender = self._require_sender()
-        readers = self._new_readers(sender.mailbox, control, num_receivers)
-        return sender.send(self._sequence, buckets, readers, stages, started, finishing)
-
-    def _new_readers(self, own: Mailbox, control: str, num_receivers: int) -> Readers:
+    def _new_readers(self, control: str, num_receivers: int) -> Readers:
+        own = self.mailbox
         if self._link is not None:
             return self._link.readers(self._sequence, num_receivers)
         if self._control is not None and not (self._control.path == control and self._control.is_current()):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient, HoldingClient
+from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED, Mailbox
-from tidemill_weight_update.control.readers import Readers
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
@@ -130,23 +130,41 @@ class Fleet:
         for row in range(self.num_receivers):
             control.exclude(sequence, row)
 
-    def hold(self, sequence: int, control: Mailbox, readers: Readers) -> None:
+    def hold(self, sequence: int, control: Mailbox, max_wait_s: float) -> None:
         """Hold back requests that wait for the end of `load`, for engines where they could start before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
         if not held:
             return
-        readers.wait_until_started(row for member in held for row in member.rows)
+        self._wait_until_started({row for member in held for row in member.rows}, sequence, control, max_wait_s)
         calls = []
         for member in held:
             if all(control.state(sequence, row) != IDLE for row in member.rows):
                 calls.append((member, self._start(_hold, member)))
             else:
                 self._fail_late(member, "its ranks did not start in time", sequence, control)
-        deadline = time.monotonic() + readers.max_wait_s
+        deadline = time.monotonic() + max_wait_s
         for member, call in calls:
             wait([call], max(0.0, deadline - time.monotonic()))
             if not call.done():
                 self._fail_late(member, "it did not hold back requests in time", sequence, control)
+
+    def _wait_until_started(self, rows: set[int], sequence: int, control: Mailbox, max_wait_s: float) -> None:
+        """Return when all of `rows` have started the update or never will, or after a timeout without progress."""
+
+        def drop_exited() -> None:
+            rows.difference_update([row for row in rows if control.is_lost(sequence, row)])
+
+        wait = PollingWait(max_wait_s, "engines to start", drop_exited)
+        while rows:
+            started = {row for row in rows if control.state(sequence, row) != IDLE}
+            rows -= started
+            if started:
+                wait.progress()
+                continue
+            try:
+                wait.pause()
+            except TimeoutError:
+                return
 
     def join(self, sequence: int, control: Mailbox) -> None:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""

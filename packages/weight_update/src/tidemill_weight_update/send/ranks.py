@@ -1,10 +1,12 @@
 """Agreement between the trainer ranks: an error on one of them is raised on all."""
 
+import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,25 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from tidemill_weight_update.tensors.source import PlainNames
+
+class Failure:
+    """Keeps the first exception raised in its `with` blocks. Other `BaseException`s (an interrupt) propagate."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self.error is None:
+            self.error = error
+        return True
+
 
 _SHORT = 4096
 """Size of the first message in bytes, including the length prefix."""
@@ -183,29 +203,54 @@ def _as_lost() -> Iterator[None]:
         raise RankLostError(f"a trainer rank does not respond: {error}") from error
 
 
+def check_same_declaration(numbers: Sequence[int]) -> None:
+    """Raise ValueError unless all ranks send the same declaration; 0 is that of `update`."""
+    if len(set(numbers)) > 1:
+        shown = ", ".join(
+            f"rank {rank}: {f'declaration {number}' if number else 'update()'}" for rank, number in enumerate(numbers)
+        )
+        raise ValueError(
+            f"the ranks send different declarations ({shown}); all ranks must call declare() and Transfer.send() "
+            f"together and in the same order"
+        )
+
+
 class PlainCheck:
     """Finds plain tensors that no rank sends, and caches the result for unchanged names."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._in_order: list[int] = []
+        self._checked: list[int] = []
+        self._hashed: tuple[Collection[str], int] = ((), 0)
 
-    def exchange(self, error: Exception | None, plain: PlainNames, timeout_s: float | None) -> None:
-        """Call `Ranks.exchange` and compare the names of the plain tensors.
+    def digest(self, names: Collection[str]) -> int:
+        """Return a signed 64-bit hash of the names of this rank's plain tensors; 0 if there is nothing to compare."""
+        if self._ranks.size == 1 or not names:
+            return 0
+        if self._hashed[0] is not names:
+            text = json.dumps(sorted(names)).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            self._hashed = names, int.from_bytes(digest, "little", signed=True)
+        return self._hashed[1]
+
+    def check(self, names: Collection[str], digests: list[int]) -> None:
+        """Compare the names of the plain tensors of all ranks. Collective.
+
+        Args:
+            names: those of this rank.
+            digests: `digest` of each rank.
 
         Raises:
             ValueError: a rank has a plain tensor that rank 0 does not have; raised on every rank.
         """
-        digest = plain.digest if self._ranks.size > 1 else 0
-        digests = [row[0] for row in self._ranks.exchange(error, [digest], timeout_s)]
-        if all(other in (0, digests[0]) for other in digests) or digests == self._in_order:
+        if all(other in (0, digests[0]) for other in digests) or digests == self._checked:
             return
-        first, *others = [set(json.loads(text)) for text in self._ranks.gather_texts(json.dumps(sorted(plain.names)))]
-        for rank, names in enumerate(others, start=1):
-            if unsent := sorted(names - first):
+        first, *others = [set(json.loads(text)) for text in self._ranks.gather_texts(json.dumps(sorted(names)))]
+        for rank, of_rank in enumerate(others, start=1):
+            if unsent := sorted(of_rank - first):
                 raise ValueError(
                     f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not have, "
                     f"but only rank 0 sends plain tensors: {', '.join(map(repr, unsent[:5]))}; pass tensors that only "
                     f"some ranks have as LocalShard(tensor=..., global_shape=..., start=(0, ...))"
                 )
-        self._in_order = digests
+        self._checked = digests

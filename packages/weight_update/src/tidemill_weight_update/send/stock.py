@@ -1,36 +1,230 @@
-"""The stock path: full tensors in buckets, for engines without the tidemill loader."""
+"""The stock path: full tensors in buckets, for engines without the tidemill loader; and adapters."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from tidemill_weight_update.failure import Failure
-from tidemill_weight_update.memory.arena import Arena, ArenaRing, new_stock_arena
-from tidemill_weight_update.memory.handle import BucketHandle, CudaMemory, HostMemory
-from tidemill_weight_update.send.bucket import Bucket, check_parts, gather, plan_buckets, tensor_range
+from tidemill_weight_update.client import AdapterClient
+from tidemill_weight_update.copy.table import aligned
+from tidemill_weight_update.lora import LoraConfig, pairs_of, saved_name
+from tidemill_weight_update.memory import (
+    Arena,
+    ArenaRing,
+    BucketHandle,
+    CudaMemory,
+    HostArena,
+    HostMemory,
+    TensorEntry,
+    new_stock_arena,
+)
 from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
-from tidemill_weight_update.send.ranks import Ranks
+from tidemill_weight_update.send.ranks import Failure, Ranks
 from tidemill_weight_update.stats import Stages
-from tidemill_weight_update.tensors.source import Item
+from tidemill_weight_update.tensors import (
+    Item,
+    ShardLike,
+    box_of_dtensor,
+    check_dense,
+    checked_item,
+    is_dtensor,
+    sent_dtype,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tensors that are sent together. `tensors[i]`, still on the trainer's side, fills `entries[i]`."""
+
+    index: int
+    entries: tuple[TensorEntry, ...]
+    tensors: tuple[Tensor, ...]
+    num_bytes: int
+    is_last: bool
+
+    def __str__(self) -> str:
+        """Describe the bucket by its first and last tensor and their number."""
+        return f"{self.index}: {_range(self.entries)}"
+
+    def handle(self, arena: Arena[HostMemory | CudaMemory], version: str | None) -> BucketHandle:
+        """Return what engines receive once `arena` is filled; the last bucket carries the version."""
+        last = version if self.is_last else None
+        return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish(), weight_version=last)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the tensors in bytes, without alignment gaps."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def digest(self, *context: object) -> int:
+        """Return a signed 64-bit hash that is equal on ranks with equal names, shapes, dtypes, order and `context`."""
+        layout = [(entry.name, entry.shape, str(entry.dtype), entry.start) for entry in self.entries]
+        text = repr((context, self.index, self.is_last, layout))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _range(entries: Sequence[TensorEntry]) -> str:
+    return f"{entries[0].name!r} .. {entries[-1].name!r}, {len(entries)} {'tensor' if len(entries) == 1 else 'tensors'}"
+
+
+def plan_buckets(
+    named_tensors: Iterable[Item], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[Bucket]:
+    """Split `named_tensors` into buckets of at most `bucket_bytes`, in the order of their modules.
+
+    The tensors of a module, which SGLang may combine, share a bucket; if they need more than `bucket_bytes`, the bucket
+    is larger. An iterator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
+    DTensors are global; nothing is gathered and no data is read here.
+
+    Raises:
+        TypeError: an item is not a `(name, tensor)` pair, the tensor has no dense storage, or it is a LocalShard.
+        ValueError: a duplicate name, or no tensors at all.
+    """
+    seen: set[str] = set()
+    checked = (_full(*checked_item(item, seen)) for item in named_tensors)
+    grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
+    index = used = 0
+    items: list[tuple[str, Tensor]] = []
+    for module in grouped(checked, lambda item: item[0]):
+        num_bytes = sum(aligned(_num_bytes(tensor, dtype)) for _, tensor in module)
+        if items and used + num_bytes > bucket_bytes:
+            yield _bucket(index, items, dtype, is_last=False)
+            index, items, used = index + 1, [], 0
+        items += module
+        used += num_bytes
+    if items:
+        yield _bucket(index, items, dtype, is_last=True)
+    if not seen:
+        raise ValueError("expected named tensors, got an empty iterable")
+
+
+def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]:
+    """Group neighbouring items whose names are equal except for the last two parts, reading one item ahead.
+
+    These are the tensors of one module, such as `layers.0.self_attn.q_proj.weight` and
+    `layers.0.self_attn.k_proj.bias`. Tensors that a loader combines belong to one module: projections that an engine
+    fuses, a weight and its scale.
+    """
+    group: list[T] = []
+    for item in items:
+        if group and _module(name(item)) != _module(name(group[0])):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def whole_modules(items: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
+    """Group items as `by_module` does, independent of their position, in the order in which modules first appear."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(_module(name(item)), []).append(item)
+    return list(groups.values())
+
+
+def _module(name: str) -> str:
+    return name.rsplit(".", 2)[0]
+
+
+def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, tensor in items:
+        start = aligned(end)
+        end = start + _num_bytes(tensor, dtype)
+        to = sent_dtype(tensor, dtype)
+        entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=end))
+    tensors = tuple(tensor for _, tensor in items)
+    return Bucket(index=index, entries=tuple(entries), tensors=tensors, num_bytes=end, is_last=is_last)
+
+
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * sent_dtype(tensor, dtype).itemsize
+
+
+def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name!r} is a LocalShard, which only engines launched with **sglang_launch_args() can receive; launch "
+            f"the engine with them, or pass a full tensor or a DTensor"
+        )
+    check_dense(name, tensor)
+    return name, tensor
+
+
+def check_parts(bucket: Bucket) -> None:
+    """Check this rank's parts before `gather`, in which other ranks wait for it.
+
+    Raises:
+        TypeError: a DTensor has an unsupported placement.
+        ValueError: the local values of a DTensor do not fit its placements.
+    """
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        if is_dtensor(tensor):
+            box_of_dtensor(entry.name, tensor)
+
+
+def gather(bucket: Bucket, arena: Arena[HostMemory | CudaMemory] | None, failure: Failure, stages: Stages) -> None:
+    """Copy the full tensors of `bucket`, cast to the dtypes of its entries, to their places in `arena`.
+
+    Collective over the ranks that hold the tensors. Every rank holds one full tensor at a time.
+
+    Args:
+        arena: memory of the bucket; None on ranks other than 0.
+        failure: receives an error of a copy. The remaining tensors are still gathered, because other ranks wait.
+    """
+    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+        with failure:
+            with stages("gather"):
+                full = _gathered(tensor)
+            if arena is not None and failure.error is None:
+                with stages("fill"):
+                    entry.view(arena.data).copy_(full)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not is_dtensor(tensor):
+        return tensor
+    # Parameters that FSDP2 offloaded to the CPU have a mesh of GPUs, whose collectives accept GPU memory only.
+    tensor = tensor.to(tensor.device_mesh.device_type)
+    assert is_dtensor(tensor)
+    return tensor.full_tensor()
 
 
 class StockPath:
-    """Gathers tensors on rank 0, one bucket at a time, and passes them to SGLang's `flattened_bucket` loader.
+    """Gathers tensors on rank 0, one bucket at a time, and passes them to SGLang: weights to its `flattened_bucket`
+    loader, an adapter as a whole to its endpoint for adapters.
 
     Args:
+        ranks: the trainer ranks.
         bucket_bytes: size of a bucket; the tensors of one module share a bucket, whatever their size.
         dtype: dtype in which floating-point tensors are sent; None: their own.
         device: device of the shared memory; None: that of the first tensor.
+        allow_non_finite: whether adapters may have infinite and NaN elements; weights are not checked.
     """
 
     def __init__(
-        self, ranks: Ranks, *, bucket_bytes: int, dtype: torch.dtype | None, device: torch.device | None
+        self,
+        ranks: Ranks,
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        allow_non_finite: bool,
     ) -> None:
         self._ranks = ranks
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._device = device
+        self._allow_non_finite = allow_non_finite
         self._arenas: ArenaRing[HostMemory | CudaMemory] | None = None
 
     def send(
@@ -57,13 +251,12 @@ class StockPath:
         is_last = False
         while not is_last:
             bucket, arena = self._next(buckets, failure)
-            self._agree(failure, bucket, version)
-            assert bucket is not None
-            with failure:
-                gather(bucket, None if arena is None else arena.data, failure, stages)
-            if arena is not None and failure.error is None:
+            bucket = self._agreed(failure, bucket, "bucket", version)
+            gather(bucket, arena, failure, stages)
+            if arena is not None:
                 with failure, stages("load"):
-                    self._load(bucket, arena, version, members, alone)
+                    if failure.error is None:
+                        _load(bucket.handle(arena, version), members, alone=alone)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
@@ -72,8 +265,47 @@ class StockPath:
             for member in members:
                 if flush and member.error is None and failure.error is None:
                     _flush(member, version)
-        self._agree(failure, None, version)
+        self._ranks.exchange(failure.error, [])
         return num_buckets, num_tensors, num_bytes
+
+    def send_adapter(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        name: str,
+        config: LoraConfig,
+        replaces: str | None,
+        members: Sequence[Member],
+        stages: Stages,
+    ) -> tuple[int, int]:
+        """Make all members that have not failed serve the adapter as `name`, and unload `replaces`. Collective.
+
+        Returns:
+            Numbers of tensors and bytes.
+        """
+        failure = Failure()
+        # SGLang may keep references to this memory, so it is not reused for other adapters.
+        bucket, arena = None, None
+        with failure, stages("prepare"):
+            named = []
+            for module, (a, b) in pairs_of(named_tensors, config).items():
+                named += [(saved_name(module, "A"), a), (saved_name(module, "B"), b)]
+            (bucket,) = plan_buckets(named, 1 << 62, self._dtype)  # a single one
+            check_parts(bucket)
+            arena = HostArena(bucket.num_bytes) if self._ranks.rank == 0 else None
+        try:
+            bucket = self._agreed(failure, bucket, "adapter", name, config, replaces)
+            gather(bucket, arena, failure, stages)
+            if arena is not None and failure.error is None and not self._allow_non_finite:
+                with failure, stages("fill"):
+                    _check_finite(bucket, arena)
+            self._ranks.exchange(failure.error, [])
+            if arena is not None:
+                with stages("load"):
+                    _load_adapter(bucket.handle(arena, None), name, config, replaces, members)
+        finally:
+            if arena is not None:
+                arena.close()
+        return len(bucket.entries), bucket.payload_bytes
 
     def close(self) -> None:
         if self._arenas is not None:
@@ -99,40 +331,36 @@ class StockPath:
             return bucket, self._arenas.next(bucket.num_bytes)
         return None, None
 
-    def _agree(self, failure: Failure, bucket: Bucket | None, version: str) -> None:
-        if bucket is None:
-            self._ranks.agree(failure.error, 0, f"end of version {version!r}")
-        else:
-            text = f"bucket {bucket.index} of version {version!r} ({tensor_range(bucket.entries)})"
-            self._ranks.agree(failure.error, bucket.digest(version), text)
+    def _agreed(self, failure: Failure, bucket: Bucket | None, *context: object) -> Bucket:
+        """Return the bucket if all ranks have an equal one; raise on all of them otherwise."""
+        digest, text = 0, ""
+        if bucket is not None:
+            digest, text = bucket.digest(*context), f"{' '.join(map(str, context))} ({bucket})"
+        self._ranks.agree(failure.error, digest, text)
+        assert bucket is not None
+        return bucket
 
-    def _load(
-        self,
-        bucket: Bucket,
-        arena: Arena[HostMemory | CudaMemory],
-        version: str,
-        members: Sequence[Member],
-        alone: bool,
-    ) -> None:
-        memory = arena.publish()
-        handle = BucketHandle(
-            index=bucket.index,
-            entries=bucket.entries,
-            memory=memory,
-            weight_version=version if bucket.is_last else None,
+
+def _check_finite(bucket: Bucket, arena: HostArena) -> None:
+    bad = [repr(entry.name) for entry in bucket.entries if not entry.view(arena.data).isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"these tensors have infinite or NaN elements: {', '.join(bad[:5])} ({len(bad)} in total); pass "
+            f"allow_non_finite=True to send them"
         )
-        for member in members:
-            if member.error is not None:
-                continue
-            member.unchanged = False
-            try:
-                member.client.load_bucket(handle)
-            except CLIENT_ERRORS as error:
-                member.fail(
-                    f"did not load bucket {bucket.index} ({tensor_range(bucket.entries)}): {error}", unchanged=False
-                )
-        if alone and all(member.error is not None for member in members):
-            raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in members))
+
+
+def _load(handle: BucketHandle, members: Sequence[Member], *, alone: bool) -> None:
+    for member in members:
+        if member.error is not None:
+            continue
+        member.unchanged = False
+        try:
+            member.client.load_bucket(handle)
+        except CLIENT_ERRORS as error:
+            member.fail(f"did not load bucket {handle.index} ({_range(handle.entries)}): {error}", unchanged=False)
+    if alone and all(member.error is not None for member in members):
+        raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in members))
 
 
 def _flush(member: Member, version: str) -> None:
@@ -144,3 +372,29 @@ def _flush(member: Member, version: str) -> None:
             f"of the old weights; flush the cache before using it",
             unchanged=False,
         )
+
+
+def _load_adapter(
+    handle: BucketHandle, name: str, config: LoraConfig, replaces: str | None, members: Sequence[Member]
+) -> None:
+    """Load into all engines in parallel, so that an engine that waits for its requests does not delay the others."""
+
+    def load(member: Member) -> None:
+        # The engine's own weights do not change, and requests cannot select an adapter that is not loaded.
+        member.attempt(lambda: _replace(member.client, handle, name, config, replaces), unchanged=True)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
+        list(pool.map(load, members))
+
+
+def _replace(client: object, handle: BucketHandle, name: str, config: LoraConfig, replaces: str | None) -> None:
+    if not isinstance(client, AdapterClient):
+        raise TypeError(
+            f"{type(client).__name__} cannot load adapters; implement the methods of the AdapterClient protocol"
+        )
+    served = client.adapters()
+    if name in served:
+        client.unload_adapter(name)
+    client.load_adapter(name, config, handle)
+    if replaces is not None and replaces != name and replaces in served:
+        client.unload_adapter(replaces)

@@ -12,9 +12,16 @@ from typing import Any
 from tidemill_weight_update.client import PauseMode
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.lora import LoraConfig
-from tidemill_weight_update.memory.handle import BucketHandle
-from tidemill_weight_update.sglang.launch import DRAIN_S, FLUSH_WAIT_FRACTION, LOADER, has_loader
-from tidemill_weight_update.sglang.payload import LOAD_FORMAT, request_payload, stock_payload
+from tidemill_weight_update.memory import BucketHandle
+from tidemill_weight_update.sglang.payload import (
+    DRAIN_S,
+    FLUSH_WAIT_FRACTION,
+    LOAD_FORMAT,
+    LOADER,
+    has_loader,
+    request_payload,
+    stock_payload,
+)
 
 _AT_ONCE_S = 0.25
 """Time within which a response arrives that does not wait for anything."""

@@ -1,8 +1,9 @@
-"""The payload of stock SGLang's `load_format="flattened_bucket"`, created without importing sglang.
+"""What SGLang receives: launch arguments, and payloads in its format, created without importing sglang.
 
-Each scheduler process reads a pickled `{"flattened_tensor": uint8 tensor, "metadata": [...]}` with an unpickler that
-allows torch and a few modules of the standard library. SGLang reads the metadata by attribute (name, shape, dtype,
-start_idx, end_idx, numel), so a `SimpleNamespace` is sufficient, and functions of stock torch rebuild the tensor.
+With `load_format="flattened_bucket"`, each scheduler process reads a pickled `{"flattened_tensor": uint8 tensor,
+"metadata": [...]}` with an unpickler that allows torch and a few modules of the standard library. SGLang reads the
+metadata by attribute (name, shape, dtype, start_idx, end_idx, numel), so a `SimpleNamespace` is sufficient, and
+functions of stock torch rebuild the tensor.
 
 On a GPU SGLang responds before its copies are complete. Every payload for GPU memory therefore starts with a call of
 `torch.cuda.synchronize`, executed by the unpickler of each tensor-parallel rank: after the response to a bucket, the
@@ -12,7 +13,7 @@ copies of the previous bucket are complete on all ranks, and its memory may be r
 import functools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,45 @@ import torch
 from torch.multiprocessing import reductions
 
 from tidemill_weight_update.control.descriptor import Request, request_to_json
-from tidemill_weight_update.memory.handle import BucketHandle, HostMemory
+from tidemill_weight_update.memory import BucketHandle, HostMemory
+
+LOADER = "tidemill_weight_update.sglang.loader.load"
+
+DRAIN_S = 10.0
+"""For a paused engine: aborted requests need one more step."""
+
+FLUSH_WAIT_FRACTION = 0.9
+"""Fraction of the client's timeout, so that SGLang reports by itself that requests did not finish."""
+
+
+def sglang_launch_args(custom_weight_loader: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return arguments for `sglang.Engine(...)` or `ServerArgs(...)`: `Engine(model_path=..., **sglang_launch_args())`.
+
+    To launch a server from the command line: `python -m sglang.launch_server ... --custom-weight-loader
+    tidemill_weight_update.sglang.loader.load`.
+
+    Args:
+        custom_weight_loader: further custom loaders.
+    """
+    return {"custom_weight_loader": [*custom_weight_loader, LOADER]}
+
+
+def has_loader(arguments: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these SGLang arguments was launched with the tidemill loader.
+
+    Raises:
+        ValueError: the engine has replicas or pipeline stages, whose processes cannot be identified by tensor-parallel
+            rank.
+    """
+    if arguments.get("dp_size", 1) > 1 and not arguments.get("enable_dp_attention", False):
+        raise ValueError(
+            f"engines with dp_size={arguments['dp_size']} are not supported; launch that many engines instead and pass "
+            f"all of them"
+        )
+    if arguments.get("pp_size", 1) > 1:
+        raise ValueError(f"engines with pp_size={arguments['pp_size']} are not supported; launch it with pp_size=1")
+    return LOADER in (arguments.get("custom_weight_loader") or [])
+
 
 LOAD_FORMAT = "flattened_bucket"
 

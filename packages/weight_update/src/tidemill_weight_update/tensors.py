@@ -1,20 +1,95 @@
-"""The part of a tensor that a trainer rank holds: plain tensor, DTensor, or shard of Megatron or another trainer."""
+"""Tensors that a trainer rank passes, the part that it holds of each, and the boxes of indices that parts cover."""
 
 import math
 import sys
 import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tidemill_weight_update.tensors.box import Box, SourceSpec
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices `start[d] <= i_d < start[d] + shape[d]`. A box without dims is the single element of a scalar."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise ValueError(f"start and shape must have the same length, got {self.start} and {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Self:
+        """Return the box of all indices of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """Return the indices in both boxes, or None if there are none.
+
+        Raises:
+            ValueError: the boxes have different numbers of dims.
+        """
+        if len(self.shape) != len(other.shape):
+            raise ValueError(f"expected boxes with the same number of dims, got {self} and {other}")
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low = max(a, b)
+            size = min(a + n, b + m) - low
+            if size <= 0:
+                return None
+            start.append(low)
+            shape.append(size)
+        return Box(tuple(start), tuple(shape))
+
+
+def are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Return whether no index is in two boxes. Fast where the boxes divide a space along one dim, even for many boxes.
+
+    Raises:
+        ValueError: boxes that must be compared have different numbers of dims.
+    """
+    num_dims = min((len(box.shape) for box in boxes), default=0)
+    # Sort along the dim with the most distinct starts; compare each box only with those that start before its end.
+    dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+    ordered = list(boxes) if dim is None else sorted(boxes, key=lambda box: box.start[dim])
+    for number, box in enumerate(ordered):
+        for other in range(number + 1, len(ordered)):
+            if dim is not None and ordered[other].start[dim] >= box.start[dim] + box.shape[dim]:
+                break
+            if box.intersect(ordered[other]) is not None:
+                return False
+    return True
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A tensor that the trainer sends: its name, its full (global) shape and the dtype in which it is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -108,7 +183,7 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
     """Return what this rank sends of `tensor`, or None if it holds no part or another rank sends its copy.
 
     Group rank 0 sends plain tensors. One of several equal copies is sent, selected by a hash of the name, so that all
-    holders share the work. DTensors with partial sums are reduced first, which is a collective operation of its own.
+    holders share the work.
 
     Args:
         dtype: see `sent_dtype`.
@@ -213,17 +288,7 @@ def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def has_partial_sums(tensor: "DTensor") -> bool:
-    return any(placement.is_partial() for placement in tensor.placements)
-
-
 def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Piece | None:
-    from torch.distributed.tensor import Replicate
-
-    if has_partial_sums(tensor):
-        tensor = tensor.redistribute(
-            placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        )
     placed = box_of_dtensor(name, tensor)
     if placed is None:
         return None
@@ -232,7 +297,7 @@ def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -
 
 
 def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] | None:
-    """Return the indices that this rank's part of a DTensor without partial sums covers, and index and number of its
+    """Return the indices that this rank's part of a DTensor covers, and index and number of its
     equal copies; None if this rank holds no part.
 
     Raises:
@@ -262,7 +327,10 @@ def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] 
         elif isinstance(placement, Shard):
             plain.insert(0, (axis, placement.dim % tensor.ndim))
         else:
-            raise TypeError(f"tensor {name!r} has an unsupported placement {placement}; pass its parts as LocalShard")
+            raise TypeError(
+                f"tensor {name!r} has an unsupported placement {placement!r}; pass its parts as LocalShard, or reduce "
+                f"partial sums with redistribute()"
+            )
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     for axis, dim in plain + strided:
         offset, shape[dim] = shard_range(shape[dim], coordinate[axis], mesh.size(axis))
@@ -285,3 +353,37 @@ def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     chunk = -(-size // num_ranks)
     start = min(rank * chunk, size)
     return start, min(chunk, size - start)
+
+
+Item = tuple[str, Tensor | ShardLike]
+
+NamedTensors = Iterable[Item] | Callable[[], Iterable[Item]]
+"""Tensors that stay where they are; or a function that makes them one after the other, so that none is needed longer
+than its bucket.
+"""
+
+Source = list[Item] | Callable[[], Iterable[Item]]
+"""The same, after an iterator is read."""
+
+
+def source_of(named_tensors: NamedTensors) -> Source:
+    """Return the tensors as a list, or the function that makes them."""
+    return named_tensors if callable(named_tensors) else list(named_tensors)
+
+
+def items_of(source: Source) -> Iterable[Item]:
+    """Return the tensors; those of a function are made while they are read."""
+    return source() if callable(source) else source
+
+
+def checked_item(item: object, seen: set[str]) -> Item:
+    """Return the item after checking its types and its name; add the name to `seen`."""
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, Tensor | ShardLike):
+        raise TypeError(f"expected (str, Tensor or LocalShard), got ({name!r:.80}, {type(tensor).__name__})")
+    if name in seen and isinstance(tensor, Tensor):  # engines check that shards do not overlap
+        raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
+    seen.add(name)
+    return name, tensor

@@ -11,14 +11,34 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.memory.handle import DeviceMemory
-
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """An allocation of a GPU that other processes of this machine can map.
+
+    Attributes:
+        pid: process that owns the allocation.
+        buffer_id: number that no other allocation of that process ever has.
+        handle: CUDA IPC handle, 64 bytes in hexadecimal.
+        address: start of the allocation in the owner's address space.
+        num_bytes: size of the allocation.
+        device_uuid: UUID of the GPU.
+    """
+
+    pid: int
+    buffer_id: int
+    handle: str
+    address: int
+    num_bytes: int
+    device_uuid: str
 
 
 class NotExportableError(RuntimeError):

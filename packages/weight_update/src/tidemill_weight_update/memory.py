@@ -1,14 +1,80 @@
-"""Arenas: memory that the sender fills, and its mappings in the processes of an engine."""
+"""Memory that other processes map: its descriptions, arenas that the sender fills, and mappings in an engine."""
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from tidemill_weight_update.memory.handle import CudaMemory, DeviceMemory, HostMemory, Memory
+from tidemill_weight_update.cuda_memory import DeviceArena, DeviceMemory, ImportedMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a bucket: its name, shape and dtype, and its byte range `[start, end)` in the arena."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    def view(self, arena: Tensor) -> Tensor:
+        """Return the tensor inside `arena` (uint8 [num_bytes]), sharing its memory."""
+        return arena[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of the sender that other processes of this machine and user can map as the file `path`.
+
+    `inode` identifies the file: the descriptor number in the path may belong to another file later.
+    """
+
+    path: str
+    num_bytes: int
+    inode: int
+
+
+Memory = HostMemory | DeviceMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaMemory:
+    """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
+
+    `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID
+    instead of its index, as SGLang's `monkey_patch_torch_reductions` expects: device indices differ between processes.
+    """
+
+    device_uuid: str
+    num_bytes: int
+    rebuild_args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketHandle:
+    """A filled bucket of the sender. Valid until `load_bucket` returns.
+
+    Attributes:
+        index: position in the update, from 0.
+        entries: tensors and their byte ranges in `memory`.
+        memory: memory that holds the bytes.
+        weight_version: version the engine reports after loading the bucket; set on the last bucket of an update only.
+    """
+
+    index: int
+    entries: tuple[TensorEntry, ...]
+    memory: HostMemory | CudaMemory
+    weight_version: str | None
+
 
 M_co = TypeVar("M_co", covariant=True)
 M = TypeVar("M")
@@ -79,7 +145,6 @@ def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
     _check_device(device)
     if device.type == "cpu":
         return HostArena(max(num_bytes, 1))
-    from tidemill_weight_update.memory.cuda_memory import DeviceArena
 
     return DeviceArena(max(num_bytes, 1), device)
 
@@ -165,9 +230,6 @@ class CudaArena:
         del self.data
 
 
-if TYPE_CHECKING:
-    from tidemill_weight_update.memory.cuda_memory import ImportedMemory
-
 _Key = tuple[str | int, int]
 
 
@@ -209,12 +271,11 @@ class MappedMemories:
         assert not isinstance(mapping, Tensor)
         return mapping.address
 
-    def _map(self, memory: Memory) -> "Tensor | ImportedMemory":
+    def _map(self, memory: Memory) -> Tensor | ImportedMemory:
         if isinstance(memory, HostMemory):
             return _map_file(memory)
         if self._device.type == "cpu":
             raise RuntimeError("an engine on a CPU cannot read GPU memory; pass device='cpu' to WeightUpdater")
-        from tidemill_weight_update.memory.cuda_memory import ImportedMemory
 
         return ImportedMemory(memory, self._device)
 

@@ -1,1 +1,0 @@
-"""Memory that other processes map: shared host memory and CUDA allocations."""
