@@ -123,6 +123,11 @@ def run_offload(path, batches, offload, folder):
         seen["in a step"] = device_bytes(engine)
         return policy_like_loss(output, micro_batch, normalizer)
 
+    def apply_gradient(norm):
+        seen["in the optimizer"] = device_bytes(engine)
+        type(engine).apply_gradient(engine, norm)
+
+    engine.apply_gradient = apply_gradient
     history = [engine.train_batch(rows[0], loss, calculate_entropy=True)]
     seen["after a step"] = device_bytes(engine)
     log_probs = engine.infer_batch(rows[1])["log_probs"].values()
@@ -211,8 +216,9 @@ def test_offload_frees_memory_and_is_bitwise_neutral(tmp_path):
                 sizes = seen[moment]
                 assert (sizes[0] == 0, sizes[1] == 0, sizes[2] == 0) == (bool(params), True, bool(state)), moment
             assert seen["gradients away"][1] == 0 if grads else seen["gradients away"][1] > 0
-            assert all(seen["in a step"][place] > 0 for place in (0, 2))
-            assert all(size > 0 for size in seen["with gradients"])
+            assert (seen["in a step"][0] > 0, seen["in a step"][2] == 0) == (True, bool(state))
+            assert all(size > 0 for size in seen["in the optimizer"]), (offload, seen)
+            assert all(size > 0 for size in seen["with gradients"][:2])
             assert (seen["evaluating"][0] > 0, seen["evaluating"][2] == 0) == (True, bool(state))
 
 

@@ -223,7 +223,7 @@ class EngineConfig:
         param_offload: keep the parameters on the CPU except within `train_mode`, `eval_mode` and methods that read or
             write weights.
         grad_offload: keep the gradients on the CPU except within `train_mode`.
-        optimizer_offload: keep the optimizer state on the CPU except within `train_mode`.
+        optimizer_offload: keep the optimizer state on the CPU except within `optimizer_step`.
         peak_tflops: peak TFLOP/s of one device in `param_dtype`, for `BaseEngine.performance`; None uses the known
             value of common GPUs.
         max_token_len_per_gpu: maximum tokens (prompt and response, without padding) of a micro-batch on each of the

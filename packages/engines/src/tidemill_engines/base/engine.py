@@ -202,10 +202,11 @@ class BaseEngine(EnginePersistence[ConfigT]):
         """
         self.check_trains()
         assert self.optimizer_config is not None
-        norm = self.grad_norm()
-        if math.isfinite(norm):
-            self.apply_gradient(norm)
-            return norm
+        with self._offloader.onloaded("optimizer"):
+            norm = self.grad_norm()
+            if math.isfinite(norm):
+                self.apply_gradient(norm)
+                return norm
         where = "; ".join(self.find_nonfinite()) or "the sum of its squares only"
         if self.optimizer_config.nonfinite == "raise":
             self.optimizer_zero_grad()

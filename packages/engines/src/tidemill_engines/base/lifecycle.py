@@ -132,12 +132,12 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Enable dropout and gradients, and keep parameters, gradients and optimizer state on the device.
+        """Enable dropout and gradients, and keep parameters and gradients on the device.
 
         Gradients are recorded even within `torch.no_grad()`, `torch.inference_mode()` or `eval_mode()`. The exit
         restores the previous mode and offloads what the context onloaded.
         """
-        with self._mode(training=True), self._offloader.onloaded("params", "grads", "optimizer"):
+        with self._mode(training=True), self._offloader.onloaded("params", "grads"):
             yield
 
     @contextmanager
