@@ -126,6 +126,52 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(recipe):
+    """Arguments of a run of 40 steps, and its folder after it has ended."""
+    rewards = _run_dir(recipe).parent / "rewards.py"
+    rewards.write_text(_REWARDS)
+    args = [*recipe, f"reward.function={rewards}:right_digits", "trainer.total_steps=40"]
+    command = Command(*args, "trainer.name=uninterrupted")
+    try:
+        assert command.end(timeout_s=600) == 0
+    finally:
+        command.kill()
+    return args, RunDir(_run_dir(recipe) / "uninterrupted")
+
+
+def _assert_same_result(run: RunDir, expected: RunDir) -> None:
+    """Check that weights, metrics and trained problems are those of another run, bit for bit."""
+    weights, right = (
+        load_file(each.checkpoints / "step_000040" / "huggingface" / "model.safetensors") for each in (run, expected)
+    )
+    assert weights.keys() == right.keys()
+    assert all(torch.equal(weights[name], value) for name, value in right.items())
+    steps, right_steps = read_steps(run.path), read_steps(expected.path)
+    assert sorted(steps) == sorted(right_steps) == list(range(1, 41))
+    for step, row in right_steps.items():
+        for name, value in row.items():
+            if not name.startswith((*TIMES, "ledger/")):
+                assert steps[step][name] == value, (step, name)
+    assert trained_problems(run.ledger) == trained_problems(expected.ledger)
+
+
+@pytest.mark.parametrize(("save_freq", "where"), [(4, r"after step (4|8|12)"), (0, "from the beginning")])
+def test_killed_training_worker_restarts_the_run_with_the_same_result(start, uninterrupted, save_freq, where):
+    args, expected = uninterrupted
+    run = RunDir(expected.path.parent / f"killed-{save_freq}")
+    limits = [f"trainer.save_freq={save_freq}", "trainer.max_restarts=1"]
+    command = start(*args, *limits, f"trainer.name={run.path.name}")
+    command.wait_for(r"rl +5 ", timeout_s=600)
+    command.find("ray::ActorWorker").kill()
+    command.wait_for(rf"rank [01] of group 'actor' .* died .* Restart 1 of at most 1 .* the run continues {where}")
+    assert command.end(timeout_s=600) == 0
+    _assert_same_result(run, expected)
+    last = read_steps(run.path)[40]
+    assert last["ledger/episodes/undone"] > 0
+    assert last["ledger/episodes/in_flight"] == 0
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num_engines):
     name = f"restarted-{num_engines}"

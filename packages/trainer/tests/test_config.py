@@ -59,6 +59,7 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
             "engine.ulysses_sequence_parallel_size=4",
             r"^engine\.ulysses_sequence_parallel_size = 4 must divide actor\.num_workers=1",
         ),
+        ("trainer.max_restarts=-1", r"trainer\.max_restarts must be >= 0, got -1"),
         ("critic.num_workers=0", r"critic\.num_workers must be >= 1, got 0"),
         ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
         ("rollout.device=tpu", r"rollout\.device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),

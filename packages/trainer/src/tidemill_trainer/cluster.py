@@ -11,7 +11,7 @@ from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.gpus import check_gpus, engine_gpus, gpus_per_engine, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
+from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout import EngineFiles, RolloutWorker
@@ -74,7 +74,10 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            check_trainers(error, [group for group in self._groups if group is not self.rollout])
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop all processes of the run. A second call does nothing."""

@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,6 +96,17 @@ def start_training(
         timeout_s=config.timeout_s,
         blocking=False,
     )
+
+
+def check_trainers(error: BaseException | None, groups: Sequence[RayWorkerGroup]) -> None:
+    """Check after an error whether a training worker has died, of which the error may be a consequence.
+
+    Raises:
+        WorkerDiedError: one has died.
+    """
+    if isinstance(error, Exception) and ray.is_initialized():
+        for group in groups:
+            group.check_alive()
 
 
 def _check_reachable(address: str) -> None:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -183,12 +183,28 @@ def _train(
 
 
 def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resume: bool = False) -> int:
-    """Do the work of a command; report any error as one message and return the exit status."""
+    """Do the work of a command; report any error as one message and return the exit status.
+
+    An attempt in which a training worker dies is followed by another one, which resumes the run, at most
+    `trainer.max_restarts` times.
+    """
     run: RunDir | None = None
+    num_restarts = 0
     try:
         do = work.prepare()
-        with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
-            do(run)
+        while True:
+            try:
+                with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
+                    do(run)
+                break
+            except WorkerDiedError as error:
+                if run is None or error.group == "rollout" or num_restarts >= config.trainer.max_restarts:
+                    raise
+                num_restarts += 1
+                config = replace(config, trainer=replace(config.trainer, name=run.path.name))
+                resume = _prepare_restart(
+                    run, error, f"{num_restarts} of at most {config.trainer.max_restarts}", progress
+                )
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1
@@ -205,6 +221,20 @@ def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resum
         progress.fail(_summary(error) + ("" if run is None else _details(error, run, work, progress)))
         return 1
     return 0
+
+
+def _prepare_restart(run: RunDir, error: WorkerDiedError, number: str, progress: Progress) -> bool:
+    """Report which worker died and where the run continues; return whether it has a checkpoint to resume from.
+
+    Without a checkpoint, the steps that were done are removed, except from the ledger, which counts them as undone.
+    """
+    saved = run.newest_checkpoint()
+    where = "from the beginning, because there is no checkpoint" if saved is None else f"after step {saved}"
+    reason = str(error).splitlines()[0]
+    progress.warn(f"{reason}. Restart {number} (trainer.max_restarts): the run continues {where}")
+    if saved is None:
+        run.remove_after(-1)
+    return saved is not None
 
 
 def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:

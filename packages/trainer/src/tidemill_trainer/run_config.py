@@ -64,6 +64,8 @@ class BaseTrainerConfig:
         save_freq: save a checkpoint every `save_freq` steps; 0 saves only after the warm-up and after the last step, so
             an interrupted run loses all its steps.
         max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
+        max_restarts: how often the run resumes from its newest checkpoint, or from the beginning, after a training
+            worker or its node died.
         seed: seed of everything that is random.
         ray_address: address of a running Ray cluster, of which the run uses one node; None starts a cluster on this
             machine and stops it after the run.
@@ -76,6 +78,7 @@ class BaseTrainerConfig:
     test_freq: CountOrZero = 10
     save_freq: CountOrZero = 0
     max_ckpt_to_keep: Count = 2
+    max_restarts: CountOrZero = 0
     seed: Seed = 0
     ray_address: str | None = None
 

@@ -10,7 +10,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.ray_session import signals_ignored, start_ray, start_training, worker_environment
+from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir
@@ -61,7 +61,10 @@ class SFTCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            check_trainers(error, [*self.groups.values()])
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop all processes of the run. A second call does nothing."""
