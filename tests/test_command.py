@@ -172,10 +172,20 @@ def test_killed_training_worker_restarts_the_run_with_the_same_result(start, uni
     assert last["ledger/episodes/in_flight"] == 0
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num_engines):
-    name = f"restarted-{num_engines}"
-    command = start(*recipe, f"trainer.name={name}", f"rollout.num_engines={num_engines}", "trainer.total_steps=60")
+def test_run_in_turns_has_the_same_result_as_side_by_side(start, uninterrupted):
+    args, expected = uninterrupted
+    run = RunDir(expected.path.parent / "turns")
+    turns = ["placement.engines=turns", "trainer.save_freq=10", "trainer.max_ckpt_to_keep=9"]
+    assert start(*args, *turns, f"trainer.name={run.path.name}").end(timeout_s=600) == 0
+    assert len(list(run.checkpoints.iterdir())) == 4
+    _assert_same_result(run, expected)
+
+
+@pytest.mark.parametrize(("num_engines", "placement"), [(1, "separate"), (2, "separate"), (1, "turns"), (2, "turns")])
+def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num_engines, placement):
+    name = f"restarted-{num_engines}-{placement}"
+    args = [f"trainer.name={name}", f"rollout.num_engines={num_engines}", f"placement.engines={placement}"]
+    command = start(*recipe, *args, "trainer.total_steps=60")
     command.wait_for(r"rl +2 ")
     command.find("sglang::scheduler").kill()
     command.wait_for("rank [01] of group 'rollout' died and is started again")

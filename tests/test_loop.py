@@ -174,6 +174,36 @@ def test_recorded_steps_are_replayed_bitwise_and_a_changed_record_is_found(
         done.extend(replayed((7, 7)))
 
 
+@pytest.fixture
+def in_turns(cluster, monkeypatch):
+    """The engine releases its memory during training; on a CPU, SGLang has nothing to free."""
+    monkeypatch.setattr(cluster.engines, "in_turns", True)
+    yield
+    cluster.engines.resume()
+
+
+def test_run_in_turns_equals_one_side_by_side(eight_steps, train_in, warmed_up, in_turns, cluster):
+    run, _ = train_in(warmed_up)
+    state = ray.get(cluster.rollout.workers[0].queue.remote())  # after the checkpoint
+    assert state == "0 unfinished requests; released: cuda_graph, kv_cache, weights"
+    whole, again = _steps(eight_steps[0]), _steps(run)
+    assert sorted(again) == sorted(whole)
+    for step, row in whole.items():
+        for name, value in row.items():
+            if not name.startswith(("ledger/", *TIMES)):
+                assert again[step][name] == value, (step, name)
+    assert trained_problems(run.ledger) == trained_problems(eight_steps[0].ledger)
+
+
+def test_unfinished_episodes_continue_in_the_next_turn_within_the_bound(train_in, warmed_up, in_turns):
+    run, _ = train_in(warmed_up, "rollout.max_staleness=1", "algorithm.bypass_mode=true", "trainer.save_samples=16")
+    steps = _steps(run)
+    assert sorted(steps) == list(range(1, 9))
+    assert steps[1]["staleness/max"] == 0
+    assert max(row["staleness/max"] for row in steps.values()) == 1
+    assert steps[8]["ledger/episodes/in_flight"] == 0
+
+
 def test_metrics_have_verl_names_and_are_finite(eight_steps):
     row = _steps(eight_steps[0])[4]
     expected = {

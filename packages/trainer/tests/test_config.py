@@ -59,6 +59,7 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
             "engine.ulysses_sequence_parallel_size=4",
             r"^engine\.ulysses_sequence_parallel_size = 4 must divide actor\.num_workers=1",
         ),
+        ("placement.engines=shared", r"placement\.engines must be 'auto', 'separate' or 'turns', got 'shared'"),
         ("trainer.max_restarts=-1", r"trainer\.max_restarts must be >= 0, got -1"),
         ("critic.num_workers=0", r"critic\.num_workers must be >= 1, got 0"),
         ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
@@ -123,3 +124,24 @@ def test_reward_model_requires_room_for_one_more_token(config_file):
         ConfigError, match=r"must be < engine\.max_token_len_per_gpu=1024 with reward_model\.path, .*1024"
     ):
         load_config(config_file, [*rows, "reward_model.path=rm"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.num_engines=3"], r".* <= actor\.num_workers=2, got 3: each engine uses"),
+        (["rollout.tensor_parallel_size=4"], r".* <= actor\.num_workers=2, got 4"),
+        (["rollout.num_gpus_per_engine=0.5"], r"no rollout\.num_gpus_per_engine and actor\.num_gpus_per_worker=1"),
+        (["actor.num_gpus_per_worker=0.5"], r"no rollout\.num_gpus_per_engine and actor\.num_gpus_per_worker=1"),
+        (["rollout.device=cpu"], r'the same rollout\.device and engine\.device, got "cpu" and "auto"'),
+        (
+            ["rollout.max_staleness=1", "algorithm.bypass_mode=true", "rollout.partial_rollout=false"],
+            r"rollout\.partial_rollout=true with rollout\.max_staleness=1",
+        ),
+    ],
+)
+def test_turns_that_are_impossible_are_refused_with_their_keys(config_file, overrides, message):
+    turns = ["placement.engines=turns", "actor.num_workers=2"]
+    with pytest.raises(ConfigError, match=rf'placement\.engines="turns" requires {message}'):
+        load_config(config_file, [*turns, *overrides])
+    load_config(config_file, [*turns, "rollout.num_engines=2", "rollout.max_staleness=1", "algorithm.bypass_mode=true"])

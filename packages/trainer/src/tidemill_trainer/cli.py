@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "plan":
             from tidemill_trainer.plan.command import plan
 
-            return plan(args.config, overrides, device_memory=args.device_memory, as_text=not args.json)
+            memory, number = args.device_memory, args.num_gpus
+            return plan(args.config, overrides, device_memory=memory, num_gpus=number, as_text=not args.json)
         if args.command == "replay":
             return run.replay(args.run, args.steps, overrides, has_generation=args.generation)
         if args.command == "sft":
@@ -128,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
     plan.add_argument(
         "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
+    )
+    plan.add_argument(
+        "--num-gpus", type=_count, help="GPUs of the cluster (default: those here, or else as many as are required)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
     replay = commands.add_parser(

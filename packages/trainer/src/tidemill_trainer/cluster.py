@@ -9,7 +9,17 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
-from tidemill_trainer.gpus import check_gpus, engine_gpus, gpus_per_engine, on_gpu, training_gpus
+from tidemill_trainer.gpus import (
+    Gpu,
+    check_gpus,
+    engine_gpus,
+    gpus_per_engine,
+    on_gpu,
+    placed,
+    shares_gpus,
+    training_gpus,
+)
+from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
@@ -96,8 +106,8 @@ class Cluster:
                 stack.callback(pool.shutdown)
 
     def _start_groups(self) -> None:
-        config, logs = self._config, str(self._run.logs.resolve())
-        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        logs, num_gpus = str(self._run.logs.resolve()), ray.cluster_resources().get("GPU", 0.0)
+        config = self._config = placed(self._config, num_gpus, has_training=self._has_training)
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
         forget(self._run.logs)
@@ -158,16 +168,27 @@ class Cluster:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""
         what = "starting SGLang" + (" and the training workers" if self._has_training else "")
         with self.watch.waits("start"), self._progress.waiting(what):
-            serving = self.engines.start()
-            if self._has_training:
-                self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
-                for group in self.roles.values():
-                    group.wait_ready()
+            serving = None if self.engines.in_turns else self.engines.start()
+            gpus = self._load_model() if self._has_training else []
+            if serving is None:
+                self.actor.free_unused_memory()
+                serving = self.engines.start(gpus)
             serving.get()
         if not self._has_training:
             return
         with self.watch.waits("connect"):
             self.engines.connect(self.actor)
+            self.engines.release()
+
+    def _load_model(self) -> list[Gpu | None]:
+        """Load the model in the training workers, if it fits there beside the engines; return their GPUs."""
+        gpus: list[Gpu | None] = self.actor.gpu()
+        if gpus[0] is not None and shares_gpus(self._config):
+            check_memory(self._config, gpus[0].num_bytes, self._progress)
+        self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
+        for group in self.roles.values():
+            group.wait_ready()
+        return gpus
 
     def _queues(self) -> dict[str, Any]:
         """Return references to the descriptions of the queues of engines and episode workers, by owner."""

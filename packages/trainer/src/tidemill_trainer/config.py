@@ -18,6 +18,7 @@ from tidemill_trainer.algorithm_config import (
     TeacherConfig,
 )
 from tidemill_trainer.config_types import Count, CountOrZero, Fraction, NotNegative, Positive
+from tidemill_trainer.placement import PlacementConfig, against_turns
 from tidemill_trainer.run_config import BaseDataConfig, BaseTrainerConfig, RunConfig, WorkersConfig, require
 
 
@@ -244,6 +245,7 @@ class Config(RunConfig):
     Attributes:
         data: training and validation problems.
         rollout: generation with SGLang.
+        placement: which processes share GPUs.
         episode: the episodes.
         reward: the reward function.
         algorithm: advantages and policy loss.
@@ -259,6 +261,7 @@ class Config(RunConfig):
 
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -313,6 +316,8 @@ class Config(RunConfig):
             size is None or size <= prompts,
             f"actor.ppo_mini_batch_size must be <= data.train_batch_size={prompts}, got {size}",
         )
+        missing = against_turns(self)
+        require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
         mode = self.actor.router_replay.mode
         require(
             mode == "disabled" or self.engine.backend == "megatron",

@@ -133,6 +133,7 @@ class GenerationReplay:
             MismatchError: a token differs, or a log-prob by more than 1e-3.
         """
         self._engines.update_weights(version)
+        self._engines.resume()
         last = min(version + 1 + self._config.rollout.max_staleness, self._steps[-1])
         segments = [
             segment
@@ -140,7 +141,9 @@ class GenerationReplay:
             for segment in segments_of(step, self._record.load(step).episodes)
             if segment.version == version
         ]
-        largest = max(map(compare, segments, self._generate(segments)), default=0.0)
+        generations = self._generate(segments)
+        self._engines.release()
+        largest = max(map(compare, segments, generations), default=0.0)
         num_tokens = sum(len(segment.token_ids) for segment in segments)
         self._progress.info(
             f"version {version}: equal ({num_tokens} tokens in {len(segments)} parts of replies are sampled again; "

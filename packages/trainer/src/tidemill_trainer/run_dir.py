@@ -192,6 +192,7 @@ _MAY_CHANGE = frozenset(
             for key in ("max_ckpt_to_keep", "save_samples", "save_batches", "ray_address", "project_name", "logger")
         ),
         "trainer.max_restarts",
+        "placement.engines",
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),

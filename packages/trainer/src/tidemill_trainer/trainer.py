@@ -94,6 +94,7 @@ class Trainer:
             with timing("step"):
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
+                    self._engines.release()
                 restarts = self._engines.num_restarts
                 trained = self._training.run(step, episodes, timing, num_engine_restarts=restarts)
                 if config.save_batches:
@@ -172,6 +173,7 @@ class Trainer:
                     with self._waits("update_weights"):
                         self._engines.update_weights(f"warmup-{step}")
                     metrics |= self._validate()
+                    self._engines.release()  # without validation files, too
             # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
             if is_tested:
@@ -185,6 +187,7 @@ class Trainer:
             episodes = self._rollouts.validate()
             if episodes is None:
                 return {}
+            self._engines.release()
             if self._has_reward_model and episodes.rows is not None:
                 episodes = add_scores(episodes, self._learner.score(episodes.rows), self._config)
         metrics = validation_metrics(episodes.summaries)
@@ -192,6 +195,7 @@ class Trainer:
         return metrics
 
     def _write_checkpoint(self, folder: Path) -> None:
+        self._engines.release()
         self._learner.save_checkpoint(folder)
         self._actor.save_hf(str(folder.resolve() / "huggingface"))
         self._rollouts.save(folder / _IN_FLIGHT)

@@ -1,9 +1,13 @@
 """The base of the training workers: a Ray actor with one rank of each of some models."""
 
+import os
+
+import ray
 import torch
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine
 
+from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.stalls.member import join_run
 from tidemill_trainer.weight_hash import weight_hash
@@ -27,6 +31,7 @@ class TrainingWorker(Worker):
         join_run(log_dir, f"{group}_{self.rank}")
         torch.set_num_threads(config.actor.omp_num_threads)
         torch.manual_seed(config.trainer.seed)
+        self._device = config.engine.device
 
     def _initialize(self, engine: BaseEngine) -> None:
         """Load the model of an engine, and register this rank in the mesh, which is that of all engines here."""
@@ -43,6 +48,22 @@ class TrainingWorker(Worker):
     def hash_weights(self) -> dict[str, str]:
         """Return the hash of this rank's part of each model that is trained, by the name of its folder."""
         return {name: weight_hash(engine.get_per_tensor_shards()) for name, engine in self._trained().items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gpu(self) -> Gpu | None:
+        """Return the GPU of this process; None on a CPU."""
+        if self._device == "cpu" or not torch.cuda.is_available():
+            return None
+        return Gpu(
+            node_id=ray.get_runtime_context().get_node_id(),
+            visible=os.environ["CUDA_VISIBLE_DEVICES"],
+            num_bytes=torch.cuda.mem_get_info()[1],
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def free_unused_memory(self) -> None:
+        """Return the GPU memory of freed tensors, which torch keeps for further ones, to other processes."""
+        torch.cuda.empty_cache()  # does nothing on a CPU
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

@@ -5,6 +5,9 @@ from tidemill_engines import EngineRegistry, FSDP2Config, MegatronConfig, ModelC
 from tidemill_engines.fsdp2.value_model import FSDP2ValueModel
 from tidemill_testing.tiny import tiny_model
 from tidemill_trainer.cli import main
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.gpus import placed
+from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.plan.engine import engine_memory, megatron_params
 from tidemill_trainer.plan.model import count_model
 from tidemill_trainer.plan.phases import PHASES
@@ -133,3 +136,55 @@ def test_offloaded_states_are_not_in_memory_during_generation(plan):
     device = json.loads(plan(*offloaded)[1].out)["devices"][0]["phases"]
     assert device["generation"]["total"] == 0
     assert {part["kind"] for part in device["optimizer"]["parts"]} == {"weights", "gradients", "optimizer"}
+
+
+def _parts(device, phase):
+    return {(part["role"], part["kind"]) for part in device["phases"][phase]["parts"]}
+
+
+def test_in_turns_only_one_side_is_in_memory(plan):
+    [device] = json.loads(plan("--num-gpus", "1", "--json")[1].out)["devices"]  # by default
+    assert device["name"] == "policy + engine in turns"
+    assert _parts(device, "generation") == {("engine", "weights"), ("engine", "KV pool")}
+    assert _parts(device, "log-probs") == {("policy", kind) for kind in ("weights", "gathered", "activations")}
+    states = {("policy", kind) for kind in ("weights", "gradients")}
+    assert _parts(device, "forward/backward") == states | {("policy", "gathered"), ("policy", "activations")}
+    assert _parts(device, "optimizer") == states | {("policy", "optimizer")}
+    assert _parts(device, "weight update") == {("policy", "buckets"), ("policy", "weights"), ("engine", "weights")}
+    sizes = {
+        phase: {(part["role"], part["kind"]): part["bytes"] for part in device["phases"][phase]["parts"]}
+        for phase in ("weight update", "optimizer")
+    }
+    assert sizes["weight update"]["policy", "weights"] < sizes["optimizer"]["policy", "weights"]  # one at a time
+
+
+def test_engines_of_a_larger_cluster_have_their_own_devices(plan):
+    for number in ([], ["--num-gpus", "2"]):
+        names = [device["name"] for device in json.loads(plan(*number, "--json")[1].out)["devices"]]
+        assert names == ["policy", "engine"]
+
+
+SMALL = ("weight_update.bucket_bytes=1024", "rollout.max_total_tokens=2000000", "engine.max_token_len_per_gpu=256")
+FRACTIONS = ("actor.num_gpus_per_worker=0.5", "rollout.num_gpus_per_engine=0.5")
+
+
+def test_side_by_side_does_not_fit_where_turns_do(plan):
+    """The KV pool alone takes almost the whole device."""
+    engine = json.loads(plan(*SMALL, "--json")[1].out)["devices"][1]["phases"]["generation"]["total"]
+    memory = ["--device-memory", f"{1.01 * engine / 2**20:.6f}MiB"]
+    assert plan(*SMALL, *memory, "placement.engines=turns")[0] == 0
+    status, printed = plan(*SMALL, *memory, *FRACTIONS)
+    assert status == 1
+    assert 'set placement.engines="turns" without fractions of GPUs' in " ".join(printed.err.split())
+
+
+def test_run_whose_placement_cannot_fit_is_refused_with_phase_and_key(tmp_path, plan, progress, terminal):
+    plan()  # creates the model
+    config = placed(load_config(tmp_path / "run.toml", [*SMALL, "data.max_prompt_length=128", *FRACTIONS]), 1)
+    total = json.loads(plan(*SMALL, *FRACTIONS, "--json")[1].out)["devices"][0]["phases"]["forward/backward"]["total"]
+    check_memory(config, 1.01 * total, progress)
+    assert terminal.getvalue() == ""
+    check_memory(config, 0.95 * total, progress)
+    assert "this may not fit: forward/backward requires" in terminal.getvalue()
+    with pytest.raises(ConfigError, match=r"forward/backward requires .* most of it is engine KV pool .*turns"):
+        check_memory(config, 0.8 * total, progress)

@@ -1,6 +1,7 @@
 """The command `tidemill plan`."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, read_config
+from tidemill_trainer.gpus import placed
 from tidemill_trainer.plan.phases import plan_devices, role_sizes
 from tidemill_trainer.plan.report import GIB, as_json, problems, table
 from tidemill_trainer.plan.traffic import bytes_per_step, steps_of
@@ -19,11 +21,13 @@ from tidemill_trainer.progress import Progress
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 
-def plan(config_path: Path, overrides: Sequence[str], *, device_memory: str | None, as_text: bool) -> int:
+def plan(
+    config_path: Path, overrides: Sequence[str], *, device_memory: str | None, num_gpus: int | None, as_text: bool
+) -> int:
     """Run `tidemill plan CONFIG.toml`; return 1 if something does not fit or the configuration is invalid."""
     progress = Progress()
     try:
-        config = read_config(Config, config_path, overrides)
+        config = placed(read_config(Config, config_path, overrides), _num_gpus(num_gpus))
         device_bytes = _device_bytes(device_memory)
         check_model(config, reads_weights=False)
         sizes = role_sizes(config)
@@ -52,6 +56,11 @@ def _verdict(device_bytes: float | None, found: list[str]) -> str:
     if found:
         return "it does not fit"
     return f"it fits into {device_bytes / GIB:.1f} GiB per device; leave 1 to 2 GiB for CUDA and fragmentation"
+
+
+def _num_gpus(number: int | None) -> float:
+    """Return the number of GPUs; that of this machine without an option, and as many as required if it has none."""
+    return float(torch.cuda.device_count() or math.inf) if number is None else number
 
 
 def _device_bytes(text: str | None) -> float | None:

@@ -6,7 +6,7 @@ from typing import Literal
 from tidemill_engines import FSDP2Config
 
 from tidemill_trainer.config import Config
-from tidemill_trainer.gpus import gpus_per_engine
+from tidemill_trainer.gpus import shares_gpus
 from tidemill_trainer.plan.engine import ITEM_BYTES, EngineMemory, engine_memory
 from tidemill_trainer.plan.model import ModelSizes, count_model
 from tidemill_trainer.roles import Role, model_of, optimizer_of, own_workers, required_roles
@@ -40,10 +40,12 @@ class Device:
     Attributes:
         name: their names.
         phases: what is in memory in each phase.
+        advice: keys that reduce it, besides those of the parts.
     """
 
     name: str
     phases: dict[Phase, list[Part]]
+    advice: tuple[str, ...] = ()
 
     def total(self, phase: Phase) -> float:
         """Return the bytes of a phase."""
@@ -62,11 +64,13 @@ def role_sizes(config: Config) -> dict[str, ModelSizes]:
 def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: float | None) -> list[Device]:
     """Return the memory of each kind of device in each phase.
 
-    A device has one training process and, if the fractions of a GPU that both reserve add up to at most 1, one process
-    of an engine. CUDA's context and fragmentation (about 1 to 2 GiB) are not included.
+    A device has one training process and, in turns or if the fractions of a GPU that both reserve add up to at most 1,
+    one process of an engine. In turns, an engine holds nothing during training, and at a weight update its weights,
+    while the policy sends copies of its offloaded weights, one after the other. CUDA's context and fragmentation (about
+    1 to 2 GiB) are not included.
 
     Args:
-        config: configuration of the run.
+        config: configuration of the run, `placed`.
         sizes: result of `role_sizes`.
         device_bytes: memory of a device; None: the pool of an engine is that of one episode, unless
             `rollout.max_total_tokens` sets it.
@@ -77,17 +81,16 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
     actor: dict[Phase, list[Part]] = {
         phase: _training_parts(config, sizes, shared, phase, config.actor.num_workers) for phase in PHASES
     }
-    actor["weight update"] += [_buffer(config)]
-    is_shared = gpus_per_engine(config) + config.actor.num_gpus_per_worker <= 1
+    actor["weight update"] += [_buffer(config), *_sent(config, sizes["policy"])]
+    is_shared, in_turns = shares_gpus(config), config.placement.engines == "turns"
     devices = []
     if is_shared:
-        actor = {phase: [*parts, *engine] for phase, parts in actor.items()}
-    devices.append(
-        Device(
-            name=" + ".join([*shared, *(["engine"] if is_shared else [])]),
-            phases=actor,
-        )
-    )
+        held: dict[Phase, list[Part]] = {phase: [] if in_turns else engine for phase in PHASES}
+        held |= {"generation": engine, "weight update": engine[:1] if in_turns else engine}
+        actor = {phase: [*parts, *held[phase]] for phase, parts in actor.items()}
+    name = " + ".join([*shared, *(["engine"] if is_shared else [])])
+    advice = ('set placement.engines="turns" without fractions of GPUs',) if is_shared and not in_turns else ()
+    devices.append(Device(name=f"{name} in turns" if in_turns else name, phases=actor, advice=advice))
     for role, number in own.items():
         phases: dict[Phase, list[Part]] = {p: _training_parts(config, sizes, [role], p, number) for p in PHASES}
         devices.append(Device(name=role, phases=phases))
@@ -128,6 +131,17 @@ def _buffer(config: Config) -> Part:
     """Return the two halves of the arena of a weight update."""
     num_bytes = 0 if config.weight_update.memory == "cpu" else 2 * config.weight_update.bucket_bytes
     return Part(role="policy", kind="buckets", num_bytes=num_bytes, advice="lower weight_update.bucket_bytes")
+
+
+def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
+    """Return the offloaded weights that are on the device at a weight update: one at a time, with Megatron all."""
+    engine, num_workers = config.engine, config.actor.num_workers
+    if not engine.param_offload:
+        return []
+    num_bytes = engine_memory(sizes, config.model, engine, num_workers).params
+    if isinstance(engine, FSDP2Config):
+        num_bytes *= sizes.embedding / sizes.total
+    return [_part(config, "policy", "weights", num_bytes, at_work=True)]
 
 
 def _training_parts(
@@ -192,9 +206,11 @@ def _working(config: Config, role: str, memory: EngineMemory, phase: Phase) -> l
         return _part(config, role, kind, num_bytes, at_work=True)
 
     if phase in _TRAIN and memory.optimizer + memory.grads > 0:
-        parts = [part("weights", memory.params), part("gradients", memory.grads), part("optimizer", memory.optimizer)]
+        parts = [part("weights", memory.params), part("gradients", memory.grads)]
         if phase == "forward/backward":
             parts += [part("gathered", memory.gathered), part("activations", memory.activations)]
+        if phase == "optimizer" or not config.engine.optimizer_offload:
+            parts.append(part("optimizer", memory.optimizer))
         return parts
     resident = _resident(config, role, memory)
     if phase == "log-probs":

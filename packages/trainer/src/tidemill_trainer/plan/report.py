@@ -29,21 +29,27 @@ def table(devices: list[Device]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def problems(devices: list[Device], device_bytes: float | None) -> list[str]:
-    """Return a message for each kind of device that is too small: its fullest phase, what holds it, and the keys."""
+def problems(devices: list[Device], device_bytes: float | None, *, tolerance: float = 1.0) -> list[str]:
+    """Return a message for each kind of device that is too small: its fullest phase, what holds it, and the keys.
+
+    Args:
+        devices: result of `plan_devices`.
+        device_bytes: memory of a device; None: nothing is compared.
+        tolerance: a device is too small if a phase requires more than this many times its memory.
+    """
     if device_bytes is None:
         return []
     found = []
     for device in devices:
         fullest: Phase = max(PHASES, key=device.total)
-        if device.total(fullest) <= device_bytes:
+        if device.total(fullest) <= tolerance * device_bytes:
             continue
         largest = sorted(device.phases[fullest], key=lambda part: -part.num_bytes)[:3]
         held = ", ".join(f"{part.role} {part.kind} {part.num_bytes / GIB:.1f} GiB" for part in largest)
         found.append(
             f"{fullest} requires {device.total(fullest) / GIB:.1f} GiB on each device of {device.name}, which has "
             f"{device_bytes / GIB:.1f} GiB; most of it is {held}; "
-            + "; ".join(dict.fromkeys(part.advice for part in largest))
+            + "; ".join(dict.fromkeys([*device.advice, *(part.advice for part in largest)]))
         )
     return found
 

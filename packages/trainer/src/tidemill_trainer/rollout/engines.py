@@ -1,31 +1,38 @@
 """The engines of a run, of which each one that dies is replaced."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from tidemill_dispatch import WorkerError
+from tidemill_dispatch import WorkerDiedError, WorkerError
 from tidemill_dispatch.ray import CallFuture, RayWorkerGroup
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.client import RayEngine
+
+T = TypeVar("T")
 
 
 class Engines:
     """Start the engines, keep their weights equal to those of the policy, and replace engines that die.
 
     Requests to an engine that died are sent to others; where there is none, they wait. A restarted engine receives
-    requests after its weights have been updated and verified. The driver notices deaths in `poll` and in
-    `update_weights`.
+    requests after its weights have been updated and verified. The driver notices deaths in `poll` and in the calls of
+    all engines.
+
+    In turns with the training workers (`placement.engines`), the engines have their weights from `update_weights` to
+    `release`, and their KV pool from `resume` to `release`. Requests wait in between. On a CPU nothing is freed.
 
     Args:
         group: the group of `RolloutWorker`s.
-        config: configuration of the run.
+        config: configuration of the run, `placed`.
         progress: terminal output.
 
     Attributes:
+        in_turns: whether they use the GPUs of the training workers in turns.
         num_restarts: engines that were started again since the start of the run.
     """
 
@@ -37,14 +44,22 @@ class Engines:
         self._version: int | str | None = None
         self._episode_workers: list[Any] = []
         self._starting: dict[int, ray.ObjectRef] = {}
+        self._gpus: Sequence[Gpu | None] = ()
+        self.in_turns = config.placement.engines == "turns"
+        self._has_weights = self._serves = True
         self.num_restarts = 0
 
     def __len__(self) -> int:
         return self._group.world_size
 
-    def start(self) -> CallFuture:
-        """Start SGLang in all processes; the future waits until they serve."""
-        return self._group.start_engine()
+    def start(self, gpus: Sequence[Gpu | None] = ()) -> CallFuture:
+        """Start SGLang in all processes; the future waits until they serve.
+
+        Args:
+            gpus: in turns, the GPUs of the training workers by rank.
+        """
+        self._gpus = gpus
+        return self._group.start_engine(gpus)
 
     def connect(self, policy: RayWorkerGroup) -> None:
         """Connect with the training workers that have the weights.
@@ -92,21 +107,52 @@ class Engines:
             WorkerError: an engine was not updated, although it is alive.
             WorkerDiedError: as `poll`.
         """
-        assert self._policy is not None, "call connect() first"
+        policy = self._policy
+        assert policy is not None, "call connect() first"
+        if self.in_turns:
+            policy.free_unused_memory()
+
+        def update() -> dict[str, float]:
+            if self.in_turns:
+                self._group.resume_weights()
+            elif self._config.rollout.partial_rollout:
+                self._group.interrupt()
+            metrics = policy.update_weights(version)[0]
+            if self._config.rollout.partial_rollout and not self.in_turns:
+                self._group.proceed()
+            return metrics
+
+        metrics = self._on_all(update)
+        self._version, self._has_weights = version, True
+        return metrics | {"rollout/num_engine_restarts": float(self.num_restarts)}
+
+    def release(self) -> None:
+        """In turns, interrupt all requests and free the memory of the engines for the training workers."""
+        if self.in_turns:
+            self._on_all(self._group.release)
+            self._has_weights = self._serves = False
+
+    def resume(self) -> None:
+        """In turns, give the engines their memory and the weights of the last update, and continue all requests."""
+        if self._serves:
+            return
+        if not self._has_weights:
+            assert self._version is not None, "call update_weights() first"
+            self.update_weights(self._version)
+        assert self._policy is not None
+        self._policy.free_unused_memory()
+        self._on_all(self._group.resume_serving)
+        self._serves = True
+
+    def _on_all(self, call: Callable[[], T]) -> T:
+        """Call all engines, including those that are being restarted; again if one of them dies."""
         while True:
             self._wait_for_restarts()
             try:
-                if self._config.rollout.partial_rollout:
-                    self._group.interrupt()
-                metrics = self._policy.update_weights(version)[0]
-                if self._config.rollout.partial_rollout:
-                    self._group.proceed()
-            except WorkerError:
+                return call()
+            except (WorkerError, WorkerDiedError):
                 if not self._restart_dead():
                     raise
-            else:
-                self._version = version
-                return metrics | {"rollout/num_engine_restarts": float(self.num_restarts)}
 
     def poll(self) -> None:
         """Restart engines that have died, and let those serve that have been restarted.
@@ -131,7 +177,7 @@ class Engines:
             for worker in self._episode_workers:
                 worker.fail.remote(rank, reason)
             self._group.restart([rank])
-            self._starting[rank] = self._group.workers[rank].start_engine.remote()
+            self._starting[rank] = self._group.workers[rank].start_engine.remote(self._gpus)
         return bool(dead)
 
     def _wait_for_restarts(self) -> None:

@@ -138,6 +138,7 @@ class EpisodePool:
             greedy: decode greedily, for validation.
             finished: those of the episodes that are not run, because an earlier process did (see `collect`).
         """
+        self._engines.resume()
         done = set() if finished is None else {summary.task.number for summary in finished.summaries}
         tasks = [task for task in tasks if task.number not in done]
         shares = np.array_split(np.arange(len(tasks)), len(self.workers))
@@ -158,6 +159,7 @@ class EpisodePool:
         Raises:
             WorkerDiedError: engines died more often than `rollout.max_restarts`.
         """
+        self._engines.resume()
         try:
             while running.batches:
                 self._advance(running, self._ready(running.batches))

@@ -2,10 +2,12 @@
 
 import asyncio
 import importlib.metadata
+import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import ray
 import torch
 from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_dispatch.ray import reserve_port
@@ -15,6 +17,7 @@ from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
+from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
 from tidemill_trainer.stalls.member import join_run
@@ -23,18 +26,32 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from tidemill_weight_update.sglang import LocalEngine
 
 T = TypeVar("T")
 
+# Tags of SGLang for memory that it can free.
+_WEIGHTS = frozenset({"weights"})
+_SERVING = frozenset({"kv_cache", "cuda_graph"})
+
 
 def engine_arguments(
-    config: RolloutConfig, model: ModelConfig, *, return_routed_experts: bool = False
+    config: RolloutConfig,
+    model: ModelConfig,
+    *,
+    return_routed_experts: bool = False,
+    enable_memory_saver: bool = False,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `sglang.Engine` for a configuration.
 
     `config.engine_args` overrides all others, except that its `custom_weight_loader` is added to the one that the
     weight updates use.
+
+    Args:
+        config: settings of the engine.
+        model: its model.
+        return_routed_experts, enable_memory_saver: SGLang's arguments of these names.
     """
     from tidemill_weight_update.sglang import sglang_launch_args
 
@@ -55,12 +72,36 @@ def engine_arguments(
         arguments["max_total_tokens"] = config.max_total_tokens
     if return_routed_experts:
         arguments["enable_return_routed_experts"] = True
+    if enable_memory_saver:
+        arguments["enable_memory_saver"] = True
     if device == "cuda":
         arguments["mem_fraction_static"] = config.mem_fraction_static
     else:
         _require_cpu_plugin()
     arguments |= config.engine_args
     return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
+
+
+def use_gpus(gpus: Sequence[Gpu | None], rank: int, num_ranks: int) -> None:
+    """Make the GPUs of training workers those of the engine that this process starts.
+
+    Args:
+        gpus: those of all training workers; None, or nothing, leaves the GPUs as they are.
+        rank: rank of the engine.
+        num_ranks: ranks of each engine.
+
+    Raises:
+        RuntimeError: one of them is on another node.
+    """
+    mine = [gpu for gpu in gpus[rank * num_ranks : (rank + 1) * num_ranks] if gpu is not None]
+    node_id = ray.get_runtime_context().get_node_id()
+    if any(gpu.node_id != node_id for gpu in mine):
+        raise RuntimeError(
+            f"engine {rank} must be on the node of the training workers whose GPUs it uses in turns, which are on "
+            f'{sorted({gpu.node_id for gpu in mine})}, but it is on {node_id}; set placement.engines="separate"'
+        )
+    if mine:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.visible for gpu in mine)
 
 
 def _require_cpu_plugin() -> None:
@@ -102,15 +143,26 @@ class RolloutWorker(Worker):
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
         self._requests: SGLangEngine | None = None
+        self._released: set[str] = set()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def start_engine(self) -> None:
-        """Start SGLang. On a CPU, most of the time is spent on imports."""
+    def start_engine(self, gpus: Sequence[Gpu | None] = ()) -> None:
+        """Start SGLang. On a CPU, most of the time is spent on imports.
+
+        Args:
+            gpus: in turns, the GPUs of the training workers by rank, of which the engine uses those of its ranks.
+        """
+        use_gpus(gpus, self.rank, self._config.tensor_parallel_size)
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
         instance_id = self._files.claim(self.rank)
-        arguments = engine_arguments(self._config, self._model, return_routed_experts=self._return_routed_experts)
+        arguments = engine_arguments(
+            self._config,
+            self._model,
+            return_routed_experts=self._return_routed_experts,
+            enable_memory_saver=any(gpus),
+        )
         with reserve_port() as port:  # SGLang's own choice could be taken before its scheduler has started
             self._engine = Engine(**{"nccl_port": port.getsockname()[1]} | arguments)
         actual = self._engine.port_args.instance_id
@@ -160,6 +212,40 @@ class RolloutWorker(Worker):
         assert self._requests is not None, "call start_engine() first"
         self._require_engine().loop.call_soon_threadsafe(self._requests.proceed)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def release(self) -> None:
+        """Interrupt all requests, and free the memory of weights and KV pool."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        tags = (_WEIGHTS | _SERVING) - self._released
+        if not tags:
+            return
+        self.interrupt()
+        self.flush_cache()  # waits for requests whose caller has gone: SGLang crashes if it releases while one runs
+        request = ReleaseMemoryOccupationReqInput(tags=sorted(tags))
+        self._submit(self._manager.release_memory_occupation(request, None)).result(self._config.timeout_s)
+        self._released |= tags
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume_weights(self) -> None:
+        """Allocate the memory of the weights, whose content is undefined until they are updated."""
+        self._resume(_WEIGHTS)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume_serving(self) -> None:
+        """Allocate the memory of the KV pool, and continue the requests that `release` interrupted."""
+        self._resume(_SERVING)
+        self.proceed()
+
+    def _resume(self, tags: Set[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags &= self._released  # SGLang crashes when it resumes what it has not released
+        if tags:
+            request = ResumeMemoryOccupationReqInput(tags=sorted(tags))
+            self._submit(self._manager.resume_memory_occupation(request, None)).result(self._config.timeout_s)
+            self._released -= tags
+
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._require_engine().loop)
 
@@ -168,13 +254,18 @@ class RolloutWorker(Worker):
             raise RuntimeError("the engine is not running; call start_engine() first")
         return self._engine
 
+    @property
+    def _manager(self) -> "TokenizerManager":
+        manager = self._require_engine().tokenizer_manager
+        assert manager is not None
+        return manager
+
     def queue(self) -> str:
         """Describe the requests that the engine holds, for reports about a run that makes no progress."""
         if self._engine is None:
             return "the engine has not started"
-        manager = self._engine.tokenizer_manager
-        assert manager is not None
-        return f"{len(manager.rid_to_state)} unfinished requests"
+        released = f"; released: {', '.join(sorted(self._released))}" if self._released else ""
+        return f"{len(self._manager.rid_to_state)} unfinished requests{released}"
 
     def has_loader(self) -> bool:
         return self._require_client().has_loader
