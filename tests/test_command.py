@@ -257,6 +257,22 @@ def test_stopped_environment_is_named_and_costs_only_its_episode(start, recipe):
     assert command.end() == 130
 
 
+def test_run_on_one_machine_listens_on_its_loopback_address_alone(start, recipe):
+    command = start(*recipe, "trainer.name=listening")
+    command.wait_for("starting SGLang and the training workers: ", timeout_s=600)
+    processes = {process.pid: process for process in [psutil.Process(command.process.pid), *command.started]}
+    listening = {
+        (connection.laddr.ip.removeprefix("::ffff:"), title(processes[connection.pid]).partition(".")[0].rstrip())
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in processes
+    }
+    names = {name for _, name in listening}
+    assert names >= {"ray::RolloutWorker", "ray::ActorWorker", "ray::EpisodeWorker", "sglang::scheduler"}, names
+    assert {ip for ip, _ in listening} == {"127.0.0.1"}, sorted(listening)
+    command.process.terminate()
+    assert command.end() == 130
+
+
 def test_port_in_use_stops_the_start_with_one_error(start, recipe):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -112,7 +112,7 @@ class Cluster:
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
         forget(self._run.logs)
         self._files = EngineFiles.create()
-        no_leftovers = worker_environment(self._files.folder)
+        no_leftovers = worker_environment(self._files.folder, address=config.trainer.ray_address)
         env_vars = dict(no_leftovers)
         if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}

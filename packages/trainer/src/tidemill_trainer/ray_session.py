@@ -59,14 +59,21 @@ def start_ray(address: str | None, num_processes: int) -> bool:
     return True
 
 
-def worker_environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables with which workers leave no files behind outside of `folder`.
+def worker_environment(folder: Path, *, address: str | None) -> dict[str, str]:
+    """Return the environment variables of workers, with which they leave no files behind outside of `folder`.
 
     Libraries that SGLang and Megatron import leave files behind when their process is killed: joblib semaphores in
     /dev/shm; wandb and cuda.tile empty temporary folders. The compile cache remains where other runs find it.
+
+    Args:
+        folder: temporary folder of the run.
+        address: address of the Ray cluster. None: the run has one machine, and gloo and NCCL listen on its loopback
+            interface alone.
     """
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    return {"JOBLIB_MULTIPROCESSING": "0", "TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": inductor}
+    variables = {"JOBLIB_MULTIPROCESSING": "0", "TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": inductor}
+    interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if address is None else {}
+    return variables | {name: os.environ.get(name, value) for name, value in interfaces.items()}
 
 
 def start_training(

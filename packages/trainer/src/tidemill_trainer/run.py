@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import shutil
 import time
 import traceback
@@ -192,6 +193,7 @@ def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resum
     num_restarts = 0
     try:
         do = work.prepare()
+        import_ray(config.trainer.ray_address)
         while True:
             try:
                 with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
@@ -235,6 +237,21 @@ def _prepare_restart(run: RunDir, error: WorkerDiedError, number: str, progress:
     if saved is None:
         run.remove_after(-1)
     return saved is not None
+
+
+def import_ray(address: str | None) -> None:
+    """Import Ray. If it starts on this machine (`address` is None), it listens on the loopback address alone.
+
+    Ray has no argument for this, but a variable that it reads when it is imported.
+    """
+    variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    is_ours = address is None and variable not in os.environ
+    if is_ours:
+        os.environ[variable] = "0"
+    import ray  # noqa: F401
+
+    if is_ours:
+        del os.environ[variable]
 
 
 def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> None:

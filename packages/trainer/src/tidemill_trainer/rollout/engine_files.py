@@ -93,6 +93,15 @@ class EngineFiles:
         HookRegistry.apply_hooks()
         return instance_id
 
+    def store(self, rank: int) -> str:
+        """Return where the processes of an engine find each other, as an init method of torch.distributed.
+
+        It is a file, because the TCP store that SGLang would start listens on all addresses.
+        """
+        file = self.folder / f"store-{rank}"
+        file.unlink(missing_ok=True)  # of an engine with this rank that died
+        return f"file://{file}"
+
     def remove(self) -> None:
         """Remove all files of the run. Call it after the engines' processes have ended."""
         _remove(self.folder)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 import torch
 from tidemill_dispatch import Dispatch, Worker, register
-from tidemill_dispatch.ray import reserve_port
 from tidemill_engines import ModelConfig
 from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
@@ -163,8 +162,9 @@ class RolloutWorker(Worker):
             return_routed_experts=self._return_routed_experts,
             enable_memory_saver=any(gpus),
         )
-        with reserve_port() as port:  # SGLang's own choice could be taken before its scheduler has started
-            self._engine = Engine(**{"nccl_port": port.getsockname()[1]} | arguments)
+        if "nccl_port" not in arguments:
+            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = self._files.store(self.rank)
+        self._engine = Engine(**arguments)
         actual = self._engine.port_args.instance_id
         if actual != instance_id:  # SGLang only logs a hook that it cannot apply
             raise RuntimeError(

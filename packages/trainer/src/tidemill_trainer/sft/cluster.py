@@ -79,7 +79,7 @@ class SFTCluster:
         files = EngineFiles.create()
         self._stack.callback(files.remove)
         has_gpu = on_gpu(config.engine.device, num_gpus)
-        env_vars = worker_environment(files.folder)
+        env_vars = worker_environment(files.folder, address=config.trainer.ray_address)
         for name, (worker, num_workers, num_gpus) in self._workers(str(logs.resolve())).items():
             group = self.groups[name] = start_training(
                 name,
