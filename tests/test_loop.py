@@ -26,7 +26,7 @@ from tidemill_trainer.replay import repeat_steps, replay_plan
 from tidemill_trainer.replay_generation import GenerationReplay, segments_of
 from tidemill_trainer.report import write_report
 from tidemill_trainer.role_groups import RoleGroups
-from tidemill_trainer.rollout import RayEngine
+from tidemill_trainer.rollout.client import RayEngine
 from tidemill_trainer.rollout.episode_file import load_episodes
 from tidemill_trainer.rollout.episode_pool import _Batch
 from tidemill_trainer.rollout.episode_task import EpisodeTask

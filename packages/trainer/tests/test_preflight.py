@@ -6,7 +6,8 @@ import pytest
 import torch
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config
-from tidemill_trainer.preflight import check_machine, check_model
+from tidemill_trainer.doctor.machine import check_machine
+from tidemill_trainer.preflight import check_model
 
 
 def _check(assets, progress, *overrides):

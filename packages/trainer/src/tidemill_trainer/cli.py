@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return plan(args.config, overrides, device_memory=memory, num_gpus=number, as_text=not args.json)
         if args.command == "replay":
             return run.replay(args.run, args.steps, overrides, has_generation=args.generation)
+        if args.command == "doctor":
+            from tidemill_trainer.doctor.command import doctor
+
+            more = {"address": args.address, "cleans": args.clean, "compares_log_probs": args.log_probs}
+            return doctor(args.config, overrides, **more)
         if args.command == "sft":
             return run.sft(args.config, overrides, resume=args.resume)
         return run.train(args.config, overrides, resume=args.resume)
@@ -147,7 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--generation", action="store_true", help="also start engines, and compare the tokens that they sample again"
     )
-    for command in (demo, train, sft, evaluate, plan, replay):
+    doctor = _add_doctor(commands)
+    for command in (demo, train, sft, evaluate, plan, replay, doctor):
         command.add_argument(
             "overrides",
             nargs="*",
@@ -161,3 +167,31 @@ def _parser() -> argparse.ArgumentParser:
             help="negative control: shuffle the rewards within each batch, so that the model cannot learn",
         )
     return parser
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine or all nodes of a cluster before a run, in less than a minute",
+        usage="%(prog)s [-h] [--address HOST:PORT] [--log-probs] [--clean] [CONFIG.toml] [MORE.toml] [key=value ...]",
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG.toml",
+        help="configuration of a run (default: none)",
+    )
+    doctor.add_argument(
+        "--address", metavar="HOST:PORT", help="Ray cluster (default: trainer.ray_address, or else this machine)"
+    )
+    doctor.add_argument(
+        "--log-probs",
+        action="store_true",
+        help="also start an engine and the training workers, and compare their log-probs; takes minutes",
+    )
+    doctor.add_argument(
+        "--clean", action="store_true", help="remove what dead runs left on each node, and do nothing else"
+    )
+    return doctor

@@ -9,6 +9,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
+from tidemill_trainer.doctor.machine import check_cluster
 from tidemill_trainer.gpus import (
     Gpu,
     check_gpus,
@@ -24,9 +25,10 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
-from tidemill_trainer.rollout import EngineFiles, RolloutWorker
+from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
+from tidemill_trainer.rollout.worker import RolloutWorker
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
 from tidemill_trainer.stalls.watch import Watch
@@ -75,6 +77,7 @@ class Cluster:
                 num_processes = config.rollout.num_engines + config.episode.num_workers
                 num_processes += sum(config.training_workers().values())
                 self._owns_ray = start_ray(config.trainer.ray_address, num_processes)
+            check_cluster(config, self._progress, has_training=self._has_training)
             self._start_groups()
         except BaseException:
             self.close()

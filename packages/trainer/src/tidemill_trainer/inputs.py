@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import DataError, load_prompts
+from tidemill_trainer.doctor.machine import check_machine
 from tidemill_trainer.episodes import create_episode
-from tidemill_trainer.preflight import check_machine, check_model
+from tidemill_trainer.preflight import check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import needs_ground_truth
 from tidemill_trainer.role_checks import check_roles

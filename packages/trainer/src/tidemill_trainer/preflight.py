@@ -1,20 +1,14 @@
-"""Checks of a configuration against the model and this machine, before any process starts."""
+"""Checks of a configuration against the model, before any process starts."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
-from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_config import RunConfig
-
-# More workers per CPU are almost certainly a typo and would exhaust memory.
-_MAX_WORKERS_PER_CPU = 8
 
 
 def check_model(config: Config, *, reads_weights: bool = True) -> None:
@@ -73,39 +67,6 @@ def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: b
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(f"config key model.path: {error}") from error
     return model
-
-
-def check_machine(config: RunConfig, progress: Progress) -> None:
-    """Check devices and CPUs, unless the run uses a remote cluster (`trainer.ray_address`).
-
-    Raises:
-        ConfigError: a GPU is requested but there is none, or there are far more workers than CPUs; the message names
-            the keys.
-    """
-    if config.trainer.ray_address is not None:
-        return
-    has_gpu = torch.cuda.is_available()
-    devices = {"engine.device": config.engine.device}
-    if isinstance(config, Config):
-        devices["rollout.device"] = config.rollout.device
-    for key, device in devices.items():
-        if device == "cuda" and not has_gpu:
-            raise ConfigError(f'{key}="cuda" requires a GPU, but torch finds no CUDA device; use "auto" or "cpu"')
-    if config.engine.device == "cuda" or (config.engine.device == "auto" and has_gpu):
-        return
-    numbers, cpus = config.training_workers(), len(os.sched_getaffinity(0))
-    workers, keys = sum(numbers.values()), " + ".join(numbers)
-    limit = _MAX_WORKERS_PER_CPU * cpus
-    if workers > limit:
-        raise ConfigError(
-            f"{keys} must be <= {limit}, {_MAX_WORKERS_PER_CPU} for each of the {cpus} CPUs that this "
-            f"process may use, got {workers}; lower it"
-        )
-    if workers > cpus:
-        progress.warn(
-            f"{keys}={workers} is larger than the {cpus} CPUs that this process may use: the workers will "
-            "slow each other down"
-        )
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 import inspect
 
-from tidemill_trainer.rollout import RayEngine, RolloutWorker
+from tidemill_trainer.rollout.client import RayEngine
+from tidemill_trainer.rollout.worker import RolloutWorker
 from tidemill_weight_update import AdapterClient, EngineClient
 
 

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tidemill_trainer.rollout import EngineFiles
-from tidemill_trainer.rollout.engine_files import remove_leftovers
+from tidemill_trainer.rollout.engine_files import EngineFiles, remove_leftovers
 
 _FORK = multiprocessing.get_context("fork")  # a new interpreter would import torch first
 

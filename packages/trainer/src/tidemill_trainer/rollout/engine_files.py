@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,26 @@ class EngineFiles:
             self._lock = None
 
 
+def leftovers() -> list[Path]:
+    """Return the folders of engine files of this user's dead runs, such as runs that were ended by `kill -9`."""
+    return list(_unused_folders())
+
+
 def remove_leftovers() -> list[Path]:
-    """Remove the engine files of this user's dead runs, such as runs that were ended by `kill -9`.
+    """Remove the engine files of this user's dead runs.
 
     Returns:
         The folders that were removed.
     """
     removed = []
+    for folder in _unused_folders():
+        _remove(folder)
+        removed.append(folder)
+    return removed
+
+
+def _unused_folders() -> Iterator[Path]:
+    """Yield the folders that no live process holds. While the caller has one, no process can hold it."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid():
@@ -126,13 +140,11 @@ def remove_leftovers() -> list[Path]:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(folder)
-            removed.append(folder)
+            yield folder
         except BlockingIOError:  # a live run holds it
             continue
         finally:
             os.close(lock)
-    return removed
 
 
 def _open(folder: Path) -> int:

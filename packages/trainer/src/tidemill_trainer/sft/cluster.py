@@ -8,6 +8,7 @@ from typing import Self
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 
+from tidemill_trainer.doctor.machine import check_cluster
 from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
@@ -52,6 +53,7 @@ class SFTCluster:
             with self._progress.waiting("starting Ray"):
                 if start_ray(self._config.trainer.ray_address, sum(self._config.training_workers().values())):
                     self._stack.callback(ray.shutdown)
+            check_cluster(self._config, self._progress)
             self._start_workers()
         except BaseException:
             self.close()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from tidemill_dataproto import DataProto
 
 from tidemill_trainer.config_file import ConfigError
-from tidemill_trainer.preflight import check_machine, check_policy
+from tidemill_trainer.doctor.machine import check_machine
+from tidemill_trainer.preflight import check_policy
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.sft.batches import Batches
 from tidemill_trainer.sft.config import SFTConfig

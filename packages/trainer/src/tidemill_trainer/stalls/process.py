@@ -41,6 +41,14 @@ class Registration:
         pid = os.getpid()
         return cls(name=name, pid=pid, created_s=psutil.Process(pid).create_time(), node=node)
 
+    def process(self) -> psutil.Process | None:
+        """Return the process; None if it has exited, or is on another machine."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.created_s else None
+        except psutil.NoSuchProcess:
+            return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
@@ -111,7 +119,7 @@ def observe(registrations: Sequence[Registration]) -> list[ProcessState]:
     """Return the state of processes on this machine and of their descendants, each once. Takes about half a second."""
     titles: dict[psutil.Process, tuple[str, str]] = {}
     for registration in registrations:
-        process = _process(registration)
+        process = registration.process()
         if process is not None:
             titles[process] = role(registration.name), registration.name
     for process, (title, log) in list(titles.items())[::-1]:  # the driver comes first and is the parent of Ray's
@@ -121,14 +129,6 @@ def observe(registrations: Sequence[Registration]) -> list[ProcessState]:
     time.sleep(_SAMPLE_S)
     states = [_state(process, title, log, before[process]) for process, (title, log) in titles.items()]
     return [state for state in states if state is not None]
-
-
-def _process(registration: Registration) -> psutil.Process | None:
-    try:
-        process = psutil.Process(registration.pid)
-        return process if process.create_time() == registration.created_s else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

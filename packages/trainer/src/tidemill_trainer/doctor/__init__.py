@@ -1,0 +1,1 @@
+"""Checks of the machines of a run, before anything expensive starts."""

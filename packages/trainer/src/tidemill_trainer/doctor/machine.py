@@ -1,0 +1,68 @@
+"""The checks that every run performs before anything expensive."""
+
+from collections.abc import Iterable
+
+import torch
+
+from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.doctor.facts import read_facts
+from tidemill_trainer.doctor.finding import Finding
+from tidemill_trainer.doctor.node_checks import check_devices, check_node
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_config import RunConfig
+
+
+def inspect_machine(config: RunConfig) -> list[Finding]:
+    """Check this machine for a run without a cluster."""
+    facts = read_facts(None, None)
+    return [*check_devices(facts, config, has_cuda=torch.cuda.is_available()), *check_node(facts)]
+
+
+def check_machine(config: RunConfig, progress: Progress) -> None:
+    """Check this machine and show warnings, before any process starts.
+
+    A run in a cluster (`trainer.ray_address`) checks all nodes when it has connected; see `check_cluster`.
+
+    Raises:
+        ConfigError: the run would fail; the message has a line for each finding.
+    """
+    if config.trainer.ray_address is None:
+        enforce(inspect_machine(config), progress)
+
+
+def check_cluster(config: RunConfig, progress: Progress, *, has_training: bool = True) -> None:
+    """Check all nodes of the cluster to which the driver has connected, and show warnings.
+
+    Args:
+        config: configuration of the run.
+        progress: terminal output.
+        has_training: whether the run starts training workers.
+
+    Raises:
+        ConfigError: as `check_machine`.
+    """
+    if config.trainer.ray_address is None:
+        return
+    from tidemill_trainer.doctor.room import check_room, node_resources, processes
+    from tidemill_trainer.doctor.survey import Survey
+
+    enforce(check_room(processes(config, has_training=has_training), node_resources()), progress)
+    with progress.waiting("checking the nodes"), Survey(config.trainer.run_dir) as survey:
+        survey.inspect(config.model.path)
+    enforce(survey.findings, progress)
+
+
+def enforce(findings: Iterable[Finding], progress: Progress) -> None:
+    """Show warnings.
+
+    Raises:
+        ConfigError: there are errors; the message has a line for each.
+    """
+    errors: list[str] = []
+    for finding in findings:
+        if finding.is_error:
+            errors.append(str(finding))
+        else:
+            progress.warn(str(finding))
+    if errors:
+        raise ConfigError("\n".join(errors))
