@@ -2,14 +2,13 @@ import subprocess
 import sys
 
 import tidemill_trainer
-from tidemill_trainer import cli, demo, rollout
+from tidemill_trainer import cli, demo
 
 
 def test_public_names():
     assert tidemill_trainer.__all__ == ["main"]
     assert tidemill_trainer.main is cli.main
     assert demo.__all__ == ["write_assets"]
-    assert rollout.__all__ == ["EngineFiles", "RayEngine", "RolloutWorker"]
 
 
 def test_import_does_not_load_torch_ray_sglang_or_transformers():
