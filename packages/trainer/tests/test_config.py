@@ -99,6 +99,18 @@ def test_megatron_parallel_sizes_must_divide_workers(config_file):
     load_config(config_file, [*sizes, "actor.num_workers=8"])
 
 
+def test_nodes_divide_the_training_workers(config_file):
+    with pytest.raises(ConfigError, match=r"^trainer\.nnodes=2 must divide actor\.num_workers=3"):
+        load_config(config_file, ["trainer.nnodes=2", "actor.num_workers=3"])
+    load_config(config_file, ["trainer.nnodes=2", "actor.num_workers=4"])
+
+
+def test_address_of_a_ray_job_is_used_and_not_overridden(config_file, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert load_config(config_file).trainer.ray_address == "10.0.0.1:6379"
+    assert load_config(config_file, ["trainer.ray_address=auto"]).trainer.ray_address == "auto"
+
+
 @pytest.mark.parametrize("role", ["reference", "critic", "teacher", "reward_model"])
 def test_parallel_sizes_must_divide_the_processes_of_a_role(config_file, role):
     sizes = ["engine.backend=megatron", "engine.tp=2", "actor.num_workers=2"]

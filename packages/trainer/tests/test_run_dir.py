@@ -176,3 +176,10 @@ def test_remove_after_removes_later_steps_and_an_incomplete_line(tmp_path):
     run.remove_after(2)
     assert run.read_metrics() == [{"step": step, "x": step / 3} for step in (0, 1, 2)]
     assert len(run.read_rollouts()) == 6
+
+
+def test_resumed_run_may_have_other_numbers_of_nodes_ranks_and_engines(tmp_path):
+    run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    _begin(run)
+    others = ["trainer.name=a", "trainer.nnodes=2", "actor.num_workers=4", "rollout.num_engines=3"]
+    assert _open(_config(tmp_path, *others), "x", resume=True).path == run.path

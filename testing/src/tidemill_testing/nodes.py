@@ -179,7 +179,12 @@ def start_nodes(number: int, *, shared: Sequence[Path] = ()) -> Iterator[list[No
         switch.ip("address", "add", f"{_GATEWAY}/24", "dev", "bridge")
         switch.ip("link", "set", "bridge", "up")
         nodes = []
-        env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray requires it of further nodes
+        env = {
+            "RAY_AUTH_MODE": "token",  # Ray requires it of further nodes
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_worker_niceness": "0",  # the default is 15
+            "RAY_memory_monitor_refresh_ms": "0",  # each node would count the memory of the whole machine
+        }
         for index in range(number):
             nodes.append(Node(index, switch, outer, env))
             stack.callback(nodes[-1].stop)

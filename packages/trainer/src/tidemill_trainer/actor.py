@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from tidemill_dataproto import DataProto
 from tidemill_dispatch import Dispatch, register
-from tidemill_weight_update import EngineClient, Transfer, WeightUpdater
+from tidemill_weight_update import EngineClient, GroupLink, Transfer, WeightUpdater
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
@@ -61,8 +61,13 @@ class ActorWorker(PolicyWorker, RoleWorker):
         return prefixed("actor", metrics) | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
-    def connect_engines(self, engines: Sequence[EngineClient]) -> None:
-        """Create the weight updater for these engines; a second call replaces it."""
+    def connect_engines(self, engines: Sequence[EngineClient], link_host: str | None) -> None:
+        """Create the weight updater for these engines; a second call replaces it.
+
+        Args:
+            engines: clients of the engines.
+            link_host: address of the node of rank 0, if engines or ranks are on other nodes; None: all are on one.
+        """
         if self._updater is not None:
             self._updater.close()
         self._transfer = None
@@ -77,6 +82,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             bucket_bytes=update.bucket_bytes,
             dtype=dtype,
             device=device,
+            link=None if link_host is None else GroupLink(host=link_host),
             timeout_s=update.timeout_s / 3,  # time out on an engine that hangs before calls to the others time out
         )
 

@@ -1,5 +1,6 @@
 """The processes of a run: Ray, the training workers and the SGLang engines."""
 
+import math
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -8,6 +9,7 @@ import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from tidemill_trainer.actor import ActorWorker
+from tidemill_trainer.capacity import Demand, check_capacity
 from tidemill_trainer.config import Config
 from tidemill_trainer.doctor.machine import check_cluster
 from tidemill_trainer.gpus import (
@@ -22,7 +24,15 @@ from tidemill_trainer.gpus import (
 )
 from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
+from tidemill_trainer.ray_session import (
+    check_trainers,
+    node_resources,
+    remove_on_other_nodes,
+    signals_ignored,
+    start_ray,
+    start_training,
+    worker_environment,
+)
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout.engine_files import EngineFiles
@@ -103,6 +113,8 @@ class Cluster:
                 stack.callback(ray.shutdown)
             if files is not None:
                 stack.callback(files.remove)
+                if ray.is_initialized():
+                    stack.callback(remove_on_other_nodes, files, self._run.logs)
             for group in groups:
                 stack.callback(group.shutdown)
             if pool is not None:
@@ -113,15 +125,18 @@ class Cluster:
         config = self._config = placed(self._config, num_gpus, has_training=self._has_training)
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
+        check_capacity(node_resources(), self._demands(num_gpus))
         forget(self._run.logs)
         self._files = EngineFiles.create()
         no_leftovers = worker_environment(self._files.folder, address=config.trainer.ray_address)
         env_vars = dict(no_leftovers)
         if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
+        if self._has_training:  # first: engines fill what the training workers leave free
+            self._start_training(on_gpu(config.engine.device, num_gpus), no_leftovers)
         self.rollout = RayWorkerGroup(
             RayResourcePool(
-                process_on_nodes=[config.rollout.num_engines],
+                process_on_nodes=[1] * config.rollout.num_engines,  # on any nodes
                 num_gpus_per_worker=gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0,
             ),
             RayClassWithInitArgs(
@@ -139,11 +154,25 @@ class Cluster:
         )
         self._groups.append(self.rollout)
         self.engines = Engines(self.rollout, config, self._progress)
-        if self._has_training:
-            self._start_training(on_gpu(config.engine.device, num_gpus), no_leftovers)
         self.episodes = self._pool = EpisodePool(
             config.episode.num_workers, self.engines, logs, self._progress, self.watch
         )
+
+    def _demands(self, num_gpus: float) -> list[Demand]:
+        """Return the processes of the run in the order in which they are placed."""
+        config = self._config
+        has_gpu, nodes = on_gpu(config.engine.device, num_gpus), config.trainer.nnodes
+        demands: list[Demand] = []
+        if self._has_training:
+            gpus = config.actor.num_gpus_per_worker if has_gpu else 0.0
+            demands.append(Demand.of("actor.num_workers", config.actor.num_workers, gpus, num_nodes=nodes))
+            for role, number in own_workers(config).items():
+                gpus = 1.0 if has_gpu else 0.0
+                demands.append(Demand.of(f"{role}.num_workers", number, gpus, num_nodes=math.gcd(nodes, number)))
+        gpus = gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0.0
+        demands.append(Demand.of("rollout.num_engines", config.rollout.num_engines, gpus))
+        demands.append(Demand.of("episode.num_workers", config.episode.num_workers, 0.0))
+        return demands
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
@@ -154,7 +183,8 @@ class Cluster:
                 worker,
                 config.actor,
                 num_workers=num_workers,
-                num_gpus_per_worker=num_gpus if has_gpu else 0,
+                num_nodes=math.gcd(config.trainer.nnodes, num_workers),  # a role may have fewer processes
+                num_gpus=num_gpus if has_gpu else 0,
                 env_vars=env_vars,
             )
             self._groups.append(group)

@@ -23,7 +23,6 @@ SHORT = {  # Megatron's short names, for the command line
 # Suggest only names that are at least this similar: a user who follows a wrong suggestion trains something else.
 _CUTOFF = 0.75
 
-_ONE_NODE = "a run uses one node; set actor.num_workers and rollout.num_engines"
 _TENSOR_PARALLEL = ("rollout.tensor_parallel_size", "engine.tensor_model_parallel_size")
 _ALGORITHM = [*(each.name for each in dataclasses.fields(AlgorithmConfig) if each.name != "options"), *option_names()]
 RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to the keys here
@@ -35,6 +34,7 @@ RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to t
     "experiment_name": ("trainer.name",),
     "default_local_dir": ("trainer.run_dir",),
     "max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
+    "nnodes": ("trainer.nnodes",),
     "n_gpus_per_node": ("actor.num_workers",),
     "strategy": ("engine.backend",),
     "clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
@@ -63,7 +63,6 @@ _ABSENT = {  # verl's keys that have no direct equivalent here
     "kl_ctrl": "set algorithm.kl_coef and, to adapt it, algorithm.target_kl and algorithm.horizon",
     "ref": "use the section reference",
     "total_epochs": "the length of a run is set in steps, with trainer.total_steps",
-    "nnodes": _ONE_NODE,
     "use_dynamic_bsz": "micro-batches are formed by tokens, unless engine.micro_batch_size_per_gpu is set",
     "val_kwargs": "validation decodes greedily, with one response per problem",
     "resume_mode": "use the option --resume of the command to continue a run",

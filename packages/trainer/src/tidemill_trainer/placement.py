@@ -26,6 +26,8 @@ def against_turns(config: "Config") -> str | None:
     """Return what turns require and the configuration does not have; None if they are possible."""
     rollout, actor = config.rollout, config.actor
     used = rollout.num_engines * rollout.tensor_parallel_size
+    if config.trainer.nnodes > 1:
+        return f"trainer.nnodes=1, got {config.trainer.nnodes}: engines are not placed beside the workers of each node"
     if used > actor.num_workers:
         return (
             f"rollout.num_engines x rollout.tensor_parallel_size <= actor.num_workers={actor.num_workers}, got {used}: "

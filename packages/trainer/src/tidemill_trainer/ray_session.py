@@ -12,12 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.rollout import engine_files
+from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.run_config import WorkersConfig
+from tidemill_trainer.stalls.process import registered
 
 _CONNECT_S = 10.0
+_REMOVE_S = 30.0
 
 
 def start_ray(address: str | None, num_processes: int) -> bool:
@@ -82,7 +88,8 @@ def start_training(
     config: WorkersConfig,
     *,
     num_workers: int,
-    num_gpus_per_worker: float,
+    num_nodes: int,
+    num_gpus: float,
     env_vars: Mapping[str, str],
 ) -> RayWorkerGroup:
     """Start a group of training workers.
@@ -92,11 +99,12 @@ def start_training(
         worker: class and arguments of the workers.
         config: threads and timeout.
         num_workers: number of processes.
-        num_gpus_per_worker: GPUs that Ray reserves for each of them.
+        num_nodes: number of nodes with the same number of these processes each; it divides `num_workers`.
+        num_gpus: GPUs that Ray reserves for each process.
         env_vars: environment variables of the workers.
     """
     return RayWorkerGroup(
-        RayResourcePool(process_on_nodes=[num_workers], num_gpus_per_worker=num_gpus_per_worker),
+        RayResourcePool([num_workers // num_nodes] * num_nodes, distinct_nodes=True, num_gpus_per_worker=num_gpus),
         worker,
         name_prefix=name,
         env_vars={**env_vars, "OMP_NUM_THREADS": str(config.omp_num_threads)},
@@ -114,6 +122,34 @@ def check_trainers(error: BaseException | None, groups: Sequence[RayWorkerGroup]
     if isinstance(error, Exception) and ray.is_initialized():
         for group in groups:
             group.check_alive()
+
+
+def node_resources() -> dict[str, dict[str, float]]:
+    """Return the CPUs and GPUs of each node of the cluster, by its host name and address."""
+    return {
+        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": {
+            kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")
+        }
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def remove_on_other_nodes(files: EngineFiles, logs: Path) -> None:
+    """Remove the files of a run on the other nodes where processes of it were, after these have been killed."""
+    others = {each.node for each in registered(logs)} - {ray.get_runtime_context().get_node_id()}
+    if not others:
+        return
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in others]
+    task = ray.remote(num_cpus=0, max_retries=0)(engine_files.remove_when_unused)
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    cloudpickle.register_pickle_by_value(engine_files)  # its package imports torch, which takes seconds there
+    try:
+        removals = [task.options(scheduling_strategy=strategy).remote(files.folder) for strategy in strategies]
+    finally:
+        cloudpickle.unregister_pickle_by_value(engine_files)
+    if removals:  # the next run on a node removes what is left there
+        ray.wait(removals, num_returns=len(removals), timeout=_REMOVE_S)
 
 
 def _check_reachable(address: str) -> None:

@@ -1,6 +1,7 @@
 """The sections that the configurations of all training runs share."""
 
 import math
+import os
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -67,8 +68,11 @@ class BaseTrainerConfig:
         max_restarts: how often the run resumes from its newest checkpoint, or from the beginning, after a training
             worker or its node died.
         seed: seed of everything that is random.
-        ray_address: address of a running Ray cluster, of which the run uses one node; None starts a cluster on this
-            machine and stops it after the run.
+        nnodes: number of nodes over which the training processes are spread, with the same number on each. Engines and
+            episode workers run on any nodes of the Ray cluster that have room.
+        ray_address: address of a running Ray cluster, or "auto" for the one that runs on this machine. None: that of
+            the variable RAY_ADDRESS, which Ray sets in a job; else a cluster on this machine, which is stopped after
+            the run.
     """
 
     name: str | None = None
@@ -80,7 +84,8 @@ class BaseTrainerConfig:
     max_ckpt_to_keep: Count = 2
     max_restarts: CountOrZero = 0
     seed: Seed = 0
-    ray_address: str | None = None
+    nnodes: Count = 1
+    ray_address: str | None = field(default_factory=lambda: os.environ.get("RAY_ADDRESS"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +113,9 @@ class RunConfig:
         for key, size in self.engine.world_size_divisors().items():
             for workers_key, workers in self.training_workers().items():
                 require(workers % size == 0, f"engine.{key} = {size} must divide {workers_key}={workers}")
+
+        nodes, workers = self.trainer.nnodes, self.actor.num_workers
+        require(workers % nodes == 0, f"trainer.nnodes={nodes} must divide actor.num_workers={workers}")
 
     def training_workers(self) -> dict[str, int]:
         """Return the number of processes of each group of training workers, by its key."""

@@ -142,7 +142,10 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
                     f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
                 )
         # The file contains the run's name, so it is sufficient to resume.
-        save_config(replace(config, trainer=replace(config.trainer, name=run.path.name)), run.config)
+        trainer = replace(config.trainer, name=run.path.name)
+        if trainer.ray_address == os.environ.get("RAY_ADDRESS"):  # the address of this job, not of the run
+            trainer = replace(trainer, ray_address=None)
+        save_config(replace(config, trainer=trainer), run.config)
         yield run
 
 
@@ -193,8 +196,9 @@ _MAY_CHANGE = frozenset(
         ),
         "trainer.max_restarts",
         "placement.engines",
+        *("trainer.nnodes", "rollout.num_engines"),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
-        *(f"actor.{key}" for key in ("num_gpus_per_worker", "omp_num_threads")),
+        *(f"actor.{key}" for key in ("num_workers", "num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
         *(f"{role}.num_workers" for role in ("reference", "critic", "teacher", "reward_model")),
         "rollout.max_log_prob_abs_diff",

@@ -8,6 +8,7 @@ from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine
 
 from tidemill_trainer.gpus import Gpu
+from tidemill_trainer.rollout.engine_files import hold_temporary_folder
 from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.stalls.member import join_run
 from tidemill_trainer.weight_hash import weight_hash
@@ -29,6 +30,7 @@ class TrainingWorker(Worker):
 
     def __init__(self, config: RunConfig, log_dir: str, group: str = "actor") -> None:
         join_run(log_dir, f"{group}_{self.rank}")
+        hold_temporary_folder()
         torch.set_num_threads(config.actor.omp_num_threads)
         torch.manual_seed(config.trainer.seed)
         self._device = config.engine.device

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tidemill_trainer.rollout.engine_files import EngineFiles, remove_leftovers
+from tidemill_trainer.rollout.engine_files import EngineFiles, remove_leftovers, remove_when_unused
 
 _FORK = multiprocessing.get_context("fork")  # a new interpreter would import torch first
 
@@ -125,3 +125,14 @@ def test_folder_that_is_removed_while_hold_waits_is_not_held(tmp_path):
 
 def test_concurrent_starts_do_not_remove_each_others_folders(start):
     assert all(process.result() for process in [start(_create_many) for _ in range(4)])
+
+
+def test_worker_on_a_node_without_the_folder_creates_and_holds_it(tmp_path):
+    folder = tmp_path / "tidemill-run-other"
+    worker = Process(EngineFiles(folder).join)
+    worker.result()
+    assert remove_leftovers(tmp_path) == []
+    assert folder.is_dir()
+    worker.kill()
+    remove_when_unused(folder)
+    assert not folder.exists()

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ _FOLDER_PREFIX = "tidemill-run-"
 
 
 class EngineFiles:
-    """The files of one run's engines on this machine: sockets in `folder`, and shared memory named after it.
+    """The files of one run's engines on a machine: sockets in `folder`, and shared memory named after it.
 
-    The driver creates and removes them, because SGLang also kills the process that started it when an engine fails.
+    The driver creates and removes them, because SGLang also kills the process that started it when an engine fails. On
+    other nodes, the first process of the run that calls `join` creates the folder, with the same path.
+
     Every process of the run that uses the folder holds a shared `flock` on it, which the kernel releases when the
     process dies. A folder without a lock therefore belongs to a dead run, and the next start removes it.
 
-    Pickling an instance carries the path but not the lock: a process that receives one calls `hold` or `claim`.
+    Pickling an instance carries the path but not the lock: a process that receives one calls `join` or `claim`.
 
     Args:
         folder: the folder of the sockets.
@@ -66,6 +69,12 @@ class EngineFiles:
             os.close(lock)
         return False
 
+    def join(self) -> None:
+        """Hold the folder in a worker; on a node where it does not exist, create it as `create` does."""
+        while not self.hold():
+            remove_leftovers(self.folder.parent)
+            self.folder.mkdir(exist_ok=True)
+
     def claim(self, rank: int) -> str:
         """Assign the files of the engine that this process starts next to this run, through SGLang's hooks.
 
@@ -77,8 +86,7 @@ class EngineFiles:
         """
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        while not self.hold():
-            self.folder.mkdir(exist_ok=True)  # the driver created it on another machine
+        self.join()
         instance_id = f"{self.folder.name}-{rank}"
 
         def init_new(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,22 +124,40 @@ def leftovers() -> list[Path]:
     return list(_unused_folders())
 
 
-def remove_leftovers() -> list[Path]:
+def hold_temporary_folder() -> None:
+    """Join the run whose temporary folder this process has (see `worker_environment`), if it has one."""
+    folder = Path(os.environ.get("TMPDIR", "/"))
+    if folder.name.startswith(_FOLDER_PREFIX):
+        EngineFiles(folder).join()
+
+
+def remove_when_unused(folder: Path) -> None:
+    """Remove the files of a run, and of dead runs, once the run's processes on this machine have ended; wait 10 s."""
+    deadline = time.monotonic() + 10.0
+    while folder.exists() and time.monotonic() < deadline:
+        remove_leftovers(folder.parent)
+        time.sleep(0.1)
+
+
+def remove_leftovers(parent: Path | None = None) -> list[Path]:
     """Remove the engine files of this user's dead runs.
+
+    Args:
+        parent: the folder for temporary files; None: that of this process.
 
     Returns:
         The folders that were removed.
     """
     removed = []
-    for folder in _unused_folders():
+    for folder in _unused_folders(parent):
         _remove(folder)
         removed.append(folder)
     return removed
 
 
-def _unused_folders() -> Iterator[Path]:
+def _unused_folders(parent: Path | None = None) -> Iterator[Path]:
     """Yield the folders that no live process holds. While the caller has one, no process can hold it."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+    for folder in (Path(tempfile.gettempdir()) if parent is None else parent).glob(f"{_FOLDER_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid():
                 continue

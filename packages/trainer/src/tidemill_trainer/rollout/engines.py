@@ -68,6 +68,8 @@ class Engines:
             policy: the group of `ActorWorker`s.
         """
         self._policy = policy
+        hosts = policy.hosts()
+        is_one_node = len({host.node_id for host in [*hosts, *self._group.hosts()]}) == 1
         policy.connect_engines(
             [
                 RayEngine(
@@ -77,7 +79,8 @@ class Engines:
                     timeout_s=self._config.weight_update.timeout_s,
                 )
                 for rank, worker in enumerate(self._group.workers)
-            ]
+            ],
+            None if is_one_node else hosts[0].node_ip,
         )
 
     def serve(self, episode_workers: Sequence[Any]) -> None:

@@ -1,5 +1,6 @@
 """The processes of `tidemill sft`: Ray and the training workers."""
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -8,10 +9,19 @@ from typing import Self
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 
+from tidemill_trainer.capacity import Demand, check_capacity
 from tidemill_trainer.doctor.machine import check_cluster
 from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.ray_session import check_trainers, signals_ignored, start_ray, start_training, worker_environment
+from tidemill_trainer.ray_session import (
+    check_trainers,
+    node_resources,
+    remove_on_other_nodes,
+    signals_ignored,
+    start_ray,
+    start_training,
+    worker_environment,
+)
 from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir
@@ -77,18 +87,27 @@ class SFTCluster:
         config, logs = self._config, self._run.logs
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         check_gpus(training_gpus(config, num_gpus), num_gpus)
+        has_gpu = on_gpu(config.engine.device, num_gpus)
+        workers = self._workers(str(logs.resolve()))
+        nodes = {name: math.gcd(config.trainer.nnodes, each[1]) for name, each in workers.items()}
+        demands = [
+            Demand.of(f"{name}.num_workers", num_workers, gpus if has_gpu else 0.0, num_nodes=nodes[name])
+            for name, (_, num_workers, gpus) in workers.items()
+        ]
+        check_capacity(node_resources(), demands)
         forget(logs)
         files = EngineFiles.create()
         self._stack.callback(files.remove)
-        has_gpu = on_gpu(config.engine.device, num_gpus)
+        self._stack.callback(remove_on_other_nodes, files, logs)
         env_vars = worker_environment(files.folder, address=config.trainer.ray_address)
-        for name, (worker, num_workers, num_gpus) in self._workers(str(logs.resolve())).items():
+        for name, (worker, num_workers, gpus) in workers.items():
             group = self.groups[name] = start_training(
                 name,
                 worker,
                 config.actor,
                 num_workers=num_workers,
-                num_gpus_per_worker=num_gpus if has_gpu else 0,
+                num_nodes=nodes[name],
+                num_gpus=gpus if has_gpu else 0,
                 env_vars=env_vars,
             )
             self._stack.callback(group.shutdown)

@@ -96,7 +96,8 @@ def register(logs: Path, registration: Registration) -> None:
 
 
 def forget(logs: Path) -> None:
-    """Remove the record of the processes of an earlier attempt."""
+    """Create the folder of logs, or remove the record of the processes of an earlier attempt from it."""
+    logs.mkdir(parents=True, exist_ok=True)
     (logs / _REGISTRY).unlink(missing_ok=True)
 
 
