@@ -75,10 +75,3 @@ def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(two, tm
     output = _finish(_start(two[1], "train", str(run / "config.toml"), "--resume", *fewer))
     assert "continuing after step 4" in output
     assert sorted(read_steps(run)) == [1, 2, 3, 4, 5, 6]
-
-
-def test_cluster_that_is_too_small_is_an_error_that_names_what_each_node_lacks(two, tmp_path):
-    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "rollout.num_engines=4")
-    output, _ = _start(two[0], "demo", *settings, *_ON_BOTH).communicate(timeout=300)
-    assert "no room for rollout.num_engines=4" in output
-    assert "node1 (10.77.0.2): 0 CPU, 0 GPU left for it, 1 CPU missing" in output
