@@ -22,8 +22,9 @@ from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.replay import repeat_steps, replay_plan
-from tidemill_trainer.replay_generation import GenerationReplay, segments_of
+from tidemill_trainer.replay.generation import GenerationReplay, segments_of
+from tidemill_trainer.replay.plan import replay_plan
+from tidemill_trainer.replay.steps import repeat_steps
 from tidemill_trainer.report import write_report
 from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout.client import RayEngine

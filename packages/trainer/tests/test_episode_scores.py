@@ -7,8 +7,7 @@ from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.episodes import EpisodeError
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 
 CONFIG = load_config(DEMO_CONFIG, ["model.path=m", "reward_model.path=rm", "reward_model.coef=2.0"])
 

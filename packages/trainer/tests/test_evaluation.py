@@ -15,8 +15,7 @@ from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.evaluate import evaluation_config, write_results
 from tidemill_trainer.evaluation import estimate, evaluate_summaries, pass_at_k
 from tidemill_trainer.inputs import load_inputs
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 
 

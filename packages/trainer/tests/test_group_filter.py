@@ -3,8 +3,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Outcome, Problem
 from tidemill_trainer.group_filter import GroupFilter, joined
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 
 FAILED = "failed"
 

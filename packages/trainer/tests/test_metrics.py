@@ -1,8 +1,7 @@
 import pytest
 from tidemill_rollout import Outcome, Problem
 from tidemill_trainer.metrics import episode_metrics, mean_metrics, performance_metrics, validation_metrics
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask, Failure
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask, Failure
 
 RATES = {
     "perf/tokens_per_s": 100.0,

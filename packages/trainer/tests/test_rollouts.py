@@ -4,8 +4,7 @@ from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 from tidemill_trainer.rollouts import Rollouts
 from tidemill_trainer.run_dir import RunDir
 

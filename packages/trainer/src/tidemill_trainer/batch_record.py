@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.rollout.episode_file import load_episodes, save_episodes
-from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import Episodes
 
 _NOT_REPEATABLE = ("perf/", "timing_s/")
 

@@ -8,8 +8,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.metrics import RM_SCORE
 from tidemill_trainer.rewards import has_own_reward
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 
 
 def add_scores(episodes: Episodes, batch: DataProto, config: Config) -> Episodes:

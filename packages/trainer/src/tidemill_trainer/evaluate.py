@@ -19,7 +19,7 @@ from tidemill_trainer.rewards import has_own_reward
 from tidemill_trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from tidemill_trainer.rollout.episode_pool import Episodes
+    from tidemill_trainer.rollout.episode_task import Episodes
 
 
 def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, str]:

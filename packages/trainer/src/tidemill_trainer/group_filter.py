@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from tidemill_dataproto import DataProto
 
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 
 EQUAL, SURPLUS = "equal rewards", "surplus"
 

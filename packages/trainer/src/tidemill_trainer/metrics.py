@@ -11,8 +11,7 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout.outcome import Status
 
 from tidemill_trainer.episodes import EpisodeError
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 
 RM_SCORE = "rm_score"
 """The metric of an episode's outcome that has the score of the reward model."""

@@ -20,8 +20,8 @@ from tidemill_trainer.ledger import InFlight, Ledger, Settlement
 from tidemill_trainer.metrics import episode_metrics
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_file import load_episodes, save_episodes
-from tidemill_trainer.rollout.episode_pool import EpisodePool, Episodes, Running
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.rollout.episode_pool import EpisodePool, Running
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 
 _MAX_ROUNDS = 10

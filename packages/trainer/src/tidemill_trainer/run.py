@@ -116,7 +116,7 @@ def replay(
     target: Path, steps: tuple[int, int] | None, overrides: Sequence[str], *, has_generation: bool = False
 ) -> int:
     """Run `tidemill replay RUN`."""
-    from tidemill_trainer.replay import repeat, replay_config, replay_plan
+    from tidemill_trainer.replay.plan import replay_config, replay_plan
 
     progress = Progress()
     _quiet_libraries()
@@ -128,7 +128,13 @@ def replay(
 
     def prepare() -> Callable[[RunDir], None]:
         check_model(plan.config)
-        return lambda folder: repeat(plan, folder, progress, has_generation=has_generation)
+
+        def repeat_steps(folder: RunDir) -> None:
+            from tidemill_trainer.replay.steps import repeat  # imports Ray
+
+            repeat(plan, folder, progress, has_generation=has_generation)
+
+        return repeat_steps
 
     def how_to_repeat(folder: RunDir) -> str:
         return f"The logs of the replay are in {folder.logs}; the same command repeats it."

@@ -11,7 +11,7 @@ from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.learner import Learner
 from tidemill_trainer.metrics import batch_metrics, reward_components
 from tidemill_trainer.mismatch import MismatchGate
-from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import Episodes
 from tidemill_trainer.staleness import check_staleness, staleness_of
 from tidemill_trainer.timing import Timing
 

@@ -18,8 +18,7 @@ from tidemill_trainer.learner import Learner
 from tidemill_trainer.mismatch import MismatchError, MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.role_groups import RoleGroups
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeTask
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 
 _NUM_TOKENS = 16

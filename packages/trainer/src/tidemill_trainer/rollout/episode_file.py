@@ -9,8 +9,7 @@ from tidemill_dataproto import DataProto
 from tidemill_rollout import Outcome, Problem
 from tidemill_rollout.fork import Fork
 
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask, Failure
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask, Failure
 
 _NAME = "episodes"
 

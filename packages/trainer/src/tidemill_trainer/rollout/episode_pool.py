@@ -18,36 +18,13 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.engines import Engines
-from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
+from tidemill_trainer.rollout.episode_task import EpisodePart, Episodes, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.episode_worker import PART_INTERVAL_S, EpisodeWorker
 from tidemill_trainer.stalls.watch import Watch
 
 _START_S = 300.0
 _BLOCKED_S = 60.0
 _GIL_HOLDER = re.compile(r'\(active\+gil\): "([^"]*)"')
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Episodes:
-    """The episodes of one step or validation.
-
-    Attributes:
-        rows: rows of the trainable episodes, ordered by episode (see `training_rows`); None without one.
-        summaries: one per episode, ordered by number.
-        num_generated: tokens that the engines returned for all attempts.
-        num_lost: those of them that belonged to unfinished episodes of lost workers.
-        num_restarts: workers that died or were blocked, and were replaced.
-        dropped: why trainable episodes have no rows, by number.
-        baselines: one greedy episode per problem, with negative numbers, for estimators that compare with it.
-    """
-
-    rows: DataProto | None
-    summaries: list[EpisodeSummary]
-    num_generated: int
-    num_lost: int
-    num_restarts: int
-    dropped: Mapping[int, str] = field(default_factory=dict)
-    baselines: Sequence[EpisodeSummary] = ()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -91,3 +91,26 @@ class EpisodePart:
     rows: DataProto | None
     summaries: Sequence[EpisodeSummary]
     num_generated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episodes:
+    """The episodes of one step or validation.
+
+    Attributes:
+        rows: rows of the trainable episodes, ordered by episode (see `training_rows`); None without one.
+        summaries: one per episode, ordered by number.
+        num_generated: tokens that the engines returned for all attempts.
+        num_lost: those of them that belonged to unfinished episodes of lost workers.
+        num_restarts: workers that died or were blocked, and were replaced.
+        dropped: why trainable episodes have no rows, by number.
+        baselines: one greedy episode per problem, with negative numbers, for estimators that compare with it.
+    """
+
+    rows: DataProto | None
+    summaries: list[EpisodeSummary]
+    num_generated: int
+    num_lost: int
+    num_restarts: int
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    baselines: Sequence[EpisodeSummary] = ()

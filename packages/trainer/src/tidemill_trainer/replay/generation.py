@@ -15,7 +15,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.engines import Engines
-from tidemill_trainer.rollout.episode_pool import Episodes
+from tidemill_trainer.rollout.episode_task import Episodes
 from tidemill_trainer.rollout.episode_worker import session_config
 from tidemill_trainer.run_dir import RunDir
 

@@ -5,9 +5,8 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Generation, Outcome, Problem
 from tidemill_rollout.session import request_seed
 from tidemill_trainer.mismatch import MismatchError
-from tidemill_trainer.replay_generation import compare, segments_of
-from tidemill_trainer.rollout.episode_pool import Episodes
-from tidemill_trainer.rollout.episode_task import EpisodeSummary, EpisodeTask
+from tidemill_trainer.replay.generation import compare, segments_of
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 
 
 def _objects(values):
