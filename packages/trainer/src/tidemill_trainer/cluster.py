@@ -9,9 +9,9 @@ import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from tidemill_trainer.actor import ActorWorker
-from tidemill_trainer.capacity import Demand, check_capacity
 from tidemill_trainer.config import Config
-from tidemill_trainer.doctor.machine import check_cluster
+from tidemill_trainer.doctor.machine import check_cluster, enforce
+from tidemill_trainer.doctor.room import check_room, demands
 from tidemill_trainer.gpus import (
     Gpu,
     check_gpus,
@@ -87,7 +87,7 @@ class Cluster:
                 num_processes = config.rollout.num_engines + config.episode.num_workers
                 num_processes += sum(config.training_workers().values())
                 self._owns_ray = start_ray(config.trainer.ray_address, num_processes)
-            check_cluster(config, self._progress, has_training=self._has_training)
+            check_cluster(config, self._progress)
             self._start_groups()
         except BaseException:
             self.close()
@@ -125,7 +125,8 @@ class Cluster:
         config = self._config = placed(self._config, num_gpus, has_training=self._has_training)
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
-        check_capacity(node_resources(), self._demands(num_gpus))
+        required = demands(config, num_gpus, has_training=self._has_training)
+        enforce(check_room(node_resources(), required), self._progress)
         forget(self._run.logs)
         self._files = EngineFiles.create()
         no_leftovers = worker_environment(self._files.folder, address=config.trainer.ray_address)
@@ -157,22 +158,6 @@ class Cluster:
         self.episodes = self._pool = EpisodePool(
             config.episode.num_workers, self.engines, logs, self._progress, self.watch
         )
-
-    def _demands(self, num_gpus: float) -> list[Demand]:
-        """Return the processes of the run in the order in which they are placed."""
-        config = self._config
-        has_gpu, nodes = on_gpu(config.engine.device, num_gpus), config.trainer.nnodes
-        demands: list[Demand] = []
-        if self._has_training:
-            gpus = config.actor.num_gpus_per_worker if has_gpu else 0.0
-            demands.append(Demand.of("actor.num_workers", config.actor.num_workers, gpus, num_nodes=nodes))
-            for role, number in own_workers(config).items():
-                gpus = 1.0 if has_gpu else 0.0
-                demands.append(Demand.of(f"{role}.num_workers", number, gpus, num_nodes=math.gcd(nodes, number)))
-        gpus = gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0.0
-        demands.append(Demand.of("rollout.num_engines", config.rollout.num_engines, gpus))
-        demands.append(Demand.of("episode.num_workers", config.episode.num_workers, 0.0))
-        return demands
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
         config, logs = self._config, str(self._run.logs.resolve())

@@ -1,7 +1,6 @@
 import pytest
 from tidemill_trainer.doctor.comparisons import ClockReading, compare_clocks, compare_nodes
 from tidemill_trainer.doctor.links import Link, check_links, rounds
-from tidemill_trainer.doctor.room import NodeResources, check_room
 
 
 def _reading(remote_s, delay_s=0.01):
@@ -68,14 +67,3 @@ def test_failed_link_is_an_error_and_a_slow_one_a_warning():
     assert found["broken"].is_error
     assert not found["slow"].is_error
     assert "0.10 GB/s in an all-reduce, and 1.00 GB/s between most nodes" in str(found["slow"])
-
-
-def test_small_cluster_is_an_error_with_the_resources_of_each_node():
-    nodes = [NodeResources(name=name, num_cpus=4, num_gpus=gpus) for name, gpus in (("n0", 0), ("n1", 8))]
-    assert check_room({"actor.num_workers": 4, "rollout.num_engines": 4}, nodes) == []
-    (finding,) = check_room({"actor.num_workers": 8, "rollout.num_engines": 4}, nodes)
-    assert finding.is_error
-    assert (
-        "requires 12 CPUs, 8 for actor.num_workers, 4 for rollout.num_engines, but n0 has 4 CPUs and 0 GPUs, n1 has 4 "
-        "CPUs and 8 GPUs: 4 CPUs are missing"
-    ) in str(finding)

@@ -13,6 +13,8 @@ from tidemill_trainer.doctor.finding import Finding
 from tidemill_trainer.doctor.leftovers import clean, describe
 from tidemill_trainer.doctor.machine import inspect_machine
 from tidemill_trainer.doctor.node_checks import check_leftovers, check_node
+from tidemill_trainer.doctor.room import Resources, check_room, demands
+from tidemill_trainer.gpus import placed
 from tidemill_trainer.preflight import check_model, check_policy
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_config import BaseTrainerConfig, RunConfig
@@ -78,11 +80,11 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
         progress.info(f"{facts.name}: {_summary(facts.versions)}, {facts.num_cpus} CPUs, {len(facts.gpus)} GPUs")
         of_machine = check_node(facts) if config is None else inspect_machine(config)
         return [*of_machine, *check_leftovers(facts)]
-    from tidemill_trainer.doctor.room import check_room, node_resources, processes
     from tidemill_trainer.doctor.survey import Survey
+    from tidemill_trainer.ray_session import node_resources
 
     with _connected(address, progress), Survey(run_dir) as survey:
-        room = [] if config is None else check_room(processes(config), node_resources())
+        room = [] if config is None else _check_room(config, node_resources())
         with progress.waiting("checking each node"):
             survey.inspect(None if config is None else config.model.path, has_leftovers=True)
         for facts in survey.facts.values():
@@ -96,6 +98,11 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
                 if not link.error:
                     progress.info(f"{names}: {link}")
         return [*room, *survey.findings]
+
+
+def _check_room(config: RunConfig, nodes: Mapping[str, Resources]) -> list[Finding]:
+    num_gpus = sum(node.get("GPU", 0.0) for node in nodes.values())
+    return check_room(nodes, demands(placed(config, num_gpus) if isinstance(config, Config) else config, num_gpus))
 
 
 @contextmanager

@@ -30,23 +30,20 @@ def check_machine(config: RunConfig, progress: Progress) -> None:
         enforce(inspect_machine(config), progress)
 
 
-def check_cluster(config: RunConfig, progress: Progress, *, has_training: bool = True) -> None:
+def check_cluster(config: RunConfig, progress: Progress) -> None:
     """Check all nodes of the cluster to which the driver has connected, and show warnings.
 
     Args:
         config: configuration of the run.
         progress: terminal output.
-        has_training: whether the run starts training workers.
 
     Raises:
         ConfigError: as `check_machine`.
     """
     if config.trainer.ray_address is None:
         return
-    from tidemill_trainer.doctor.room import check_room, node_resources, processes
     from tidemill_trainer.doctor.survey import Survey
 
-    enforce(check_room(processes(config, has_training=has_training), node_resources()), progress)
     with progress.waiting("checking the nodes"), Survey(config.trainer.run_dir) as survey:
         survey.inspect(config.model.path)
     enforce(survey.findings, progress)

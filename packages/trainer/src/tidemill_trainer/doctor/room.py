@@ -1,65 +1,116 @@
-"""Whether the nodes of a cluster have room for the processes of a run."""
+"""Whether the processes of a run have room on the nodes of a Ray cluster."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import ray
+from typing import Self
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.doctor.finding import Finding
+from tidemill_trainer.gpus import gpus_per_engine, on_gpu
+from tidemill_trainer.roles import own_workers
 from tidemill_trainer.run_config import RunConfig
+
+_ROUNDING = 1e-6  # of sums of fractions
+
+Resources = Mapping[str, float]
+"""Amounts of "CPU" and "GPU"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeResources:
-    """What Ray may reserve on a node, whether or not it is free."""
+class Demand:
+    """Processes of one kind.
 
-    name: str
-    num_cpus: float
-    num_gpus: float
+    Attributes:
+        key: configuration key of their number.
+        num_processes: their number.
+        num_nodes: number of nodes over which they are spread equally; None: each is on any node.
+        resources: resources of each of them.
+    """
 
+    key: str
+    num_processes: int
+    num_nodes: int | None
+    resources: Resources
 
-def node_resources() -> list[NodeResources]:
-    """Return the resources of the nodes of the cluster to which this process has connected."""
-    return [
-        NodeResources(
-            name=f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
-            num_cpus=node["Resources"].get("CPU", 0.0),
-            num_gpus=node["Resources"].get("GPU", 0.0),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def processes(config: RunConfig, *, has_training: bool = True) -> dict[str, int]:
-    """Return the processes of a run by the key that sets their number; Ray reserves a CPU for each."""
-    numbers = config.training_workers() if has_training else {}
-    if isinstance(config, Config):
-        numbers |= {
-            "rollout.num_engines": config.rollout.num_engines,
-            "episode.num_workers": config.episode.num_workers,
-        }
-    return numbers
+    @classmethod
+    def of(cls, key: str, num_processes: int, num_gpus: float, *, num_nodes: int | None = None) -> Self:
+        """Return the demand of processes with one CPU and `num_gpus` each."""
+        resources = {"CPU": 1.0, "GPU": num_gpus}
+        return cls(key=key, num_processes=num_processes, num_nodes=num_nodes, resources=resources)
 
 
-def check_room(required: Mapping[str, int], nodes: Sequence[NodeResources]) -> list[Finding]:
-    """Check that the cluster has a CPU for each process of a run.
+def demands(config: RunConfig, num_gpus: float, *, has_training: bool = True, has_engines: bool = True) -> list[Demand]:
+    """Return the processes of a run in the order in which they are placed.
 
     Args:
-        required: number of processes, by key.
-        nodes: nodes of the cluster.
+        config: configuration of the run, `placed` if it has engines.
+        num_gpus: GPUs of the cluster.
+        has_training: whether the run starts training workers.
+        has_engines: whether the run starts engines and episode workers, if its configuration has some.
     """
-    total, present = sum(required.values()), sum(node.num_cpus for node in nodes)
-    if total <= present:
-        return []
-    parts = ", ".join(f"{number} for {key}" for key, number in required.items())
-    have = ", ".join(f"{node.name} has {node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs" for node in nodes)
-    return [
-        Finding(
-            node="the cluster",
-            cause=f"the run requires {total} CPUs, {parts}, but {have}: {total - present:g} CPUs are missing",
-            remedy="lower these numbers, add nodes, or start Ray with a larger --num-cpus, which is only the number of "
-            "processes that Ray starts",
-        )
-    ]
+    found: list[Demand] = []
+    nnodes = config.trainer.nnodes
+    if has_training:
+        has_gpu = on_gpu(config.engine.device, num_gpus)
+        actor, per_worker = config.actor.num_workers, config.actor.num_gpus_per_worker
+        found.append(Demand.of("actor.num_workers", actor, per_worker if has_gpu else 0.0, num_nodes=nnodes))
+        for role, number in own_workers(config).items() if isinstance(config, Config) else ():
+            spread = math.gcd(nnodes, number)  # a role may have fewer processes
+            found.append(Demand.of(f"{role}.num_workers", number, 1.0 if has_gpu else 0.0, num_nodes=spread))
+    if isinstance(config, Config) and has_engines:
+        gpus = gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0.0
+        found.append(Demand.of("rollout.num_engines", config.rollout.num_engines, gpus))
+        found.append(Demand.of("episode.num_workers", config.episode.num_workers, 0.0))
+    return found
+
+
+def check_room(nodes: Mapping[str, Resources], demands: Sequence[Demand]) -> list[Finding]:
+    """Check that the nodes have room for all processes, which are placed in this order.
+
+    Ray itself would wait. Other runs in the cluster are not considered.
+
+    Args:
+        nodes: resources of each node, by its name.
+        demands: the processes.
+    """
+    free = {name: dict(resources) for name, resources in nodes.items()}
+    for demand in demands:
+        is_spread = demand.num_nodes is not None
+        num_places = demand.num_processes if demand.num_nodes is None else demand.num_nodes
+        share = demand.num_processes // num_places
+        needed = {kind: share * amount for kind, amount in demand.resources.items() if amount > 0}
+        used: set[str] = set()
+        for _ in range(num_places):
+            fitting = [name for name in free if not _missing(needed, free[name]) and not (is_spread and name in used)]
+            if not fitting:
+                return [_no_room(demand, needed, free, used if is_spread else set())]
+            chosen = min(fitting, key=lambda name: sorted(free[name].items(), reverse=True))  # the fullest, as Ray
+            used.add(chosen)
+            for kind, amount in needed.items():
+                free[chosen][kind] -= amount
+    return []
+
+
+def _missing(needed: Resources, free: Resources) -> dict[str, float]:
+    lacks = {kind: amount - free.get(kind, 0.0) for kind, amount in needed.items()}
+    return {kind: amount for kind, amount in lacks.items() if amount > _ROUNDING}
+
+
+def _no_room(demand: Demand, needed: Resources, free: Mapping[str, Resources], used: set[str]) -> Finding:
+    where = "on one node" if demand.num_nodes is None else f"on each of {demand.num_nodes} nodes (trainer.nnodes)"
+    lines = [f"no room for {demand.key}={demand.num_processes}: expected {_text(needed)} {where}, got these nodes:"]
+    for name, left in free.items():
+        lacks = _missing(needed, left)
+        state = "has its part" if name in used else f"{_text(lacks)} missing" if lacks else "has room"
+        lines.append(f"  {name}: {_text(left)} left for it, {state}")
+    return Finding(
+        node="the cluster",
+        cause="\n".join(lines),
+        remedy="start Ray with more nodes, or with a larger --num-cpus, which is only the number of processes, or "
+        "lower the number of processes",
+    )
+
+
+def _text(resources: Resources) -> str:
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in sorted(resources.items())) or "nothing"

@@ -9,8 +9,8 @@ from typing import Self
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from tidemill_trainer.capacity import Demand, check_capacity
-from tidemill_trainer.doctor.machine import check_cluster
+from tidemill_trainer.doctor.machine import check_cluster, enforce
+from tidemill_trainer.doctor.room import check_room, demands
 from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import (
@@ -89,12 +89,7 @@ class SFTCluster:
         check_gpus(training_gpus(config, num_gpus), num_gpus)
         has_gpu = on_gpu(config.engine.device, num_gpus)
         workers = self._workers(str(logs.resolve()))
-        nodes = {name: math.gcd(config.trainer.nnodes, each[1]) for name, each in workers.items()}
-        demands = [
-            Demand.of(f"{name}.num_workers", num_workers, gpus if has_gpu else 0.0, num_nodes=nodes[name])
-            for name, (_, num_workers, gpus) in workers.items()
-        ]
-        check_capacity(node_resources(), demands)
+        enforce(check_room(node_resources(), demands(config, num_gpus, has_engines=False)), self._progress)
         forget(logs)
         files = EngineFiles.create()
         self._stack.callback(files.remove)
@@ -106,7 +101,7 @@ class SFTCluster:
                 worker,
                 config.actor,
                 num_workers=num_workers,
-                num_nodes=nodes[name],
+                num_nodes=math.gcd(config.trainer.nnodes, num_workers),
                 num_gpus=gpus if has_gpu else 0,
                 env_vars=env_vars,
             )
