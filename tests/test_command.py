@@ -273,6 +273,13 @@ def test_run_on_one_machine_listens_on_its_loopback_address_alone(start, recipe)
     assert command.end() == 130
 
 
+def test_doctor_compares_the_log_probs_of_engine_and_training(start, recipe):
+    command = start("doctor", *recipe[1:], "--log-probs")
+    command.wait_for(r"log-probs of engine and training: \d+ tokens differ by \d", timeout_s=600)
+    command.wait_for("no problems found")
+    assert command.end() == 0
+
+
 def test_port_in_use_stops_the_start_with_one_error(start, recipe):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

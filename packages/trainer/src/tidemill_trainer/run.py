@@ -41,7 +41,7 @@ _DESCRIBED_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError, StallError)
 def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
     """Run `tidemill demo`: create model and problems of a task in the folder of the run, and train on them."""
     progress = Progress()
-    _quiet_libraries()
+    quiet_libraries()
     kind = SFTConfig if task == "sft" else Config
     try:
         config = read_config(kind, config_path, overrides)
@@ -95,7 +95,7 @@ def sft(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
 def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) -> int:
     """Run `tidemill eval CONFIG.toml|FOLDER`."""
     progress = Progress()
-    _quiet_libraries()
+    quiet_libraries()
     try:
         config, stem = evaluation_config(target, overrides)
     except ConfigError as error:
@@ -119,7 +119,7 @@ def replay(
     from tidemill_trainer.replay.plan import replay_config, replay_plan
 
     progress = Progress()
-    _quiet_libraries()
+    quiet_libraries()
     try:
         plan = replay_plan(target, steps, overrides, has_generation=has_generation)
     except ConfigError as error:
@@ -180,7 +180,7 @@ def _train(
     resume: bool,
 ) -> int:
     progress = Progress()
-    _quiet_libraries()
+    quiet_libraries()
     try:
         config = read_config(kind, config_path, overrides)
     except ConfigError as error:
@@ -328,7 +328,7 @@ def _details(error: Exception, run: RunDir, work: _Work, progress: Progress) -> 
     return f"{last}\nThe traceback is in {file}, next to the logs of the workers.\n{work.after_stop(run)}"
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Silence the output of libraries on the terminal."""
     from transformers.utils import logging as transformers_logging
 

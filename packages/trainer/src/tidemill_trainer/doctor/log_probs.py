@@ -19,7 +19,9 @@ from tidemill_trainer.mismatch import MismatchError, MismatchGate
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.role_groups import RoleGroups
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeTask
+from tidemill_trainer.run import quiet_libraries
 from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.staleness import staleness_of
 
 _NUM_TOKENS = 16
 _NUM_PROBLEMS = 4
@@ -37,6 +39,7 @@ def compare_log_probs(config: Config, progress: Progress) -> list[Finding]:
     Replies to four training problems have up to 16 tokens each. The limit is that of the run's gate on the mismatch
     (`rollout.max_log_prob_abs_diff`).
     """
+    quiet_libraries()
     config = _policy_alone(config)
     inputs = load_inputs(config, progress)
     assert inputs.train is not None
@@ -51,14 +54,14 @@ def compare_log_probs(config: Config, progress: Progress) -> list[Finding]:
         reasons = {summary.outcome.reason for summary in episodes.summaries}
         return [_finding(f"no episode has a reply: {', '.join(sorted(reasons))}")]
     gate = MismatchGate(config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype))
-    mask = batch["response_mask"].values().bool()
+    staleness = staleness_of(batch, version=0)
     try:
-        metrics = gate.check(batch, mask.long()[mask] - 1)
+        metrics = gate.check(batch, staleness)
     except MismatchError as error:
         return [_finding(str(error))]
     mean, largest = (metrics[f"rollout/log_prob_abs_diff/{name}"] for name in ("mean", "max"))
     progress.info(
-        f"log-probs of engine and training: {int(mask.sum())} tokens differ by {mean:.2g}, at most {largest:.2g}"
+        f"log-probs of engine and training: {len(staleness)} tokens differ by {mean:.2g}, at most {largest:.2g}"
     )
     return []
 
@@ -89,7 +92,6 @@ def _policy_alone(config: Config) -> Config:
         episode=EpisodeConfig(function=f"{__name__}:episode"),
         rollout=replace(
             config.rollout,
-            n=1,
             response_length=min(_NUM_TOKENS, config.rollout.response_length),
             max_staleness=0,
         ),
@@ -100,5 +102,6 @@ def _finding(cause: str) -> Finding:
     return Finding(
         node="engine and training workers",
         cause=cause,
-        remedy="see docs of rollout.max_log_prob_abs_diff; a run with this configuration would stop in its first step",
+        remedy="see rollout.max_log_prob_abs_diff in the README of tidemill-trainer; with this configuration, a run "
+        "would stop in its first step",
     )
