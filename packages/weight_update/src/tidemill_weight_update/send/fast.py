@@ -203,7 +203,7 @@ class FastPath:
         return counts
 
     def _cancel(self, fleet: Fleet) -> None:
-        """Announce that this rank sends no more buckets; if no engine was called, tell other ranks that none reads."""
+        """Announce that this rank sends no more buckets; if no engine was called, also that none reads."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
             self._link.close_connections()
