@@ -210,7 +210,7 @@ def test_trainer_that_fails_during_an_update_leaves_the_server_paused(server, up
         waiting = pool.submit(generate, server)
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
-        updater.update(state(models[0]), "good")
+        updater.readmit([HttpEngine(server.url, api_key=API_KEY)], state(models[0]), "good")
         assert version_of(waiting.result(20)) == "good"
 
 
