@@ -137,7 +137,7 @@ def masters_around_a_reset(path: Path, batches: list[Any], settings: dict[str, A
     engine = build_engine(path, backend="megatron", param_dtype="bfloat16", **settings)
     for batch in batches:
         engine.train_batch(shard(engine, batch), policy_like_loss, calculate_entropy=True)
-    with engine.train_mode():
+    with engine._offloader.onloaded("optimizer"):
         before = masters().clone()
         engine.reset_optimizer(engine.optimizer_config)
         after = masters().clone()
