@@ -39,6 +39,21 @@ def test_offload_frees_memory_and_keeps_tensor_objects():
     assert tensors[0].tolist() == [7.0, 7.0]
 
 
+@pytest.mark.parametrize("num_bytes", [1, (1 << 20) - 1, 3 << 20, (128 << 20) + (5 << 20) + 7])
+def test_copy_on_the_cpu_is_made_of_powers_of_two_and_a_rest_below_a_mib(num_bytes):
+    tensor = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    expected = tensor.clone()
+    offloaded = OffloadableTensors(lambda: [tensor])
+    offloaded.offload()
+    [(_, parts, _)] = offloaded._copies.values()
+    assert sum(map(len, parts)) == num_bytes
+    assert all(len(part).bit_count() == 1 for part in parts if len(part) >= 1 << 20)
+    assert sum(len(part) for part in parts if len(part) < 1 << 20) < 1 << 20
+    assert torch.equal(offloaded.read(tensor), expected)
+    offloaded.onload()
+    assert torch.equal(tensor, expected)
+
+
 def run_without_memory():
     """Return storage sizes after a failed onload, and whether a later onload restores the values."""
     params, state = torch.arange(1 << 20), torch.arange(1 << 26)

@@ -6,6 +6,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
+_LARGEST = 64 << 20
+_SMALLEST = 1 << 20
+"""Sizes in bytes of the parts of a copy (see `_to_cpu`)."""
+
 
 class OffloadableTensors:
     """A set of tensors that is either on its device or offloaded: copied to the CPU, with its device memory freed.
@@ -23,7 +27,7 @@ class OffloadableTensors:
     ) -> None:
         self._tensors = tensors
         self._are_zero = are_zero
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
+        self._copies: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor] | None, int]] = {}
         self._is_offloaded = False
         self._num_users = 0
 
@@ -39,11 +43,7 @@ class OffloadableTensors:
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
             if storage._cdata not in copies and storage.size() > 0:
-                copy = None
-                if not zero:
-                    copy = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                    copy.copy_(_bytes(storage))
-                copies[storage._cdata] = storage, copy, storage.size()
+                copies[storage._cdata] = storage, None if zero else _to_cpu(_bytes(storage)), storage.size()
         for storage, _, _ in copies.values():
             storage.resize_(0)
         self._copies, self._is_offloaded = copies, True
@@ -53,10 +53,7 @@ class OffloadableTensors:
         try:
             for storage, copy, num_bytes in self._copies.values():
                 storage.resize_(num_bytes)
-                if copy is None:
-                    _bytes(storage).zero_()
-                else:
-                    _bytes(storage).copy_(copy)
+                _fill(_bytes(storage), copy)
         except BaseException:
             for storage, _, _ in self._copies.values():
                 storage.resize_(0)
@@ -92,11 +89,10 @@ class OffloadableTensors:
         held = self._copies.get(local.untyped_storage()._cdata)
         if held is None:
             return like(tensor, local.clone())
-        _, copy, _ = held
-        if copy is None:
-            return like(tensor, torch.zeros_like(local, memory_format=torch.contiguous_format))
-        flat = copy.to(local.device, copy=True).view(local.dtype)
-        return like(tensor, flat.as_strided(local.shape, local.stride(), local.storage_offset()))
+        _, copy, num_bytes = held
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=local.device)
+        _fill(flat, copy)
+        return like(tensor, flat.view(local.dtype).as_strided(local.shape, local.stride(), local.storage_offset()))
 
 
 class Offloader:
@@ -126,6 +122,32 @@ class Offloader:
         if offloaded:
             context = "train_mode() or eval_mode()" if offloaded == ["params"] else "train_mode()"
             raise RuntimeError(f"{', '.join(offloaded)}: offloaded to the CPU; call this within {context}")
+
+
+def _to_cpu(source: torch.Tensor) -> list[torch.Tensor]:
+    """Copy bytes to the CPU, from a GPU to pinned memory.
+
+    torch rounds pinned memory up to a power of two, which is up to twice the size of a tensor. The parts of the copy
+    are powers of two, except for the last one below a MiB.
+    """
+    sizes, left = [], len(source)
+    while left > 0:
+        size = min(_LARGEST, 1 << (left.bit_length() - 1)) if left >= _SMALLEST else left
+        sizes.append(size)
+        left -= size
+    parts = [torch.empty(size, dtype=torch.uint8, pin_memory=source.is_cuda) for size in sizes]
+    for part, data in zip(parts, source.split(sizes), strict=True):
+        part.copy_(data, non_blocking=True)
+    return parts
+
+
+def _fill(target: torch.Tensor, copy: list[torch.Tensor] | None) -> None:
+    """Copy bytes back from the parts of `_to_cpu`; None stands for zeros."""
+    if copy is None:
+        target.zero_()
+        return
+    for data, part in zip(target.split([len(part) for part in copy]), copy, strict=True):
+        data.copy_(part, non_blocking=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
