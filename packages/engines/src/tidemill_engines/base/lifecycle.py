@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tidemill_engines.checkpoint.saver import Saver
 from tidemill_engines.config import CheckpointConfig, EngineConfig, ModelConfig, OptimizerConfig
-from tidemill_engines.distributed.device import resolve_device
+from tidemill_engines.distributed.device import limit_threads, resolve_device
 from tidemill_engines.offload import OffloadableTensors, Offloader
 from tidemill_engines.throughput import Meter
 
@@ -73,6 +73,8 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
         self.device = self.meter.device = resolve_device(self.engine_config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if not getattr(self.engine_config, "offload_policy", False):  # with it, the optimizer computes on the CPU
+            limit_threads(self.device)
         try:
             self._open()
             for module in self._modules():

@@ -5,6 +5,16 @@ import os
 import torch
 
 
+def limit_threads(device: torch.device) -> None:
+    """Run CPU operations beside a GPU on one thread, unless OMP_NUM_THREADS sets their number.
+
+    torch uses a thread for each core of the machine by default, even for small operations, and each rank does: with
+    four ranks on 64 cores, they wait for each other's threads for most of a training step.
+    """
+    if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of this process; LOCAL_RANK selects the GPU if several are visible.
 
