@@ -51,7 +51,7 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
             r"weight_update\.timeout_s must be < engine\.timeout_s=600, got 600: rank 0 must time out",
         ),
         ("trainer.test_freq=-1", r"trainer\.test_freq must be >= 0, got -1"),
-        ("trainer.save_freq=-1", r"trainer\.save_freq must be >= 0, got -1"),
+        ("trainer.save_freq=-2", r"trainer\.save_freq must be >= -1, got -2"),
         ("trainer.save_samples=-4", r"trainer\.save_samples must be >= 0, got -4"),
         ("rollout.max_total_tokens=1023", r"^rollout\.max_total_tokens must be >= .* = 1024, got 1023"),
         ("engine.fsdp_size=2", r"^engine\.fsdp_size = 2 must divide actor\.num_workers=1"),

@@ -289,10 +289,11 @@ def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progre
     change = "trained"
     if result.loss is not None and result.loss_before is not None:
         change = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f}"
-    folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / "huggingface"
-    progress.info(
-        f"{change} in {result.steps} steps and {progress.seconds():.0f} s; the model is in {folder}", style="bold"
-    )
+    folder = run.path
+    if config.trainer.save_freq >= 0:
+        folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / "huggingface"
+    done = f"{change} in {result.steps} steps and {progress.seconds():.0f} s"
+    progress.info(f"{done}; the {'run' if folder == run.path else 'model'} is in {folder}", style="bold")
 
 
 @contextmanager

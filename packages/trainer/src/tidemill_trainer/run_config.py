@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from tidemill_engines import EngineConfig, FSDP2Config, MegatronConfig
 from tidemill_engines.config import ModelConfig, OptimizerConfig
 
-from tidemill_trainer.config_types import Count, CountOrZero, Positive, Seed
+from tidemill_trainer.config_types import Count, CountOrNone, CountOrZero, Positive, Seed
 
 
 def require(holds: bool, message: str) -> None:
@@ -62,8 +62,8 @@ class BaseTrainerConfig:
         logger: where metrics go in addition to the terminal and `metrics.jsonl`: "tensorboard", "wandb", "mlflow". Each
             one requires the extra of its name, such as `tidemill-trainer[wandb]`.
         test_freq: validate every `test_freq` steps; 0 validates only after the last step.
-        save_freq: save a checkpoint every `save_freq` steps; 0 saves only after the warm-up and after the last step, so
-            an interrupted run loses all its steps.
+        save_freq: save a checkpoint every `save_freq` steps, after the warm-up and after the last step; 0 saves only
+            the last two, so an interrupted run loses all its steps; -1 saves nothing.
         max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
         max_restarts: how often the run resumes from its newest checkpoint, or from the beginning, after a training
             worker or its node died.
@@ -80,7 +80,7 @@ class BaseTrainerConfig:
     project_name: str = "tidemill"
     logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     test_freq: CountOrZero = 10
-    save_freq: CountOrZero = 0
+    save_freq: CountOrNone = 0
     max_ckpt_to_keep: Count = 2
     max_restarts: CountOrZero = 0
     seed: Seed = 0

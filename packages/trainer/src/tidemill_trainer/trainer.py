@@ -109,7 +109,8 @@ class Trainer:
                 if is_last or is_due(step, config.test_freq):
                     with timing("testing"):
                         metrics |= self._validate()
-                is_saved = is_last or is_due(step, config.save_freq) or self._reached(config.stop_at_accuracy)
+                ends = is_last or self._reached(config.stop_at_accuracy)
+                is_saved = is_due(step, config.save_freq) or (ends and config.save_freq >= 0)
                 if is_saved:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
@@ -146,7 +147,7 @@ class Trainer:
             self._warm_up()
         with self._waits("roles"):
             self._learner.init_roles(self._run.initial_policy, is_resumed=False)
-        if self._config.warmup.max_steps > 0:
+        if self._config.warmup.max_steps > 0 and self._config.trainer.save_freq >= 0:
             with self._waits("save_checkpoint"):
                 self._checkpoints.save(0, self._write_checkpoint)
         with self._waits("update_weights"):

@@ -70,7 +70,7 @@ class SFTTrainer:
                 if step == total or is_due(step, config.test_freq):
                     with timing("testing"):
                         metrics |= self._validate()
-                is_saved = step == total or is_due(step, config.save_freq)
+                is_saved = is_due(step, config.save_freq) or (step == total and config.save_freq >= 0)
                 if is_saved:
                     with timing("save_checkpoint"):
                         self._checkpoints.prepare(step, self._write_checkpoint)
