@@ -12,6 +12,7 @@ from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.doctor.machine import check_cluster, enforce
 from tidemill_trainer.doctor.room import check_room, demands
+from tidemill_trainer.gpu_defaults import in_one_line
 from tidemill_trainer.gpus import (
     Gpu,
     check_gpus,
@@ -38,7 +39,7 @@ from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
-from tidemill_trainer.rollout.worker import RolloutWorker
+from tidemill_trainer.rollout.worker import RolloutWorker, num_episodes_per_engine
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
 from tidemill_trainer.stalls.watch import Watch
@@ -127,6 +128,8 @@ class Cluster:
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
         required = demands(config, num_gpus, has_training=self._has_training)
         enforce(check_room(node_resources(), required), self._progress)
+        if on_gpu(config.rollout.device, num_gpus):
+            self._progress.info(in_one_line(config))
         forget(self._run.logs)
         self._files = EngineFiles.create()
         no_leftovers = worker_environment(self._files.folder, address=config.trainer.ray_address)
@@ -146,6 +149,7 @@ class Cluster:
                 config.model,
                 self._files,
                 logs,
+                num_episodes=num_episodes_per_engine(config),
                 return_routed_experts=config.actor.router_replay.mode == "R3",
             ),
             name_prefix="rollout",

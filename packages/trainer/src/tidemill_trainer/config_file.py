@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tomli_w
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
+from tidemill_trainer.gpu_defaults import gpu_defaults
 from tidemill_trainer.run_config import RunConfig
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
@@ -38,8 +40,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return read_config(Config, path, overrides)
 
 
-def read_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read the configuration of a run.
+def read_config(
+    kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, has_gpu: bool | None = None
+) -> ConfigT:
+    """Read the configuration of a run. Keys that it leaves open have other defaults on GPUs; see `gpu_defaults`.
 
     Args:
         kind: type of the configuration.
@@ -47,6 +51,7 @@ def read_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         overrides: "section.key=value", where value is TOML, or else a string; or the path of another TOML file, whose
             keys replace those before. Megatron's parallel sizes have the short names "engine.tp", "pp", "vpp", "cp",
             "ep" and "etp". A path may begin with "~".
+        has_gpu: whether the device "auto" is a GPU; None: if this machine has one.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the message suggests a known one), or a
@@ -58,6 +63,9 @@ def read_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
             _merge(data, _read(Path(override)))
         else:
             _apply(data, override)
+    has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
+    sections = {field.name for field in dataclasses.fields(kind)}
+    _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
     return _with_paths(parse_config(kind, data), os.path.expanduser)
 
 

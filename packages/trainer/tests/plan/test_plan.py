@@ -114,7 +114,7 @@ def test_json_has_the_bytes_of_each_part(plan):
         for phase in device["phases"].values():
             assert phase["total"] == pytest.approx(sum(part["bytes"] for part in phase["parts"]), abs=9)
     parts = next(device for device in found["devices"] if device["name"] == "engine")["phases"]["generation"]["parts"]
-    assert sum(part["bytes"] for part in parts) == pytest.approx(0.5 * 20 * 2**30, abs=2)  # mem_fraction_static
+    assert sum(part["bytes"] for part in parts) == pytest.approx(0.8 * 20 * 2**30, abs=2)  # mem_fraction_static
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,10 @@ def test_engines_of_a_larger_cluster_have_their_own_devices(plan):
         assert names == ["policy", "engine"]
 
 
-SMALL = ("weight_update.bucket_bytes=1024", "rollout.max_total_tokens=2000000", "engine.max_token_len_per_gpu=256")
+SMALL = (
+    *("weight_update.bucket_bytes=1024", "rollout.max_total_tokens=2000000", "engine.max_token_len_per_gpu=256"),
+    *("engine.param_dtype=float32", "model.compile_layers=false"),
+)
 FRACTIONS = ("actor.num_gpus_per_worker=0.5", "rollout.num_gpus_per_engine=0.5")
 
 

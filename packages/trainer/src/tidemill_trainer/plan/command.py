@@ -27,7 +27,8 @@ def plan(
     """Run `tidemill plan CONFIG.toml`; return 1 if something does not fit or the configuration is invalid."""
     progress = Progress()
     try:
-        config = placed(read_config(Config, config_path, overrides), _num_gpus(num_gpus))
+        has_gpu = True if num_gpus or device_memory is not None else None
+        config = placed(read_config(Config, config_path, overrides, has_gpu=has_gpu), _num_gpus(num_gpus))
         device_bytes = _device_bytes(device_memory)
         check_model(config, reads_weights=False)
         sizes = role_sizes(config)

@@ -15,7 +15,7 @@ from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
-from tidemill_trainer.config import RolloutConfig
+from tidemill_trainer.config import Config, RolloutConfig
 from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
@@ -34,11 +34,15 @@ T = TypeVar("T")
 _WEIGHTS = frozenset({"weights"})
 _SERVING = frozenset({"kv_cache", "cuda_graph"})
 
+_MAX_GRAPH = 512
+"""Largest batch of SGLang's CUDA graphs for decoding; larger ones compute longer than their kernels need to start."""
+
 
 def engine_arguments(
     config: RolloutConfig,
     model: ModelConfig,
     *,
+    num_episodes: int = _MAX_GRAPH,
     return_routed_experts: bool = False,
     enable_memory_saver: bool = False,
 ) -> dict[str, Any]:
@@ -50,6 +54,7 @@ def engine_arguments(
     Args:
         config: settings of the engine.
         model: its model.
+        num_episodes: number of episodes that it generates at the same time.
         return_routed_experts, enable_memory_saver: SGLang's arguments of these names.
     """
     from tidemill_weight_update.sglang import sglang_launch_args
@@ -75,10 +80,17 @@ def engine_arguments(
         arguments["enable_memory_saver"] = True
     if device == "cuda":
         arguments["mem_fraction_static"] = config.mem_fraction_static
+        arguments["cuda_graph_max_bs_decode"] = min(num_episodes, _MAX_GRAPH)
     else:
         _require_cpu_plugin()
     arguments |= config.engine_args
     return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
+
+
+def num_episodes_per_engine(config: Config) -> int:
+    """Return the number of episodes that an engine generates at the same time while a step starts."""
+    rollout = config.rollout
+    return -(-config.data.train_batch_size * rollout.n * (1 + rollout.max_staleness) // rollout.num_engines)
 
 
 def use_gpus(gpus: Sequence[Gpu | None], rank: int, num_ranks: int) -> None:
@@ -122,6 +134,7 @@ class RolloutWorker(Worker):
         model: model that the engine loads at its start.
         files: sockets and shared memory of the engine, which the driver removes.
         log_dir: folder for the log of this process and the engine's processes.
+        num_episodes: number of episodes that the engine generates at the same time.
         return_routed_experts: return the experts that a MoE model chose for each token of a rollout.
     """
 
@@ -132,12 +145,14 @@ class RolloutWorker(Worker):
         files: EngineFiles,
         log_dir: str,
         *,
+        num_episodes: int,
         return_routed_experts: bool = False,
     ) -> None:
         join_run(log_dir, f"rollout_{self.rank}")
         self._config = config
         self._model = model
         self._files = files
+        self._num_episodes = num_episodes
         self._return_routed_experts = return_routed_experts
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
@@ -159,6 +174,7 @@ class RolloutWorker(Worker):
         arguments = engine_arguments(
             self._config,
             self._model,
+            num_episodes=self._num_episodes,
             return_routed_experts=self._return_routed_experts,
             enable_memory_saver=any(gpus),
         )
