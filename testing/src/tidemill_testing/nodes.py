@@ -5,10 +5,12 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 _UNSHARE = ("unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
@@ -153,6 +155,29 @@ class Node:
         memory = f"--object-store-memory={300 << 20}"
         options = [f"--node-ip-address={self.address}", f"--num-cpus={num_cpus}", memory]
         self.run(ray, "start", *role, *options, timeout_s=timeout_s)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the node except its init process, also those whose parent has exited."""
+        namespace = os.stat(f"/proc/{self._namespaces.pid}/ns/pid").st_ino
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_here = os.stat(f"/proc/{process.pid}/ns/pid").st_ino == namespace
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has exited, or is of another user
+                continue
+            if is_here and process.pid != self._namespaces.pid:
+                found.append(process)
+        return found
+
+    def suspend(self) -> list[psutil.Process]:
+        """Stop all processes of the node with SIGSTOP, as if the machine hung, and return them."""
+        stopped: set[psutil.Process] = set()
+        while running := set(self.processes()) - stopped:  # one of them may have started another meanwhile
+            for process in running:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= running
+        return list(stopped)
 
     def stop(self) -> None:
         """Kill all processes of the node at once, as if its power failed."""
