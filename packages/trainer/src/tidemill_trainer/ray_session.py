@@ -37,7 +37,7 @@ def start_ray(address: str | None, num_processes: int) -> bool:
         Whether the caller must shut it down.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address, or Ray's temporary folder is not writable.
     """
     if ray.is_initialized():
         return False
@@ -56,9 +56,14 @@ def start_ray(address: str | None, num_processes: int) -> bool:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except BaseException:
+    except BaseException as error:
         with signals_ignored():
             ray.shutdown()
+        if address is None and isinstance(error, PermissionError):
+            raise ConfigError(
+                f"cannot start Ray, because it cannot write {error.filename}: {error.strerror}; if the folder belongs "
+                "to another user, set the environment variable RAY_TMPDIR to a folder of yours with a short path"
+            ) from error
         raise
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # ray.init has replaced it

@@ -1,0 +1,184 @@
+"""Runs on several nodes, which are namespaces of this machine, with a training rank on each and two engines."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from step_metrics import TIMES, read_steps
+from tidemill_testing.nodes import Node, start_nodes, why_no_nodes
+from tidemill_trainer.ledger import trained_problems
+from tidemill_trainer.run_dir import RunDir
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes())),
+]
+
+_SMALL = (
+    *("data.train_batch_size=16", "rollout.num_engines=2", "warmup.max_steps=20", "warmup.test_freq=20"),
+    *("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=2"),
+)
+_ON_BOTH = ("trainer.ray_address=auto", "trainer.nnodes=2")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """`cluster(3, 2)`: nodes of one Ray cluster with these numbers of CPUs; the first one is the head."""
+    with ExitStack() as stack:
+
+        def start(*num_cpus: int) -> list[Node]:
+            nodes = stack.enter_context(start_nodes(len(num_cpus), shared=[tmp_path]))
+            for node, number in zip(nodes, num_cpus, strict=True):
+                node.start_ray(head=nodes[0], num_cpus=number, timeout_s=400)
+            return nodes
+
+        yield start
+
+
+def _start(node: Node, *args: str, prefix: Sequence[str] = (), **env: str) -> "subprocess.Popen[str]":
+    command = (*prefix, sys.executable, "-m", "tidemill_trainer", *args)
+    env = {"OMP_NUM_THREADS": "1", **env}
+    return node.start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+
+
+def _wait_for(process: "subprocess.Popen[str]", pattern: str) -> str:
+    """Return the output up to a line that matches."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if re.search(pattern, line):
+            return output
+    raise AssertionError(f"the command exited before it printed {pattern!r}:\n{output}")
+
+
+def _finish(process: "subprocess.Popen[str]", status: int = 0, timeout_s: float = 1200) -> str:
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == status, output
+    return output
+
+
+def _train_here(*settings: str) -> None:
+    here = [sys.executable, "-m", "tidemill_trainer", "demo", *settings]
+    _finish(subprocess.Popen(here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+
+
+def _nodes_of(run: Path, group: str) -> list[str]:
+    """Return the Ray node of each process of a group that the run registered."""
+    lines = [json.loads(line) for line in (run / "logs" / "processes.jsonl").read_text().splitlines()]
+    return [line["node"] for line in lines if line["name"].startswith(group)]
+
+
+def _without_times(step: dict) -> dict:
+    return {name: value for name, value in step.items() if not name.startswith(TIMES)}
+
+
+def _has(node: Node, title: str) -> bool:
+    return title in node.run("ps", "-eo", "args")
+
+
+def _assert_nothing_left(node: Node) -> None:
+    assert "tidemill-run" not in node.run("ls", "/tmp", "/dev/shm")
+    assert not _has(node, "sglang")
+
+
+def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(cluster, tmp_path):
+    two = cluster(3, 2)  # exactly enough CPUs: an episode worker, 2 ranks and 2 engines
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=4")
+    _finish(_start(two[0], "demo", *settings, *_ON_BOTH, "trainer.name=two"))
+    run = tmp_path / "two"
+    assert len(set(_nodes_of(run, "actor"))) == 2  # so each engine maps the memory of one rank, and not of the other
+    steps = read_steps(run)
+    assert [step["weight_update/verified"] for step in steps.values()] == [1.0] * 4
+    for node in two:
+        _assert_nothing_left(node)
+
+    _train_here(*settings, "trainer.name=one")
+    expected = read_steps(tmp_path / "one")
+    for step in expected:
+        assert _without_times(steps[step]) == _without_times(expected[step])
+
+    fewer = ("trainer.nnodes=1", "actor.num_workers=1", "rollout.num_engines=1", "trainer.total_steps=6")
+    output = _finish(_start(two[1], "train", str(run / "config.toml"), "--resume", *fewer))
+    assert "continuing after step 4" in output
+    assert sorted(read_steps(run)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_three_nodes_train_as_one_does(cluster, tmp_path):
+    three = cluster(2, 2, 2)
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=4", "actor.num_workers=3")
+    where = ("trainer.ray_address=auto", "trainer.nnodes=3", "trainer.name=three")
+    _finish(_start(three[0], "demo", *settings, *where))
+    run = tmp_path / "three"
+    assert len(set(_nodes_of(run, "actor"))) == 3
+    assert len(set(_nodes_of(run, "rollout"))) == 2
+    steps = read_steps(run)
+    assert [step["weight_update/verified"] for step in steps.values()] == [1.0] * 4
+    for node in three:
+        _assert_nothing_left(node)
+
+    _train_here(*settings, "trainer.name=one")
+    expected = read_steps(tmp_path / "one")
+    assert sorted(steps) == sorted(expected) == [1, 2, 3, 4]
+    for step in expected:
+        assert _without_times(steps[step]) == _without_times(expected[step])
+    assert trained_problems(RunDir(run).ledger) == trained_problems(RunDir(tmp_path / "one").ledger)
+
+
+def _link_down(node: Node) -> None:
+    node.set_link(is_up=False)
+
+
+@pytest.mark.parametrize("lose", [Node.suspend, Node.stop, _link_down])
+def test_run_that_loses_the_node_of_a_training_rank_names_it(cluster, tmp_path, lose: Callable[[Node], object]):
+    two = cluster(3, 2)
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=1000", "trainer.name=lost")
+    process = _start(two[0], "demo", *settings, *_ON_BOTH)
+    _wait_for(process, r"rl +3 ")
+    lose(two[1])
+    output = _finish(process, status=1, timeout_s=120)
+    assert re.search(r"error: rank 1 of group 'actor' \(.*node1", output), output
+    _assert_nothing_left(two[0])
+
+
+def test_run_that_loses_a_node_continues_on_the_others(cluster, tmp_path):
+    """Two of three nodes have a training rank. One of these hangs, and the rank starts again on the third node."""
+    three = cluster(3, 3, 3)
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=12", "trainer.name=lost")
+    process = _start(three[0], "demo", *settings, *_ON_BOTH, "trainer.max_restarts=1", "trainer.save_freq=1")
+    _wait_for(process, r"rl +3 ")
+    lost = next(node for node in three[1:] if _has(node, "ray::ActorWorker"))
+    lost.suspend()
+    output = _finish(process, timeout_s=600)
+    assert re.search(rf"rank [01] of group 'actor' \({lost.name}.* died .* the run continues after step", output), (
+        output
+    )
+    run = tmp_path / "lost"
+    assert sorted(read_steps(run)) == list(range(1, 13))
+    assert set(trained_problems(RunDir(run).ledger).values()) == {4}
+    for node in three:
+        if node is not lost:
+            _assert_nothing_left(node)
+
+
+def test_folder_of_ray_that_belongs_to_another_user_is_named_with_the_remedy(tmp_path):
+    # root without the rights to write into, and to change the mode of, folders of other users
+    as_user = ("setpriv", "--inh-caps=-all", "--bounding-set=-dac_override,-fowner")
+    settings = (*_SMALL, "rollout.num_engines=1", "trainer.total_steps=1", f"trainer.run_dir={tmp_path}")
+    with start_nodes(1, shared=[tmp_path]) as [node]:
+        node.run("install", "-d", "-o", "65534", "-m", "755", "/tmp/ray")
+        output = _finish(_start(node, "demo", *settings, "trainer.name=refused", prefix=as_user), status=1)
+        message = r"error: cannot start Ray, because it cannot write /tmp/ray/\S+: .* set the .* RAY_TMPDIR"
+        assert re.search(message, output), output
+        elsewhere = {"RAY_TMPDIR": "/tmp/mine"}
+        node.run("mkdir", elsewhere["RAY_TMPDIR"])
+        _finish(_start(node, "demo", *settings, "trainer.name=elsewhere", prefix=as_user, **elsewhere))
+    assert sorted(read_steps(tmp_path / "elsewhere")) == [1]
