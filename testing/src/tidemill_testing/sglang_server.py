@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from tidemill_testing.ports import free_ports
 
 API_KEY = "not-a-secret"
@@ -56,8 +58,10 @@ def sglang_server(
         command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True
     )
     url = f"http://127.0.0.1:{port}"
+    shared: set[Path] = set()
     try:
         _wait_until_healthy(url, process)
+        shared = _shared_memory(process)
         yield url, process
     finally:
         if process.poll() is None:
@@ -67,6 +71,15 @@ def sglang_server(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for file in shared:
+            file.unlink(missing_ok=True)  # SGLang does not remove it
+
+
+def _shared_memory(server: subprocess.Popen[bytes]) -> set[Path]:
+    """Return the files in /dev/shm that the server's processes have mapped."""
+    process = psutil.Process(server.pid)
+    maps = [item for each in (process, *process.children(recursive=True)) for item in each.memory_maps()]
+    return {Path(item.path) for item in maps if item.path.startswith("/dev/shm/sglang_loads_")}
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
