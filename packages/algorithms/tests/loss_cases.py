@@ -32,7 +32,7 @@ def make_batch(seed, num_rows=6, *, spread=0.3, dtype=torch.float32):
     mask = ragged.ragged((torch.rand(size, generator=generator) > 0.3).to(dtype), lengths)
     ragged.values(mask)[: int(lengths[1])] = 0.0
     old = -3 * torch.rand(size, generator=generator, dtype=dtype) - 1
-    log_probs = old + spread * torch.randn(size, generator=generator, dtype=dtype)
+    log_probs = (old + spread * torch.randn(size, generator=generator, dtype=dtype)).clamp(max=-0.05)  # probabilities
     advantages = torch.randn(num_rows, generator=generator, dtype=dtype)
     rollout = old + 0.3 * torch.randn(size, generator=generator, dtype=dtype)
     columns = {
