@@ -81,6 +81,7 @@ def engine_arguments(
     if device == "cuda":
         arguments["mem_fraction_static"] = config.mem_fraction_static
         arguments["cuda_graph_max_bs_decode"] = min(num_episodes, _MAX_GRAPH)
+        arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
     arguments |= config.engine_args
