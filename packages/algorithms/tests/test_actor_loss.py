@@ -75,3 +75,16 @@ def test_entropy_coefficient_without_entropy_is_an_error():
 def test_registry_is_read_only():
     with pytest.raises(TypeError):
         POLICY_LOSSES["mine"] = POLICY_LOSSES["vanilla"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "forward_kl_topk"])
+def test_without_old_log_probs_the_current_policy_has_sampled_the_tokens(name):
+    batch, log_probs = make_batch(4)
+    sampled = weigh(batch)
+    loss, counts = ActorLoss(policy_loss=name), counts_of(batch)
+    old = DataProto.from_dict({"old_log_probs": ragged.like(ragged.values(log_probs).detach(), log_probs)})
+    columns = [column for column in sampled.batch.keys() if column != "old_log_probs"]  # noqa: SIM118
+    fresh = sampled.select(columns)
+    assert loss_and_gradient(loss, fresh, log_probs, counts) == loss_and_gradient(
+        loss, fresh.union(old), log_probs, counts
+    )

@@ -26,7 +26,7 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
     metrics = []
     for step in (1, 2, 3):
         batch, _ = made.add_advantages(made.infer(trained), episodes)
-        metrics.append(made.update(batch, step))
+        metrics.append(made.update(batch, step)[1])
     assert "actor/pg_loss" not in metrics[0]  # the critic alone
     assert torch.equal(ragged.values(batch["ref_log_prob"]), ragged.values(before["ref_log_prob"]))
     assert metrics[1]["actor/kl_loss"] == 0.0
@@ -66,7 +66,24 @@ def test_reference_of_an_adapter_is_the_model_without_it(learner, rows):
     trained, episodes = rows
     made = learner("algorithm.kl_loss_coef=0.1", "model.lora.rank=2")
     before = made.infer(trained)
-    made.update(made.add_advantages(before, episodes)[0], 1)
-    after = made.infer(trained)
+    before, _ = made.update(made.add_advantages(before, episodes)[0], 1)
+    after, _ = made.update(made.add_advantages(made.infer(trained), episodes)[0], 2)
     torch.testing.assert_close(ragged.values(after["ref_log_prob"]), ragged.values(before["old_log_probs"]))
     assert not torch.equal(ragged.values(after["old_log_probs"]), ragged.values(before["old_log_probs"]))
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_on_policy_update_equals_one_with_log_probs_of_a_pass_before_it(learner, rows, backend):
+    """The second learner computes them before its update, because its correction reads them."""
+    trained, episodes = rows
+    made = learner(f"engine.backend={backend}")
+    batch = made.infer(trained)
+    assert "old_log_probs" not in batch.batch
+    after, metrics = made.update(made.add_advantages(batch, episodes)[0], 1)
+    other = learner(f"engine.backend={backend}", "algorithm.rollout_is=token", "algorithm.rollout_is_threshold=1e9")
+    inferred = other.infer(trained)
+    torch.testing.assert_close(
+        ragged.values(after["old_log_probs"]), ragged.values(inferred["old_log_probs"]), atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(ragged.values(after["entropy"]), ragged.values(inferred["entropy"]), atol=1e-6, rtol=0)
+    assert metrics["actor/ppo_kl"] == 0.0

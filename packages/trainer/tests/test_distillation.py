@@ -22,7 +22,7 @@ def updates(learner, rows, count):
     """Make updates on fixed rows; return their metrics."""
     trained, episodes = rows
     batch, _ = learner.add_advantages(learner.infer(trained), episodes)
-    return [learner.update(batch, step) for step in range(1, count + 1)]
+    return [learner.update(batch, step)[1] for step in range(1, count + 1)]
 
 
 def plain_topk(path, batch, temperature):

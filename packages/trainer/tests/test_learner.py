@@ -87,7 +87,7 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
     actor = Actor(replays=mode != "disabled")
     learner = Learner(config, RoleGroups(config, actor, {}))
     batch, _ = learner.add_advantages(learner.infer(rollouts(with_experts=mode == "R3")), scored())
-    assert learner.update(batch, step=1) == {"actor/pg_loss": 0.0}
+    assert learner.update(batch, step=1)[1] == {"actor/pg_loss": 0.0}
     mini_batches = actor.updates
     assert len(mini_batches) == ROWS // N
 
@@ -145,7 +145,7 @@ def test_critic_with_processes_of_its_own_is_updated_while_the_policy_is(is_own)
     zeros = ragged.like(torch.zeros(3 * ROWS), rollouts(with_experts=False)["responses"])
     columns = dict.fromkeys(("old_log_probs", "values", "entropy"), zeros)
     batch, _ = learner.add_advantages(rollouts(with_experts=False).union(DataProto.from_dict(columns)), scored())
-    metrics = learner.update(batch, step=1)
+    _, metrics = learner.update(batch, step=1)
     if is_own:  # two mini-batches of the policy, two epochs of the critic
         together = ["send critic", "send actor", "wait critic", "wait actor"]
         assert events == [*together, *together, *["send critic", "wait critic"] * 2]

@@ -46,9 +46,10 @@ class ActorLoss:
     losses of all micro-batches add up to that of the global mini-batch. With a column `rollout_is_weights`, the terms
     are multiplied by it. Entropy and KL have the weights of the loss.
 
-    In bypass mode, the column `rollout_log_probs` takes the place of `old_log_probs`, which need not be computed, and
-    `rollout_correction` of the current policy's ratio applies to the terms. Rejected tokens have the weight 0 there
-    and remain in the denominators.
+    Without a column `old_log_probs`, the policy that has sampled the tokens is the current one: the ratio is 1, with
+    its gradient. In bypass mode, the column `rollout_log_probs` takes the place of `old_log_probs`, which need not be
+    computed, and `rollout_correction` of the current policy's ratio applies to the terms. Rejected tokens have the
+    weight 0 there and remain in the denominators.
 
     Metrics are shares that add up over micro-batches: `actor/pg_loss`, `actor/entropy_loss` and `actor/kl_loss` with
     the weights of the loss; `actor/kl_coef`; and those of the policy loss as means over trained tokens, in bypass mode
@@ -104,6 +105,9 @@ class ActorLoss:
         """Return the terms [N] of the policy loss after a correction, and metrics [N]."""
         has_weights = "rollout_is_weights" in batch.batch.keys()  # noqa: SIM118
         if self.bypass_correction is None:
+            if "old_log_probs" not in batch.batch.keys():  # noqa: SIM118
+                old = ragged.like(log_probs.detach(), batch["response_mask"])
+                batch = batch.union(DataProto.from_dict({"old_log_probs": old}))
             terms, metrics = self._function()(log_probs, batch, **self.options)
             return (terms * ragged.values(batch["rollout_is_weights"]) if has_weights else terms), metrics
         if has_weights:

@@ -27,7 +27,8 @@ class ActorWorker(PolicyWorker, RoleWorker):
     def __init__(self, config: Config, log_dir: str) -> None:
         super().__init__(config, log_dir)
         self._has_adapter_reference = has_adapter_reference(config)
-        self._loss = Algorithm.of(config).loss
+        self._algorithm = Algorithm.of(config)
+        self._loss = self._algorithm.loss
         self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
         self._transfer: Transfer | None = None
@@ -37,13 +38,13 @@ class ActorWorker(PolicyWorker, RoleWorker):
         """Compute what the update requires from each model here, ragged like `responses`.
 
         Returns:
-            `old_log_probs` and `entropy` of the policy (not in bypass mode), `ref_log_prob` of the reference,
+            `old_log_probs` and `entropy` of the policy if `infers_policy`, `ref_log_prob` of the reference,
             the columns of `RoleWorker.infer` of the other roles. With router replay, also `routed_experts` int32
             [B, j, layers, top_k], the experts that were used for each token of `input_ids`: those of the same column of
             `batch`, or the choice of the router if there is no such column or its value is -1.
         """
         parts = []
-        if not self._config.algorithm.bypass_mode:
+        if self._algorithm.infers_policy:
             parts.append(self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs"))
         if self._has_adapter_reference:
             with self._engine.disable_adapter():
@@ -59,6 +60,19 @@ class ActorWorker(PolicyWorker, RoleWorker):
         """
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
         return prefixed("actor", metrics) | self._engine.performance()
+
+    @register(compute, blocking=False)
+    def update_on_policy(self, batch: DataProto) -> DataProto:
+        """Make the only optimizer step of a batch that these weights have sampled.
+
+        Returns:
+            `old_log_probs` and `entropy` before the step, ragged like `responses`, and in `meta_info["actor_metrics"]`
+            what `update_actor` returns.
+        """
+        metrics, outputs = self._engine.train_batch_with_outputs(batch, self._loss, calculate_entropy=True)
+        outputs = outputs.select(["log_probs", "entropy"]).rename("log_probs", "old_log_probs")
+        outputs.meta_info["actor_metrics"] = prefixed("actor", metrics) | self._engine.performance()
+        return outputs
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_engines(self, engines: Sequence[EngineClient], link_host: str | None) -> None:

@@ -32,6 +32,9 @@ class Algorithm:
         columns: columns that the estimator reads besides `response_mask`, `rewards` and `uid`, such as `values`.
         loss_columns: columns that the loss reads besides those of every policy loss, such as `ref_log_prob`.
         kl_penalty: estimate of the KL divergence in the reward.
+        is_on_policy: a batch has one optimizer step, on tokens of the same weights, so the log-probs of its own forward
+            pass are `old_log_probs`, and nothing reads them earlier.
+        infers_policy: `old_log_probs` are computed before the update.
     """
 
     estimate: Callable[[DataProto], Mapping[str, torch.Tensor]]
@@ -41,6 +44,8 @@ class Algorithm:
     columns: tuple[str, ...]
     loss_columns: tuple[str, ...]
     kl_penalty: KLPenalty
+    is_on_policy: bool
+    infers_policy: bool
 
     @classmethod
     def of(cls, run: Config) -> Self:
@@ -69,6 +74,9 @@ class Algorithm:
             columns.append("rollout_log_probs")
         elif of_correction:
             columns.append("rollout_is_weights")
+        reads = {*columns_of(estimator), *columns_of(policy_loss)}
+        is_read = bool(reads & {"old_log_probs", "entropy", "values"})
+        is_on_policy = _has_one_step(run) and not of_correction and not is_read
         return cls(
             estimate=partial(estimator, **of_estimator),
             loss=_loss(config, policy_loss, of_loss, of_correction),
@@ -77,6 +85,8 @@ class Algorithm:
             columns=columns_of(estimator),
             kl_penalty="k1" if config.kl_penalty is None else config.kl_penalty,
             loss_columns=tuple(dict.fromkeys([*columns, *columns_of(policy_loss)])),
+            is_on_policy=is_on_policy,
+            infers_policy=not is_on_policy and not config.bypass_mode,
         )
 
     def add_advantages(self, batch: DataProto, kl_coef: float = 0.0) -> DataProto:
@@ -116,6 +126,19 @@ class Algorithm:
         """Add the ragged column `loss_weights` of the critic's loss, a mean over tokens, to a whole mini-batch."""
         weights = token_weights(batch["response_mask"], "token-mean")
         return batch.union(DataProto.from_dict({"loss_weights": weights}))
+
+
+def _has_one_step(config: Config) -> bool:
+    """Return whether a batch has one optimizer step, on tokens of the weights before it, whose ratio of policies is 1.
+
+    Not with a KL penalty in the reward, which is computed before it, nor with dropout or router replay, where another
+    forward pass differs.
+    """
+    actor, lora = config.actor, config.model.lora
+    is_one = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
+    is_same = config.rollout.max_staleness == 0 and actor.router_replay.mode == "disabled"
+    is_needed = config.algorithm.bypass_mode or config.algorithm.kl_coef > 0
+    return is_one and is_same and not is_needed and (lora is None or lora.dropout == 0.0)
 
 
 def _load(key: str, name: str) -> Callable[..., Any]:

@@ -82,7 +82,8 @@ class Learner:
     def infer(self, batch: DataProto) -> DataProto:
         """Add `old_log_probs` and `entropy`, the columns of other roles, and with router replay `routed_experts`.
 
-        With `algorithm.bypass_mode`, `old_log_probs` are those of the rollout, and there is no `entropy`.
+        With `algorithm.bypass_mode`, `old_log_probs` are those of the rollout, and there is no `entropy`. If the update
+        is on-policy, `update` adds both.
         """
         config = self._config
         batch.meta_info["temperature"] = config.rollout.temperature
@@ -148,11 +149,16 @@ class Learner:
         self._kl.update(divergence, num_episodes)
         return {"actor/reward_kl_penalty": divergence, "actor/reward_kl_penalty_coeff": kl_coef}
 
-    def update(self, batch: DataProto, step: int) -> dict[str, float]:
-        """Make the optimizer steps of the critic, if there is one, and of the policy; return their metrics.
+    def update(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
+        """Make the optimizer steps of the critic, if there is one, and of the policy.
 
         A critic with processes of its own makes its steps at the same time as the policy.
+
+        Returns:
+            The batch, with `old_log_probs` and `entropy` also if the update is on-policy, and the metrics of the steps.
         """
+        if self._algorithm.is_on_policy:
+            return self._update_on_policy(batch)
         config, steps = self._config, dict[str, list[dict[str, float]]](critic=[], actor=[])
         has_critic = "critic" in self._roles
         critic = self._critic_batches(batch, step) if has_critic else iter(())
@@ -168,7 +174,20 @@ class Learner:
                 calls["actor"] = self._groups.actor.update_actor(for_actor)
             for role, call in calls.items():
                 steps[role].append(call.get()[0])
-        return {name: value for each in steps.values() if each for name, value in mean_metrics(each).items()}
+        return batch, {name: value for each in steps.values() if each for name, value in mean_metrics(each).items()}
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether `update` computes `old_log_probs` instead of `infer`."""
+        return self._algorithm.is_on_policy
+
+    def _update_on_policy(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        weighted = self._algorithm.add_weights(batch)
+        order = balanced_order(weighted, self._groups.actor)
+        columns = [name for name in (*_ACTOR, *self._algorithm.loss_columns) if name != "old_log_probs"]
+        outputs = self._groups.actor.update_on_policy(weighted.select(columns, []).reorder(order)).get()
+        metrics = mean_metrics([outputs.meta_info.pop("actor_metrics")])
+        return batch.union(outputs.reorder(order.argsort())), metrics
 
     def _critic_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
         """Yield the batches of the critic's optimizer steps."""

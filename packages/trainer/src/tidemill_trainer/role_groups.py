@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from tidemill_dataproto import DataProto
 from tidemill_dispatch.ray import RayWorkerGroup
 
+from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.roles import Role, has_adapter_reference, required_roles
 
@@ -25,7 +26,7 @@ class RoleGroups:
         shared: Sequence[Role] = [role for role in roles if role not in own]
         self._members = [(actor, shared)] if shared else []
         self._members += [(own[role], [role]) for role in roles if role in own]
-        self._actor_infers = bool(shared) or not config.algorithm.bypass_mode or has_adapter_reference(config)
+        self._actor_infers = bool(shared) or Algorithm.of(config).infers_policy or has_adapter_reference(config)
 
     def of(self, role: Role) -> RayWorkerGroup:
         """Return the group that holds a role."""

@@ -67,16 +67,21 @@ class TrainingStep:
         with timing("old_log_prob"):
             metrics = check_staleness(episodes.rows, step - 1, self._config.rollout.max_staleness)
             batch = self._learner.infer(episodes.rows.select())  # which adds and removes columns
-            if not self._config.algorithm.bypass_mode:
+            if not self._config.algorithm.bypass_mode and not self._learner.is_on_policy:
                 metrics |= self._gate.check(batch, staleness_of(batch, step - 1), num_engine_restarts)
         with timing("adv"):
             if self._config.reward_model.path is not None:
                 episodes = add_scores(episodes, batch, self._config)
             scored = self._score(episodes, step)
             batch, of_rewards = self._learner.add_advantages(batch, scored)
-            metrics |= of_rewards | self._batch_metrics(batch, scored)
+            metrics |= of_rewards
         with timing("update_actor"):
-            metrics |= self._learner.update(batch, step)
+            batch, of_update = self._learner.update(batch, step)
+            metrics |= of_update
+            if self._learner.is_on_policy:
+                metrics |= self._gate.check(batch, staleness_of(batch, step - 1), num_engine_restarts)
+        with timing("adv"):
+            metrics |= self._batch_metrics(batch, scored)
         return Trained(episodes=episodes, batch=batch, metrics=metrics)
 
     def _score(self, episodes: Episodes, step: int) -> DataProto:

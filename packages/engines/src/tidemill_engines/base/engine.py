@@ -4,6 +4,7 @@ import logging
 import math
 from abc import abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,17 +63,35 @@ class BaseEngine(EnginePersistence[ConfigT]):
             ValueError, TypeError: an invalid batch; raised on every rank.
             RuntimeError: the engine has no optimizer.
         """
+        return self._train(batch, loss_fn, calculate_entropy=calculate_entropy, keeps_outputs=False).metrics
+
+    def train_batch_with_outputs(
+        self, batch: DataProto, loss_fn: LossFn, *, calculate_entropy: bool = False
+    ) -> tuple[dict[str, float], DataProto]:
+        """Run `train_batch`, and return what the model has computed for the loss, before the step. Collective.
+
+        Returns:
+            The metrics of `train_batch`, and the columns of `infer_batch`, here of a forward pass in `train_mode`.
+        """
+        output = self._train(batch, loss_fn, calculate_entropy=calculate_entropy, keeps_outputs=True)
+        return output.metrics, DataProto.from_dict(tensors=dict(output.columns))
+
+    def _train(self, batch: DataProto, loss_fn: LossFn, *, calculate_entropy: bool, keeps_outputs: bool) -> BatchOutput:
         self.check_trains()
         with self.meter.step(), self.train_mode():
             self.optimizer_zero_grad()
-            metrics = self.forward_backward_batch(batch, loss_fn, calculate_entropy=calculate_entropy).metrics
+            output = self.forward_backward_batch(
+                batch, loss_fn, calculate_entropy=calculate_entropy, keeps_outputs=keeps_outputs
+            )
+            metrics = output.metrics
             taken = sorted(set(_OWN_METRICS[1:]) & metrics.keys())
             if taken:
                 raise ValueError(f"the loss reports metrics under the engine's own names {taken}; rename them")
             grad_norm = self.optimizer_step()
             lr = self.lr_scheduler_step()
             self.optimizer_zero_grad()
-        return metrics | {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
+        own = {"grad_norm": grad_norm, "grad_nonfinite": float(not math.isfinite(grad_norm)), "lr": lr}
+        return replace(output, metrics=metrics | own)
 
     def infer_batch(self, batch: DataProto, *, entropy: bool = False, top_k: int | None = None) -> DataProto:
         """Compute the log-probabilities of the response tokens (or their values) without gradients. Collective.
@@ -118,8 +137,11 @@ class BaseEngine(EnginePersistence[ConfigT]):
         *,
         forward_only: bool = False,
         calculate_entropy: bool = False,
+        keeps_outputs: bool = False,
     ) -> BatchOutput:
         """Run a batch in micro-batches and, unless `forward_only`, accumulate the gradient. Collective.
+
+        After a backward pass, the outputs of the model are returned only with `keeps_outputs`.
 
         Gradients accumulate over several batches until `optimizer_zero_grad`. Megatron reduces them over the ranks at
         the first norm or step (with `overlap_grad_reduce` at the end of the first batch) and accepts no batch after it.

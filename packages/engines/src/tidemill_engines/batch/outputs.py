@@ -28,7 +28,7 @@ class BatchOutput:
         metrics: metrics, and "loss" if there is a loss function, reduced over micro-batches and data-parallel ranks;
             the same on every rank.
         columns: outputs of the model by name, such as "log_probs", shaped like `responses`, in row order, on the CPU;
-            empty after a backward pass.
+            after a backward pass empty, unless they were requested.
     """
 
     metrics: dict[str, float]

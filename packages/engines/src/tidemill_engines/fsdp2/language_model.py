@@ -52,6 +52,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         *,
         forward_only: bool = False,
         calculate_entropy: bool = False,
+        keeps_outputs: bool = False,
     ) -> BatchOutput:
         self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         self.check_onloaded(*(["params"] if forward_only else ["params", "grads"]))
@@ -75,7 +76,13 @@ class FSDP2LanguageModel(FSDP2Engine):
         self.meter.count(plan.micro_batches)
 
         try:
-            steps = self._run(plan, loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
+            steps = self._run(
+                plan,
+                loss_fn,
+                forward_only=forward_only,
+                calculate_entropy=calculate_entropy,
+                keeps_outputs=forward_only or keeps_outputs,
+            )
         except BaseException:
             reset_after_failure(self.model)
             raise
@@ -87,20 +94,26 @@ class FSDP2LanguageModel(FSDP2Engine):
             plan,
             self.groups.control,
             data_parallel_rank=self.get_data_parallel_rank(),
-            with_outputs=forward_only,
+            with_outputs=forward_only or keeps_outputs,
         )
 
     def _run(
-        self, plan: BatchPlan, loss_fn: LossFn | None, *, forward_only: bool, calculate_entropy: bool
+        self,
+        plan: BatchPlan,
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool,
+        calculate_entropy: bool,
+        keeps_outputs: bool,
     ) -> list[StepOutput]:
-        """Run the micro-batches in order; keep the model outputs only if `forward_only`."""
+        """Run the micro-batches in order."""
         loss, steps = with_normalizer(loss_fn, plan), []
         for number, micro_batch in enumerate(plan.micro_batches, start=1):
             self._set_gradient_sync(is_last=number == len(plan.micro_batches))
             steps.append(
                 self.forward_step(micro_batch, loss, forward_only=forward_only, calculate_entropy=calculate_entropy)
             )
-            if not forward_only:
+            if not keeps_outputs:
                 steps[-1] = replace(steps[-1], model_output=Outputs())
         return steps
 

@@ -36,6 +36,7 @@ class MegatronLanguageModel(MegatronEngine):
         *,
         forward_only: bool = False,
         calculate_entropy: bool = False,
+        keeps_outputs: bool = False,
     ) -> BatchOutput:
         self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         parallel = self.engine_config
@@ -69,12 +70,12 @@ class MegatronLanguageModel(MegatronEngine):
             loss,
             forward_only=forward_only,
             calculate_entropy=calculate_entropy,
-            keeps_outputs=forward_only,
+            keeps_outputs=forward_only or keeps_outputs,
             moe=moe,
         )
-        part = self.get_data_parallel_rank()
+        part, keeps = self.get_data_parallel_rank(), forward_only or keeps_outputs
         output = self.groups.from_last_stage(
-            lambda group: collect(steps, plan, group, data_parallel_rank=part, with_outputs=forward_only)
+            lambda group: collect(steps, plan, group, data_parallel_rank=part, with_outputs=keeps)
         )
         if moe is None:
             return output
