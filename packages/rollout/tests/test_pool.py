@@ -190,6 +190,26 @@ def test_requests_wait_for_a_restart_where_the_pool_awaits_one():
     asyncio.run(check())
 
 
+def test_removed_engine_finishes_its_requests_and_receives_no_others():
+    async def run():
+        case = Case()
+        running = await case.start("s0")
+        case.pool.remove("a")
+        later = [await case.start("s0"), await case.start("s1")]
+        assert case.sessions("b") == ["s0", "s1"]
+        case.engines["a"].finish()
+        assert await running == reply(PROMPT, SAMPLING)
+        for number in range(2):
+            case.engines["b"].finish(number)
+        await asyncio.gather(*later)
+        with pytest.raises(ValueError, match="expected one of several engines of the pool, b, got 'b'"):
+            case.pool.remove("b")
+        with pytest.raises(ValueError, match="got 'a'"):
+            case.pool.remove("a")
+
+    asyncio.run(run())
+
+
 def test_error_lists_all_engines_with_their_last_error_when_none_is_left():
     async def run():
         case = Case()

@@ -91,6 +91,20 @@ class EnginePool:
         self._members[name] = _Member(name, engine, version)
         self._notify(version)
 
+    def remove(self, name: str) -> None:
+        """Send no further requests to an engine. Those that it is processing end there.
+
+        Args:
+            name: name of the engine.
+
+        Raises:
+            ValueError: the pool has no engine of this name, or no other one.
+        """
+        if name not in self._members or len(self._members) == 1:
+            raise ValueError(f"expected one of several engines of the pool, {', '.join(self._members)}, got {name!r}")
+        del self._members[name]
+        self._notify(self._newest)
+
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`.
 
