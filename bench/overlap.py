@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import ray
 from rich.console import Console
-from tidemill_dispatch import Dispatch, Worker, register
+from tidemill_dispatch import Worker
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tidemill_rollout import Generation, SamplingParams
 from tidemill_trainer.cli import DEMO_CONFIG
@@ -85,16 +85,16 @@ class SimulatedEngine:
 class SimulatedWorker(Worker):
     """A rollout worker with a simulated engine."""
 
-    def __init__(self, median_s: float, slots: int) -> None:
+    def __init__(self, median_s: float, slots: int, number: int) -> None:
+        self._number = number
         self._engine = SimulatedEngine(median_s, slots)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def connect_episode_workers(self, workers: list[Any]) -> None:
         for worker in workers:
-            asyncio.run_coroutine_threadsafe(serve(self._engine, worker, self.rank), self._loop)
+            asyncio.run_coroutine_threadsafe(serve(self._engine, worker, self._number), self._loop)
 
-    @register(Dispatch.ONE_TO_ALL)
     def update(self, version: int) -> float:
         """Stop, change the version and continue, like an update of weights; return the busy seconds so far."""
         self._loop.call_soon_threadsafe(self._engine.may_run.clear)
@@ -136,18 +136,23 @@ def measure(config: Config, median_s: float, slots: int, train_factor: float, ru
     num_engines, k = config.rollout.num_engines, config.rollout.max_staleness
     owns_ray = start_ray(None, num_engines + config.episode.num_workers)
     run.logs.mkdir(parents=True)
-    pool_of_processes = RayResourcePool(process_on_nodes=[num_engines])
-    engine = RayClassWithInitArgs(SimulatedWorker, median_s, slots)
-    group = RayWorkerGroup(pool_of_processes, engine, name_prefix="rollout")
+
+    def start_engine(number: int) -> RayWorkerGroup:
+        engine = RayClassWithInitArgs(SimulatedWorker, median_s, slots, number)
+        return RayWorkerGroup(RayResourcePool([1]), engine, name_prefix=f"rollout_{number}")
+
+    engines = Engines(start_engine, config, progress)
+    engines.start_processes()
     watch = Watch(Waits(waits_of(config)), run.logs, progress)
-    pool = EpisodePool(config.episode.num_workers, Engines(group, config, progress), str(run.logs), progress, watch)
+    pool = EpisodePool(config.episode.num_workers, engines, str(run.logs), progress, watch)
     try:
         pool.load(config)
         train_s = train_factor * 64 * 8 * median_s * math.exp(SIGMA**2 / 2) / (slots * num_engines)
-        rows = list(steps(config, inputs, group, pool, run, progress, train_s))[2:]
+        rows = list(steps(config, inputs, engines, pool, run, progress, train_s))[2:]
     finally:
         pool.shutdown()
-        group.shutdown()
+        for engine in engines.all():
+            engine.group.shutdown()
         if owns_ray:
             ray.shutdown()
     seconds, waited, busy, mean, oldest = (statistics.mean(column) for column in zip(*rows, strict=True))
@@ -159,7 +164,7 @@ def measure(config: Config, median_s: float, slots: int, train_factor: float, ru
 def steps(
     config: Config,
     inputs: Inputs,
-    group: RayWorkerGroup,
+    engines: Engines,
     pool: EpisodePool,
     run: RunDir,
     progress: Progress,
@@ -176,7 +181,7 @@ def steps(
         ages = check_staleness(episodes.rows, step - 1, config.rollout.max_staleness)
         time.sleep(train_s)
         rollouts.settle(step, episodes, episodes.rows["response_mask"].values().sum().int().item())
-        busy = sum(group.update(step))
+        busy = sum(ray.get([worker.update.remote(step) for worker in engines.workers.values()]))
         yield time.monotonic() - began, waited, busy - busy_before, ages["staleness/mean"], ages["staleness/max"]
         busy_before = busy
 

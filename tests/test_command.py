@@ -188,7 +188,7 @@ def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num
     command = start(*recipe, *args, "trainer.total_steps=60")
     command.wait_for(r"rl +2 ")
     command.find("sglang::scheduler").kill()
-    command.wait_for("rank [01] of group 'rollout' died and is started again")
+    command.wait_for("rollout_[01] died and is started again")
     assert command.end(timeout_s=240) == 0
     steps = read_steps(_run_dir(recipe) / name)
     assert sorted(steps) == list(range(1, 61))
@@ -216,8 +216,8 @@ async def episode(problem, session):
     ("victim", "culprit"),
     [
         ("ray::ActorWorker", "rank [01] of group 'actor'"),
-        ("ray::RolloutWorker", "rank 0 of group 'rollout'"),
-        ("sglang::scheduler", "sglang::scheduler below rank 0 of group 'rollout'"),
+        ("ray::RolloutWorker", "rank 0 of group 'rollout_0'"),
+        ("sglang::scheduler", "sglang::scheduler below rank 0 of group 'rollout_0'"),
     ],
 )
 def test_stopped_process_is_named_when_a_wait_expires(start, recipe, victim, culprit):
@@ -289,7 +289,7 @@ def test_port_in_use_stops_the_start_with_one_error(start, recipe):
         command.wait_for("starting Ray")
         command.find("sglang::scheduler", timeout_s=240)  # end() checks all processes found so far
         assert command.end() == 1
-    command.check_one_error(r"rank 0 of group 'rollout' .* died during 'start_engine'")
+    command.check_one_error(r"rank 0 of group 'rollout_0' .* died during 'start_engine'")
     assert re.search(rf"port: {port}.*EADDRINUSE", command.output)
 
 
@@ -301,7 +301,7 @@ def test_engine_killed_during_its_start_leaves_no_files(start, recipe):
     command.find("sglang::scheduler", timeout_s=240)
     actor.kill()
     assert command.end() == 1
-    command.check_one_error(r"rank 0 of group 'rollout' .* died during 'start_engine'")
+    command.check_one_error(r"rank 0 of group 'rollout_0' .* died during 'start_engine'")
 
 
 def test_next_start_removes_files_of_killed_command(start, recipe):

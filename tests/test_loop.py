@@ -145,7 +145,7 @@ def test_recorded_steps_are_replayed_bitwise_and_a_changed_record_is_found(
     def replayed(steps, has_generation=False):
         plan, generation = replay_plan(run.path, steps, [], has_generation=has_generation), None
         if has_generation:
-            generation = GenerationReplay(plan.config, run, plan.steps, cluster.engines, cluster.rollout, quiet)
+            generation = GenerationReplay(plan.config, run, plan.steps, cluster.engines, quiet)
         return repeat_steps(plan, groups, cluster.watch.waits, quiet, generation)
 
     assert list(replayed((5, 8))) == [5, 6, 7, 8]
@@ -181,7 +181,7 @@ def in_turns(cluster, monkeypatch):
 
 def test_run_in_turns_equals_one_side_by_side(eight_steps, train_in, warmed_up, in_turns, cluster):
     run, _ = train_in(warmed_up)
-    state = ray.get(cluster.rollout.workers[0].queue.remote())  # after the checkpoint
+    state = ray.get(cluster.engines.workers[0].queue.remote())  # after the checkpoint
     assert state == "0 unfinished requests; released: cuda_graph, kv_cache, weights"
     whole, again = _steps(eight_steps[0]), _steps(run)
     assert sorted(again) == sorted(whole)
@@ -304,13 +304,13 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
 def test_run_whose_engine_is_killed_equals_an_uninterrupted_run(eight_steps, train_in, warmed_up, make_config, cluster):
     """The first reward of the run kills the engine, while episodes of step 1 wait for their tokens."""
     rewards = make_config().reward.function.replace(":right_digits", ":with_engine_death")
-    victim = ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid
+    victim = ray.get(cluster.engines.workers[0].tidemill_describe.remote()).pid
     before = cluster.engines.num_restarts
     Path(rewards.partition(":")[0]).with_name("victim").write_text(str(victim))
     run, _ = train_in(warmed_up, f"reward.function={rewards}")
     whole, again = _steps(eight_steps[0]), _steps(run)
     assert cluster.engines.num_restarts == before + 1
-    assert ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid != victim
+    assert ray.get(cluster.engines.workers[0].tidemill_describe.remote()).pid != victim
     assert [row["weight_update/version"] for row in again.values()] == list(range(1, 9))
     for step, row in whole.items():
         for name, value in row.items():
@@ -321,13 +321,13 @@ def test_run_whose_engine_is_killed_equals_an_uninterrupted_run(eight_steps, tra
 
 @pytest.mark.slow
 def test_engine_that_dies_between_two_calls_has_the_weights_of_the_next_update(eight_steps, cluster):
-    os.kill(ray.get(cluster.rollout.workers[0].tidemill_describe.remote()).pid, signal.SIGKILL)
+    os.kill(ray.get(cluster.engines.workers[0].tidemill_describe.remote()).pid, signal.SIGKILL)
     cluster.engines.update_weights("after its death")
-    assert ray.get(cluster.rollout.workers[0].get_weight_version.remote()) == "after its death"
+    assert ray.get(cluster.engines.workers[0].get_weight_version.remote()) == "after its death"
 
 
 def test_adapter_calls_reach_the_engine(cluster):
-    engine = RayEngine(cluster.rollout.workers[0], "rank 0 of group 'rollout'", tp_size=1, timeout_s=60)
+    engine = RayEngine(cluster.engines.workers[0], "rollout_0", tp_size=1, timeout_s=60)
     assert engine.adapters() == []
     with pytest.raises(RuntimeError, match="LoRA is not enabled"):
         engine.unload_adapter("policy")

@@ -29,7 +29,7 @@ def test_first_batch_after_a_start_has_a_strict_limit_and_later_ones_four_times_
     gate.check(close, FRESH)
     gate.check(apart, FRESH)
     with pytest.raises(MismatchError, match=f"more than {limit:g} "):
-        gate.check(apart, FRESH, num_restarts=1)
+        gate.check(apart, FRESH, num_starts=1)
     with pytest.raises(MismatchError, match=f"more than {4 * limit:g} "):
         gate.check(_batch([-1.0, -1.0, 0.0], [-1.0 - 5 * limit] * 3), FRESH)
 

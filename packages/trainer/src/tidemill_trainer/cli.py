@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         from tidemill_trainer import run  # imports torch, which takes seconds; --help stays fast
+        from tidemill_trainer.engines_command import engines
 
+        if args.command == "engines":
+            return engines(args.run, args.action, args.argument)
         overrides = [
             *args.overrides,
             *(["algorithm.shuffle_rewards=true"] if getattr(args, "shuffle_rewards", False) else []),
@@ -61,6 +64,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [other for other in others if other.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command == "engines":
+        if others:
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
+        return args
     args.overrides += others
     if args.command == "demo":
         is_task = args.overrides and "=" not in args.overrides[0] and not args.overrides[0].endswith(".toml")
@@ -153,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         "--generation", action="store_true", help="also start engines, and compare the tokens that they sample again"
     )
     doctor = _add_doctor(commands)
+    _add_engines(commands)
     for command in (demo, train, sft, evaluate, plan, replay, doctor):
         command.add_argument(
             "overrides",
@@ -167,6 +175,20 @@ def _parser() -> argparse.ArgumentParser:
             help="negative control: shuffle the rewards within each batch, so that the model cannot learn",
         )
     return parser
+
+
+def _add_engines(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    engines = commands.add_parser(
+        "engines", help="show the engines of a running job, add some or remove some", allow_abbrev=False
+    )
+    engines.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    engines.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list")
+    engines.add_argument(
+        "argument",
+        nargs="?",
+        metavar="N | NAME",
+        help="number of engines to add, or to remove beginning with the newest (default: 1); or name of one to remove",
+    )
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:

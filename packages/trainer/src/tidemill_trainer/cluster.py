@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,13 +12,12 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.doctor.machine import check_cluster, enforce
-from tidemill_trainer.doctor.room import check_room, demands
+from tidemill_trainer.doctor.room import check_room, demands, engine_demand
 from tidemill_trainer.gpu_defaults import in_one_line
 from tidemill_trainer.gpus import (
     Gpu,
     check_gpus,
     engine_gpus,
-    gpus_per_engine,
     on_gpu,
     placed,
     shares_gpus,
@@ -36,10 +36,12 @@ from tidemill_trainer.ray_session import (
 )
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
+from tidemill_trainer.rollout.engine_control import receive
 from tidemill_trainer.rollout.engine_files import EngineFiles
+from tidemill_trainer.rollout.engine_requests import EngineRequests
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
-from tidemill_trainer.rollout.worker import RolloutWorker, num_episodes_per_engine
+from tidemill_trainer.rollout.worker import RolloutWorker, engine_name, num_episodes_per_engine
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
 from tidemill_trainer.stalls.watch import Watch
@@ -58,15 +60,13 @@ class Cluster:
     Attributes:
         actor: the group of `ActorWorker`s, one per training process.
         roles: the groups of `RoleWorker`s of the roles with processes of their own.
-        rollout: the group of `RolloutWorker`s, one per engine.
-        engines: the engines in these processes.
+        engines: the engines, each a group of one `RolloutWorker`.
         episodes: the processes that run episodes.
         watch: the watch over the waits of the driver; the caller enters it.
     """
 
     actor: RayWorkerGroup
     roles: dict[Role, RayWorkerGroup]
-    rollout: RayWorkerGroup
     engines: Engines
     episodes: EpisodePool
 
@@ -75,8 +75,10 @@ class Cluster:
         self._has_training = has_training
         self._run = run
         self._progress = progress
-        self.watch = Watch(Waits(waits_of(config)), run.logs, progress, self._queues)
+        self._requests = EngineRequests(run.engine_requests)
+        self.watch = Watch(Waits(waits_of(config)), run.logs, progress, self._queues, self._receive_requests)
         self._groups: list[RayWorkerGroup] = []
+        self._started: Engines | None = None
         self._files: EngineFiles | None = None
         self._pool: EpisodePool | None = None
         self._owns_ray = False
@@ -99,13 +101,16 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            check_trainers(error, [group for group in self._groups if group is not self.rollout])
+            check_trainers(error, self._groups)
         finally:
             self.close()
 
     def close(self) -> None:
         """Stop all processes of the run. A second call does nothing."""
         groups, self._groups = self._groups, []
+        if self._started is not None:
+            groups += [engine.group for engine in self._started.all()]
+        self._started = None
         files, self._files = self._files, None
         pool, self._pool = self._pool, None
         owns_ray, self._owns_ray = self._owns_ray, False
@@ -118,6 +123,7 @@ class Cluster:
                     stack.callback(remove_on_other_nodes, files, self._run.logs)
             for group in groups:
                 stack.callback(group.shutdown)
+            stack.callback(self._requests.close)
             if pool is not None:
                 stack.callback(pool.shutdown)
 
@@ -138,30 +144,39 @@ class Cluster:
             env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         if self._has_training:  # first: engines fill what the training workers leave free
             self._start_training(on_gpu(config.engine.device, num_gpus), no_leftovers)
-        self.rollout = RayWorkerGroup(
-            RayResourcePool(
-                process_on_nodes=[1] * config.rollout.num_engines,  # on any nodes
-                num_gpus_per_worker=gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0,
-            ),
+        self._demand = engine_demand(config, num_gpus, "engines to add", 1)
+        self.engines = self._started = Engines(partial(self._start_engine, env_vars), config, self._progress)
+        self.engines.start_processes()
+        self._requests.open()
+        self.episodes = self._pool = EpisodePool(
+            config.episode.num_workers, self.engines, logs, self._progress, self.watch
+        )
+
+    def _start_engine(self, env_vars: dict[str, str], number: int) -> RayWorkerGroup:
+        """Start the process of an engine on any node."""
+        config, needed = self._config, self._demand.resources
+        assert self._files is not None
+        return RayWorkerGroup(
+            RayResourcePool([1], num_cpus_per_worker=needed["CPU"], num_gpus_per_worker=needed["GPU"]),
             RayClassWithInitArgs(
                 RolloutWorker,
                 config.rollout,
                 config.model,
+                number,
                 self._files,
-                logs,
+                str(self._run.logs.resolve()),
                 num_episodes=num_episodes_per_engine(config),
                 return_routed_experts=config.actor.router_replay.mode == "R3",
             ),
-            name_prefix="rollout",
+            name_prefix=engine_name(number),
             env_vars=env_vars,
             timeout_s=config.rollout.timeout_s,
             blocking=False,
         )
-        self._groups.append(self.rollout)
-        self.engines = Engines(self.rollout, config, self._progress)
-        self.episodes = self._pool = EpisodePool(
-            config.episode.num_workers, self.engines, logs, self._progress, self.watch
-        )
+
+    def _receive_requests(self) -> None:
+        if self._started is not None:
+            receive(self._requests, self._started, self._demand)
 
     def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
         config, logs = self._config, str(self._run.logs.resolve())
@@ -195,7 +210,8 @@ class Cluster:
             if serving is None:
                 self.actor.free_unused_memory()
                 serving = self.engines.start(gpus)
-            serving.get()
+            for engine in serving:
+                engine.get()
         if not self._has_training:
             return
         with self.watch.waits("connect"):
@@ -214,6 +230,6 @@ class Cluster:
 
     def _queues(self) -> dict[str, Any]:
         """Return references to the descriptions of the queues of engines and episode workers, by owner."""
-        engines = {role(f"rollout_{rank}"): worker for rank, worker in enumerate(self.rollout.workers)}
+        engines = {role(engine.name): engine.worker for engine in self.engines.all()}
         episodes = {role(f"episodes_{number}"): worker for number, worker in enumerate(self.episodes.workers)}
         return {owner: worker.queue.remote() for owner, worker in (engines | episodes).items()}

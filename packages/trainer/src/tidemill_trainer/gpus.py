@@ -9,6 +9,7 @@ from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.placement import against_turns
 from tidemill_trainer.run_config import RunConfig
 
+_CPUS_OF_OWN_CLUSTER = 1 / 64
 _ROUNDING = 1e-6  # of sums of fractions
 
 
@@ -38,6 +39,15 @@ def gpus_per_engine(config: Config) -> float:
     if config.placement.engines == "turns":
         return 0.0
     return float(rollout.tensor_parallel_size) if rollout.num_gpus_per_engine is None else rollout.num_gpus_per_engine
+
+
+def cpus_per_engine(config: Config) -> float:
+    """Return the number of CPUs that an engine reserves.
+
+    A cluster of the run's own has one CPU per process, because Ray starts as many in advance. With a part of it, each
+    engine leaves room for those that are added later.
+    """
+    return _CPUS_OF_OWN_CLUSTER if config.trainer.ray_address is None else 1.0
 
 
 def shares_gpus(config: Config) -> bool:

@@ -26,15 +26,15 @@ class MismatchGate:
 
     def __init__(self, limit: float | None, dtypes: tuple[str, ...]) -> None:
         self._limit = max(_LIMITS.get(dtype, 0.05) for dtype in dtypes) if limit is None else limit
-        self._num_restarts: int | None = None
+        self._num_starts: int | None = None
 
-    def check(self, batch: DataProto, staleness: torch.Tensor, num_restarts: int = 0) -> dict[str, float]:
+    def check(self, batch: DataProto, staleness: torch.Tensor, num_starts: int = 0) -> dict[str, float]:
         """Check a batch with `rollout_log_probs`, `old_log_probs` and `response_mask`.
 
         Args:
             batch: batch of a step.
             staleness: number of updates since each token with mask 1 was sampled, int64 [T].
-            num_restarts: engines that were started again since the start of the run.
+            num_starts: engines that were added or started again since the start of the run.
 
         Returns:
             `rollout/log_prob_abs_diff/mean` and `/max` of all tokens.
@@ -55,8 +55,8 @@ class MismatchGate:
         mean, largest = (difference.mean().item(), difference.max().item()) if len(difference) else (0.0, 0.0)
         fresh = difference[staleness == 0]
         if len(fresh):
-            self._check_fresh(fresh, _LATER * self._limit if num_restarts == self._num_restarts else self._limit)
-            self._num_restarts = num_restarts
+            self._check_fresh(fresh, _LATER * self._limit if num_starts == self._num_starts else self._limit)
+            self._num_starts = num_starts
         return {"rollout/log_prob_abs_diff/mean": mean, "rollout/log_prob_abs_diff/max": largest}
 
     @staticmethod

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 from ray import cloudpickle
+from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -129,15 +130,31 @@ def check_trainers(error: BaseException | None, groups: Sequence[RayWorkerGroup]
             group.check_alive()
 
 
-def node_resources() -> dict[str, dict[str, float]]:
-    """Return the CPUs and GPUs of each node of the cluster, by its host name and address."""
+def node_resources(*, are_free: bool = False) -> dict[str, dict[str, float]]:
+    """Return the CPUs and GPUs of each node of the cluster, by its host name and address.
+
+    Args:
+        are_free: only those that no process has reserved.
+    """
+    free = available_resources_per_node() if are_free else {}
     return {
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": {
-            kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")
+            kind: (free.get(node["NodeID"], {}) if are_free else node["Resources"]).get(kind, 0.0)
+            for kind in ("CPU", "GPU")
         }
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def read_node_resources(address: str) -> dict[str, dict[str, float]]:
+    """Return `node_resources` of the cluster at an address, without staying connected."""
+    is_ours = start_ray(address, 0)
+    try:
+        return node_resources()
+    finally:
+        if is_ours:
+            ray.shutdown()
 
 
 def remove_on_other_nodes(files: EngineFiles, logs: Path) -> None:

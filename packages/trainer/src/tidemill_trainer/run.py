@@ -31,6 +31,7 @@ from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir, open_run
 from tidemill_trainer.sft.config import SFTConfig
 from tidemill_trainer.sft.inputs import SFTInputs, load_sft_inputs
+from tidemill_trainer.stalls.process import is_engine, log_name
 from tidemill_trainer.stalls.report import StallError
 
 _INPUT_ERRORS = (ConfigError, DataError, CheckpointError)
@@ -206,7 +207,7 @@ def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resum
                     do(run)
                 break
             except WorkerDiedError as error:
-                if run is None or error.group == "rollout" or num_restarts >= config.trainer.max_restarts:
+                if run is None or is_engine(error.group) or num_restarts >= config.trainer.max_restarts:
                     raise
                 num_restarts += 1
                 config = replace(config, trainer=replace(config.trainer, name=run.path.name))
@@ -324,7 +325,7 @@ def _details(error: Exception, run: RunDir, work: _Work, progress: Progress) -> 
         progress.warn(f"cannot write {file}: {problem}")
         return ""
     last = ""
-    if isinstance(error, WorkerDiedError) and (lines := tail(run.logs / f"{error.group}_{error.rank}.log", 8)):
+    if isinstance(error, WorkerDiedError) and (lines := tail(run.logs / f"{log_name(error.group, error.rank)}.log", 8)):
         last = f"\nLast lines of its log:\n{lines}"
     return f"{last}\nThe traceback is in {file}, next to the logs of the workers.\n{work.after_stop(run)}"
 

@@ -45,6 +45,7 @@ class RunDir:
         self.report = path / "report.html"
         self.about = path / "assets" / "about.txt"  # description of the demo's problems
         self.lock = path / "lock"
+        self.engine_requests = path / "engine_requests"
         self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -114,6 +115,16 @@ class RunDir:
             partial.unlink(missing_ok=True)
             _append(partial, (row for row in _read(file) if row["step"] <= step))
             partial.replace(file)
+
+
+def is_locked(lock: Path) -> bool:
+    """Return whether a process holds the lock of a run, which means that the run is alive."""
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

@@ -95,8 +95,8 @@ class Trainer:
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
                     self._engines.release()
-                restarts = self._engines.num_restarts
-                trained = self._training.run(step, episodes, timing, num_engine_restarts=restarts)
+                starts = self._engines.num_restarts + self._engines.num_added
+                trained = self._training.run(step, episodes, timing, num_engine_restarts=starts)
                 if config.save_batches:
                     with timing("save_batch"):
                         hashes = self._learner.hash_weights()

@@ -18,5 +18,5 @@ def test_worker_and_client_implement_the_protocols_of_the_updater():
         for name, signature in methods.items():
             for cls in (RayEngine, RolloutWorker):
                 assert inspect.signature(getattr(cls, name)).parameters.keys() == signature.parameters.keys(), name
-    engine = RayEngine(None, "rank 0 of group 'rollout'", tp_size=1, timeout_s=1.0)
+    engine = RayEngine(None, "rollout_0", tp_size=1, timeout_s=1.0)
     assert isinstance(engine, AdapterClient)

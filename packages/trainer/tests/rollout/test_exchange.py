@@ -166,3 +166,26 @@ def test_restarted_engine_receives_the_requests_that_come_after_its_restart():
         assert (await waiting, cancelled) == (generation, [])
 
     asyncio.run(run())
+
+
+def test_closed_mailbox_opens_once_and_is_drained_when_all_requests_are_answered():
+    async def run():
+        mailbox = Mailbox("engine 3", is_open=False)
+        with pytest.raises(EngineError, match="engine 3 has not started"):
+            await mailbox.generate([5], SamplingParams(), session_id="s")
+        assert mailbox.reopen()
+        await mailbox.drained()
+        tasks = [asyncio.create_task(mailbox.generate([5], SamplingParams(), session_id="s")) for _ in range(3)]
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(mailbox.drained())
+        requests, _ = await mailbox.take()
+        generation = Generation(token_ids=[6], log_probs=[-1.0], finish_reason="stop", versions=[("3", 1)])
+        mailbox.give([(requests[0].id, generation)])
+        tasks[1].cancel()
+        await asyncio.wait(tasks[:2])
+        assert not draining.done()
+        mailbox.give([(requests[2].id, generation)])
+        await draining
+        assert await tasks[2] == generation
+
+    asyncio.run(run())

@@ -12,7 +12,7 @@ def test_stopped_and_busy_processes_are_told_apart(endless):
     assert stopped.is_stopped
     assert stopped.cpu_share == 0
     assert not busy.is_stopped
-    assert busy.title == "rank 0 of group 'rollout'"
+    assert busy.title == "rank 0 of group 'rollout_0'"
     assert busy.cpu_share > 0
     assert busy.state.startswith("busy with ")
     assert busy.rss_bytes > 0

@@ -1,6 +1,5 @@
 """What dead runs left on this machine: processes, and the files of their engines."""
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from tidemill_trainer.rollout.engine_files import leftovers, remove_leftovers
+from tidemill_trainer.run_dir import is_locked
 from tidemill_trainer.stalls.process import registered
 
 _EXIT_S = 5.0
@@ -49,20 +49,11 @@ def dead_processes(run_dir: Path) -> Iterator[tuple[psutil.Process, Path]]:
     for lock in sorted(run_dir.glob("*/lock")):
         run = lock.parent
         recorded = [process for each in registered(run / "logs") if (process := each.process()) is not None]
-        if not recorded or _is_locked(lock) or not lock.read_text().endswith(f" on {socket.gethostname()}"):
+        if not recorded or is_locked(lock) or not lock.read_text().endswith(f" on {socket.gethostname()}"):
             continue
         for process in {member for each in recorded for member in (each, *_descendants(each))}:
             if _owner(process) == os.getuid():
                 yield process, run
-
-
-def _is_locked(lock: Path) -> bool:
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

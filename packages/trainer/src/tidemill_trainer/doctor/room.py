@@ -7,7 +7,7 @@ from typing import Self
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.doctor.finding import Finding
-from tidemill_trainer.gpus import gpus_per_engine, on_gpu
+from tidemill_trainer.gpus import cpus_per_engine, gpus_per_engine, on_gpu
 from tidemill_trainer.roles import own_workers
 from tidemill_trainer.run_config import RunConfig
 
@@ -34,9 +34,11 @@ class Demand:
     resources: Resources
 
     @classmethod
-    def of(cls, key: str, num_processes: int, num_gpus: float, *, num_nodes: int | None = None) -> Self:
-        """Return the demand of processes with one CPU and `num_gpus` each."""
-        resources = {"CPU": 1.0, "GPU": num_gpus}
+    def of(
+        cls, key: str, num_processes: int, num_gpus: float, *, num_nodes: int | None = None, num_cpus: float = 1.0
+    ) -> Self:
+        """Return the demand of processes with `num_cpus` and `num_gpus` each."""
+        resources = {"CPU": num_cpus, "GPU": num_gpus}
         return cls(key=key, num_processes=num_processes, num_nodes=num_nodes, resources=resources)
 
 
@@ -59,10 +61,15 @@ def demands(config: RunConfig, num_gpus: float, *, has_training: bool = True, ha
             spread = math.gcd(nnodes, number)  # a role may have fewer processes
             found.append(Demand.of(f"{role}.num_workers", number, 1.0 if has_gpu else 0.0, num_nodes=spread))
     if isinstance(config, Config) and has_engines:
-        gpus = gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0.0
-        found.append(Demand.of("rollout.num_engines", config.rollout.num_engines, gpus))
+        found.append(engine_demand(config, num_gpus, "rollout.num_engines", config.rollout.num_engines))
         found.append(Demand.of("episode.num_workers", config.episode.num_workers, 0.0))
     return found
+
+
+def engine_demand(config: Config, num_gpus: float, key: str, num_engines: int) -> Demand:
+    """Return the demand of engines, each on any node of a cluster with `num_gpus` GPUs."""
+    gpus = gpus_per_engine(config) if on_gpu(config.rollout.device, num_gpus) else 0.0
+    return Demand.of(key, num_engines, gpus, num_cpus=cpus_per_engine(config))
 
 
 def check_room(nodes: Mapping[str, Resources], demands: Sequence[Demand]) -> list[Finding]:

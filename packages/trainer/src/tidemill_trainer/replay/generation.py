@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import ray
 import torch
-from tidemill_dispatch.ray import RayWorkerGroup
 from tidemill_rollout import Generation
 from tidemill_rollout.session import request_seed
 
@@ -106,7 +105,6 @@ class GenerationReplay:
         run: folder of the run.
         steps: numbers of the steps that are repeated.
         engines: engines, connected with the training workers.
-        group: their workers.
         progress: terminal output.
     """
 
@@ -116,14 +114,12 @@ class GenerationReplay:
         run: RunDir,
         steps: range,
         engines: Engines,
-        group: RayWorkerGroup,
         progress: Progress,
     ) -> None:
         self._config = config
         self._record = BatchRecord(run.batches)
         self._steps = steps
         self._engines = engines
-        self._group = group
         self._progress = progress
 
     def run(self, version: int) -> None:
@@ -156,7 +152,7 @@ class GenerationReplay:
             (segment.prefix, replace(sampling, max_tokens=len(segment.token_ids), seed=segment.seed))
             for segment in segments
         ]
-        workers = self._group.workers
+        workers = list(self._engines.workers.values())
         calls = [worker.generate.remote(requests[rank :: len(workers)]) for rank, worker in enumerate(workers)]
         results = [iter(part) for part in ray.get(calls)]
         return [next(results[number % len(workers)]) for number in range(len(segments))]

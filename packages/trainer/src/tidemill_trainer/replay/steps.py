@@ -35,7 +35,7 @@ def repeat(plan: ReplayPlan, folder: RunDir, progress: Progress, *, has_generati
     if has_generation:
         with Cluster(plan.config, folder, progress) as cluster, cluster.watch():
             cluster.wait_ready()
-            generation = GenerationReplay(plan.config, plan.run, plan.steps, cluster.engines, cluster.rollout, progress)
+            generation = GenerationReplay(plan.config, plan.run, plan.steps, cluster.engines, progress)
             groups = RoleGroups(plan.config, cluster.actor, cluster.roles)
             list(repeat_steps(plan, groups, cluster.watch.waits, progress, generation))
     else:

@@ -1,6 +1,9 @@
-"""The engines of a run, of which each one that dies is replaced."""
+"""The engines of a run, of which each one that dies is replaced. Engines can be added and removed while it runs."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -12,54 +15,78 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.client import RayEngine
+from tidemill_trainer.rollout.engine import Engine
+from tidemill_trainer.rollout.engine_requests import EngineRequest, EngineRequestError
 
 T = TypeVar("T")
+_CHECK_S = 5.0
 
 
 class Engines:
     """Start the engines, keep their weights equal to those of the policy, and replace engines that die.
 
     Requests to an engine that died are sent to others; where there is none, they wait. A restarted engine receives
-    requests after its weights have been updated and verified. The driver notices deaths in `poll` and in the calls of
-    all engines.
+    requests after its weights have been updated and verified, and so does one that is added. An engine that is removed
+    first answers the requests that it has. The driver notices deaths in `poll` and in the calls of all engines.
 
     In turns with the training workers (`placement.engines`), the engines have their weights from `update_weights` to
     `release`, and their KV pool from `resume` to `release`. Requests wait in between. On a CPU nothing is freed.
 
     Args:
-        group: the group of `RolloutWorker`s.
+        start_process: starts the process of an engine, a group of one `RolloutWorker`, by its number. Raises
+            RuntimeError if its resources are not free.
         config: configuration of the run, `placed`.
         progress: terminal output.
 
     Attributes:
         in_turns: whether they use the GPUs of the training workers in turns.
         num_restarts: engines that were started again since the start of the run.
+        num_added: engines that were added since the start of the run, and have served.
+        version: weight version of all engines that serve; None before the first update.
     """
 
-    def __init__(self, group: RayWorkerGroup, config: Config, progress: Progress) -> None:
-        self._group = group
+    def __init__(self, start_process: Callable[[int], RayWorkerGroup], config: Config, progress: Progress) -> None:
+        self._start_process = start_process
         self._config = config
         self._progress = progress
+        self._engines: dict[int, Engine] = {}
+        self._next_number = config.rollout.num_engines
+        self._accepted: deque[EngineRequest] = deque()
         self._policy: RayWorkerGroup | None = None
-        self._version: int | str | None = None
+        self._connected: list[int] = []
         self._episode_workers: list[Any] = []
-        self._starting: dict[int, ray.ObjectRef] = {}
         self._gpus: Sequence[Gpu | None] = ()
         self.in_turns = config.placement.engines == "turns"
         self._has_weights = self._serves = True
-        self.num_restarts = 0
+        self.version: int | str | None = None
+        self.num_restarts = self.num_added = 0
 
-    def __len__(self) -> int:
-        return self._group.world_size
+    def start_processes(self) -> None:
+        """Start the processes of `rollout.num_engines` engines."""
+        for number in range(self._next_number):
+            self._engines[number] = Engine(number=number, group=self._start_process(number))
 
-    def start(self, gpus: Sequence[Gpu | None] = ()) -> CallFuture:
-        """Start SGLang in all processes; the future waits until they serve.
+    def all(self) -> list[Engine]:
+        """Return all engines. Another thread may call it."""
+        return list(self._engines.values())
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the engines to which episode workers send requests."""
+        return [engine.number for engine in self.all() if not engine.is_new and engine.drains is None]
+
+    @property
+    def workers(self) -> Mapping[int, Any]:
+        """Handles of the actors, by number."""
+        return {engine.number: engine.worker for engine in self.all()}
+
+    def start(self, gpus: Sequence[Gpu | None] = ()) -> list[CallFuture]:
+        """Start SGLang in all processes; the futures wait until they serve.
 
         Args:
             gpus: in turns, the GPUs of the training workers by rank.
         """
         self._gpus = gpus
-        return self._group.start_engine(gpus)
+        return [engine.group.start_engine(gpus) for engine in self.all()]
 
     def connect(self, policy: RayWorkerGroup) -> None:
         """Connect with the training workers that have the weights.
@@ -68,19 +95,21 @@ class Engines:
             policy: the group of `ActorWorker`s.
         """
         self._policy = policy
+        engines = self._serving()
+        self._connected = [engine.number for engine in engines]
         hosts = policy.hosts()
-        is_one_node = len({host.node_id for host in [*hosts, *self._group.hosts()]}) == 1
+        nodes = {host.node_id for host in [*hosts, *(engine.group.hosts()[0] for engine in engines)]}
         policy.connect_engines(
             [
                 RayEngine(
-                    worker,
-                    self._name(rank),
+                    engine.worker,
+                    engine.name,
                     tp_size=self._config.rollout.tensor_parallel_size,
                     timeout_s=self._config.weight_update.timeout_s,
                 )
-                for rank, worker in enumerate(self._group.workers)
+                for engine in engines
             ],
-            None if is_one_node else hosts[0].node_ip,
+            None if len(nodes) == 1 else hosts[0].node_ip,
         )
 
     def serve(self, episode_workers: Sequence[Any]) -> None:
@@ -91,8 +120,7 @@ class Engines:
         """
         self._restart_dead()
         self._episode_workers += episode_workers
-        serving = [rank for rank in range(len(self)) if rank not in self._starting]
-        ray.get([self._group.workers[rank].connect_episode_workers.remote(episode_workers) for rank in serving])
+        ray.get([engine.worker.connect_episode_workers.remote(episode_workers) for engine in self._serving()])
 
     def update_weights(self, version: int | str) -> dict[str, float]:
         """Send the weights of the policy to all engines, including those that are being restarted.
@@ -104,7 +132,7 @@ class Engines:
             version: weight version that the engines report afterwards.
 
         Returns:
-            `weight_update/*` metrics and `rollout/num_engine_restarts`.
+            `weight_update/*` metrics, `rollout/num_engines` and `rollout/num_engine_restarts`.
 
         Raises:
             WorkerError: an engine was not updated, although it is alive.
@@ -112,27 +140,31 @@ class Engines:
         """
         policy = self._policy
         assert policy is not None, "call connect() first"
+        self.version = version  # of the policy: an engine that is admitted meanwhile gets these weights
         if self.in_turns:
             policy.free_unused_memory()
 
         def update() -> dict[str, float]:
             if self.in_turns:
-                self._group.resume_weights()
+                _wait(engine.group.resume_weights() for engine in self._serving())
             elif self._config.rollout.partial_rollout:
-                self._group.interrupt()
+                _wait(engine.group.interrupt() for engine in self._serving())
             metrics = policy.update_weights(version)[0]
             if self._config.rollout.partial_rollout and not self.in_turns:
-                self._group.proceed()
+                _wait(engine.group.proceed() for engine in self._serving())
             return metrics
 
         metrics = self._on_all(update)
-        self._version, self._has_weights = version, True
-        return metrics | {"rollout/num_engine_restarts": float(self.num_restarts)}
+        self._has_weights = True
+        return metrics | {
+            "rollout/num_engines": float(len(self.numbers())),
+            "rollout/num_engine_restarts": float(self.num_restarts),
+        }
 
     def release(self) -> None:
         """In turns, interrupt all requests and free the memory of the engines for the training workers."""
         if self.in_turns:
-            self._on_all(self._group.release)
+            self._on_all(lambda: _wait(engine.group.release() for engine in self._serving()))
             self._has_weights = self._serves = False
 
     def resume(self) -> None:
@@ -140,11 +172,11 @@ class Engines:
         if self._serves:
             return
         if not self._has_weights:
-            assert self._version is not None, "call update_weights() first"
-            self.update_weights(self._version)
+            assert self.version is not None, "call update_weights() first"
+            self.update_weights(self.version)
         assert self._policy is not None
         self._policy.free_unused_memory()
-        self._on_all(self._group.resume_serving)
+        self._on_all(lambda: _wait(engine.group.resume_serving() for engine in self._serving()))
         self._serves = True
 
     def _on_all(self, call: Callable[[], T]) -> T:
@@ -158,53 +190,204 @@ class Engines:
                     raise
 
     def poll(self) -> None:
-        """Restart engines that have died, and let those serve that have been restarted.
+        """Restart engines that have died, let those serve that have started, and add and remove engines.
 
         Raises:
             WorkerDiedError: more engines died than `rollout.max_restarts`, or one died again while it started.
         """
+        while self._accepted:
+            self._begin(self._accepted.popleft())
         self._restart_dead()
-        for rank, started in list(self._starting.items()):
-            if ray.wait([started], timeout=0)[0]:
-                self._reopen(rank)
+        for engine in self.all():
+            if engine.started is not None and ray.wait([engine.started], timeout=0)[0]:
+                self._admit(engine)
+            elif engine.drains is not None and _are_done(engine.drains):
+                self._remove(engine)
+
+    def accept(self, request: EngineRequest) -> None:
+        """Fulfil a request in the next `poll`. Another thread may call it.
+
+        Raises:
+            EngineRequestError: the request is refused.
+        """
+        self._chosen(request)
+        self._accepted.append(request)
+
+    def _chosen(self, request: EngineRequest) -> list[Engine]:
+        """Return the engines that a request removes; nothing if it adds some.
+
+        Raises:
+            EngineRequestError: the request is refused.
+        """
+        if self.in_turns:
+            raise EngineRequestError(
+                'engines cannot be added or removed with placement.engines="turns", because they use the GPUs of the '
+                "training workers; their number is rollout.num_engines when the run starts or resumes"
+            )
+        if request.action == "add":
+            return []
+        remaining = [engine for engine in self.all() if engine.drains is None]
+        if request.name is None:
+            found = remaining[-request.count :]
+        else:
+            found = [engine for engine in remaining if engine.name == request.name]
+        names = ", ".join(engine.name for engine in remaining)
+        if not found:
+            raise EngineRequestError(f"the run has no engine {request.name!r} to remove; its engines are {names}")
+        if not any(engine not in found and not engine.is_new for engine in remaining):
+            raise EngineRequestError(
+                f"cannot remove {len(found)} of the engines {names}: the run requires one that serves; add one first"
+            )
+        return found
+
+    def _begin(self, request: EngineRequest) -> None:
+        """Start to fulfil a request."""
+        try:
+            chosen = self._chosen(request)
+            if request.action == "add":
+                self._add(request)
+        except EngineRequestError as error:
+            request.answer(str(error), status=1)
+            return
+        request.pending.update(engine.name for engine in chosen)
+        for engine in chosen:
+            if engine.started is None:
+                engine.request = request
+                engine.drains = [worker.drain.remote(engine.number) for worker in self._episode_workers]
+                request.answer(f"{engine.name} receives no further requests and finishes those that it has")
+            else:
+                self._discard(engine, "it was removed before it served")
+                request.settle(engine.name, f"{engine.name} was removed")
+
+    def _add(self, request: EngineRequest) -> None:
+        numbers = range(self._next_number, self._next_number + request.count)
+        added: list[Engine] = []
+        try:
+            for number in numbers:
+                added.append(Engine(number=number, group=self._start_process(number), is_new=True, request=request))
+        except RuntimeError as error:
+            for engine in added:
+                engine.group.shutdown()
+            raise EngineRequestError(str(error)) from error
+        self._next_number = numbers.stop
+        request.pending.update(engine.name for engine in added)
+        for engine in added:
+            engine.started = engine.worker.start_engine.remote(())
+            self._engines[engine.number] = engine
+            request.answer(f"{engine.name} starts")
+
+    def _discard(self, engine: Engine, reason: str) -> None:
+        """Remove an engine that does not serve."""
+        del self._engines[engine.number]
+        engine.group.shutdown()
+        if self._policy is not None and engine.number in self._connected:
+            self.connect(self._policy)
+        for worker in self._episode_workers:
+            worker.close.remote(engine.number)
+        self._progress.warn(f"the run continues without {engine.name}: {reason}")
+        if engine.is_new and engine.request is not None:
+            engine.request.settle(engine.name, f"{engine.name}: {reason}", failed=True)
+
+    def _remove(self, engine: Engine) -> None:
+        """Remove an engine that has answered its requests, or has died; others repeat the rest of them."""
+        del self._engines[engine.number]
+        if self._policy is not None:
+            self.connect(self._policy)
+        engine.group.shutdown()
+        for worker in self._episode_workers:
+            worker.close.remote(engine.number)
+        self._progress.info(f"{engine.name} was removed; engines: {len(self.numbers())}")
+        assert engine.request is not None
+        engine.request.settle(engine.name, f"{engine.name} was removed")
 
     def _restart_dead(self) -> bool:
         """Start engines again that have died; return whether there are any."""
-        dead = self._group.dead_ranks()
-        for rank in dead:
-            reason = f"{self._name(rank)} died"
-            if rank in self._starting or self.num_restarts >= self._config.rollout.max_restarts:
-                self._group.check_alive()  # raises
+        dead = [engine for engine in self._serving() if engine.group.dead_ranks()]
+        for engine in dead:
+            if engine.drains is not None:
+                self._remove(engine)
+                continue
+            if self.num_restarts >= self._config.rollout.max_restarts:
+                engine.group.check_alive()  # raises
             self.num_restarts += 1
+            reason = f"{engine.name} died"
             self._progress.warn(f"{reason} and is started again; its requests are repeated. See its log")
             for worker in self._episode_workers:
-                worker.fail.remote(rank, reason)
-            self._group.restart([rank])
-            self._starting[rank] = self._group.workers[rank].start_engine.remote(self._gpus)
+                worker.fail.remote(engine.number, reason)
+            engine.group.restart([0])
+            engine.started = engine.worker.start_engine.remote(self._gpus)
         return bool(dead)
 
     def _wait_for_restarts(self) -> None:
-        self._restart_dead()
-        for rank in list(self._starting):
-            self._reopen(rank)
+        """Wait until all engines serve, except those that are being added.
 
-    def _reopen(self, rank: int) -> None:
-        """Wait until an engine serves, give it the weights of the last update, and send it requests again."""
+        Raises:
+            TimeoutError: one did not start within `rollout.timeout_s`.
+            WorkerDiedError: as `poll`, or a training worker has died, perhaps with the node that the engine needs.
+        """
+        deadline = time.monotonic() + self._config.rollout.timeout_s
+        self.poll()
+        while starting := [engine for engine in self.all() if engine.started is not None and not engine.is_new]:
+            ray.wait([engine.started for engine in starting], timeout=_CHECK_S)
+            if self._policy is not None:
+                self._policy.check_alive()
+            self.poll()
+            if time.monotonic() > deadline:
+                names = ", ".join(engine.name for engine in starting)
+                raise TimeoutError(
+                    f"{names} did not start again within rollout.timeout_s = {self._config.rollout.timeout_s:g} s; the "
+                    "cluster may have no room for them"
+                )
+
+    def _admit(self, engine: Engine) -> None:
+        """Give an engine that has started the weights of the last update, and send it requests."""
         try:
-            ray.get(self._starting[rank], timeout=self._config.rollout.timeout_s)
-        except RayTaskError as error:
-            raise RuntimeError(f"{self._name(rank)} could not be started again: {error.cause}; see its log") from error
-        except RayActorError:
-            self._group.check_alive()  # raises
+            self._update_started(engine)
+        except (RayTaskError, RayActorError, WorkerError) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if engine.is_new:
+                self._discard(engine, f"could not be started: {str(cause).splitlines()[0]}; see its log")
+                return
+            if isinstance(error, RayTaskError):
+                raise RuntimeError(f"{engine.name} could not be started again: {cause}; see its log") from error
+            engine.group.check_alive()  # raises, if it has died
             raise
-        del self._starting[rank]
+        for worker in self._episode_workers:
+            worker.open.remote(engine.number)
+        if engine.is_new:
+            request, engine.request, engine.is_new = engine.request, None, False
+            assert request is not None
+            self.num_added += 1
+            version = "" if self.version is None else f" with weight version {self.version}"
+            self._progress.info(f"{engine.name} was added; engines: {len(self.numbers())}")
+            request.settle(engine.name, f"{engine.name} serves{version}")
+
+    def _update_started(self, engine: Engine) -> None:
+        assert engine.started is not None
+        ray.get(engine.started)  # raises, if it has failed
+        engine.group.wait_ready()
+        engine.started = None
         if self._policy is not None:
             self.connect(self._policy)
-            if self._version is not None:
-                self._policy.update_weights(self._version, [rank])
-        ray.get(self._group.workers[rank].connect_episode_workers.remote(self._episode_workers))
-        for worker in self._episode_workers:
-            worker.reopen.remote(rank)
+            if self.version is not None:
+                self._policy.update_weights(self.version, [self._connected.index(engine.number)])
+        ray.get(engine.worker.connect_episode_workers.remote(self._episode_workers))
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} of group {self._group.name!r}"
+    def _serving(self) -> list[Engine]:
+        """Return the engines that have started, including those that finish their requests."""
+        return [engine for engine in self.all() if engine.started is None]
+
+
+def _wait(calls: Iterable[CallFuture]) -> None:
+    """Wait for calls that run at the same time."""
+    for call in list(calls):
+        call.get()
+
+
+def _are_done(refs: Sequence[ray.ObjectRef]) -> bool:
+    """Return whether calls of episode workers have returned, except those of workers that have died."""
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0) if refs else ([], [])
+    for ref in done:
+        with suppress(RayActorError):
+            ray.get(ref)
+    return len(done) == len(refs)

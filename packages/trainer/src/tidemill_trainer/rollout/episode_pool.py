@@ -191,7 +191,7 @@ class EpisodePool:
     def _start(self, number: int) -> Any:
         options = {"num_cpus": 1, "max_concurrency": 10_000, "scheduling_strategy": "SPREAD"}
         worker = ray.remote(EpisodeWorker).options(**options)
-        return worker.remote(number, len(self._engines), self._log_dir)
+        return worker.remote(number, self._engines.numbers(), self._log_dir)
 
     def _load(self, workers: Sequence[Any]) -> None:
         try:

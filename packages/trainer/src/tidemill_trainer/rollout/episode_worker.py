@@ -37,15 +37,15 @@ class EpisodeWorker:
 
     Args:
         number: number of the worker.
-        num_engines: number of engines that fetch requests.
+        engines: numbers of the engines that fetch requests; see `open` and `close` for others.
         log_dir: folder for the log of this process.
     """
 
-    def __init__(self, number: int, num_engines: int, log_dir: str) -> None:
+    def __init__(self, number: int, engines: Sequence[int], log_dir: str) -> None:
         join_run(log_dir, f"episodes_{number}")
-        self._mailboxes = [Mailbox(f"engine {rank}") for rank in range(num_engines)]
-        engines = {f"engine {rank}": mailbox for rank, mailbox in enumerate(self._mailboxes)}
-        self._pool = EnginePool(engines, awaits_restart=True)
+        self._mailboxes = {engine: Mailbox(_name(engine)) for engine in engines}
+        members = {_name(engine): mailbox for engine, mailbox in self._mailboxes.items()}
+        self._pool = EnginePool(members, awaits_restart=True)
         self._endpoint: Endpoint | None = None
         self._experts_shape: tuple[int, int] | None = None
 
@@ -127,11 +127,11 @@ class EpisodeWorker:
 
     async def queue(self) -> str:
         """Describe the requests that wait for engines, for reports about a run that makes no progress."""
-        return ", ".join(str(mailbox) for mailbox in self._mailboxes)
+        return ", ".join(str(mailbox) for mailbox in self._mailboxes.values())
 
     async def take(self, engine: int) -> tuple[list[Request], list[int]]:
         """Wait for new or cancelled requests to an engine, which calls this."""
-        return await self._mailboxes[engine].take()
+        return await self._mailbox(engine).take()
 
     async def give(self, engine: int, results: Sequence[Result]) -> None:
         """Deliver the results of an engine, which calls this."""
@@ -141,11 +141,32 @@ class EpisodeWorker:
         """Fail the requests to an engine that has stopped."""
         self._mailboxes[engine].fail(reason)
 
-    async def reopen(self, engine: int) -> None:
-        """Send requests to an engine again that was restarted and has the current weights."""
-        mailbox = self._mailboxes[engine]
+    async def open(self, engine: int) -> None:
+        """Send requests to an engine that was added or restarted, and has the current weights."""
+        mailbox = self._mailbox(engine)
         if mailbox.reopen():
-            self._pool.add(f"engine {engine}", mailbox, version=0)
+            self._pool.add(_name(engine), mailbox, version=0)
+
+    async def drain(self, engine: int) -> None:
+        """Send no further requests to an engine, and wait until it has answered those that it has."""
+        self._pool.remove(_name(engine))
+        await self._mailboxes[engine].drained()
+
+    async def close(self, engine: int) -> None:
+        """Remove an engine that has exited. Requests that it has not answered are sent to others."""
+        mailbox = self._mailboxes.pop(engine, None)
+        if mailbox is not None:  # else this worker has started later
+            mailbox.fail("it was removed from the run")
+
+    def _mailbox(self, engine: int) -> Mailbox:
+        """Return the mailbox of an engine; one that is not known yet is closed."""
+        if engine not in self._mailboxes:
+            self._mailboxes[engine] = Mailbox(_name(engine), is_open=False)
+        return self._mailboxes[engine]
+
+
+def _name(engine: int) -> str:
+    return f"engine {engine}"
 
 
 class _Counted:

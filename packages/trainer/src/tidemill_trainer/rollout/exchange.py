@@ -42,16 +42,17 @@ class Mailbox:
 
     Args:
         name: name of the engine, for messages.
+        is_open: whether the engine accepts requests; False: after `reopen`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_open: bool = True) -> None:
         self._name = name
         self._ids = itertools.count()
         self._new: list[Request] = []
         self._cancelled: list[int] = []
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
         self._has_mail = asyncio.Event()
-        self._failure: str | None = None
+        self._failure = None if is_open else f"{name} has not started"
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
@@ -76,7 +77,7 @@ class Mailbox:
     async def take(self) -> tuple[list[Request], list[int]]:
         """Wait for new or cancelled requests, and return them; the engine calls it.
 
-        A call of an engine that has died returns as well, so that it does not take requests to the restarted one.
+        A call of an engine that is not open returns as well, so that it does not take requests to the restarted one.
         """
         if self._failure is None:
             await self._has_mail.wait()
@@ -106,9 +107,14 @@ class Mailbox:
             future.set_exception(EngineDiedError(self._failure))
 
     def reopen(self) -> bool:
-        """Accept requests again: the engine was restarted. Return whether it had failed."""
-        has_failed, self._failure = self._failure is not None, None
-        return has_failed
+        """Accept requests: the engine has started, for the first time or again. Return whether it was not open."""
+        was_closed, self._failure = self._failure is not None, None
+        return was_closed
+
+    async def drained(self) -> None:
+        """Wait until the engine has answered all requests."""
+        while self._waiting:
+            await asyncio.wait(self._waiting.values())
 
 
 async def serve(engine: Engine, worker: Any, number: int) -> None:

@@ -94,6 +94,11 @@ def num_episodes_per_engine(config: Config) -> int:
     return -(-config.data.train_batch_size * rollout.n * (1 + rollout.max_staleness) // rollout.num_engines)
 
 
+def engine_name(number: int) -> str:
+    """Return the name of an engine, which is also that of its log and of its group of one worker."""
+    return f"rollout_{number}"
+
+
 def use_gpus(gpus: Sequence[Gpu | None], rank: int, num_ranks: int) -> None:
     """Make the GPUs of training workers those of the engine that this process starts.
 
@@ -133,6 +138,7 @@ class RolloutWorker(Worker):
     Args:
         config: sampling parameters and engine settings.
         model: model that the engine loads at its start.
+        number: number of the engine in the run.
         files: sockets and shared memory of the engine, which the driver removes.
         log_dir: folder for the log of this process and the engine's processes.
         num_episodes: number of episodes that the engine generates at the same time.
@@ -143,13 +149,15 @@ class RolloutWorker(Worker):
         self,
         config: RolloutConfig,
         model: ModelConfig,
+        number: int,
         files: EngineFiles,
         log_dir: str,
         *,
         num_episodes: int,
         return_routed_experts: bool = False,
     ) -> None:
-        join_run(log_dir, f"rollout_{self.rank}")
+        join_run(log_dir, engine_name(number))
+        self._number = number
         self._config = config
         self._model = model
         self._files = files
@@ -167,11 +175,11 @@ class RolloutWorker(Worker):
         Args:
             gpus: in turns, the GPUs of the training workers by rank, of which the engine uses those of its ranks.
         """
-        use_gpus(gpus, self.rank, self._config.tensor_parallel_size)
+        use_gpus(gpus, self._number, self._config.tensor_parallel_size)
         from sglang.srt.entrypoints.engine import Engine
         from tidemill_weight_update.sglang import LocalEngine
 
-        instance_id = self._files.claim(self.rank)
+        instance_id = self._files.claim(self._number)
         arguments = engine_arguments(
             self._config,
             self._model,
@@ -180,7 +188,7 @@ class RolloutWorker(Worker):
             enable_memory_saver=any(gpus),
         )
         if "nccl_port" not in arguments:
-            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = self._files.store(self.rank)
+            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = self._files.store(self._number)
         self._engine = Engine(**arguments)
         actual = self._engine.port_args.instance_id
         if actual != instance_id:  # SGLang only logs a hook that it cannot apply
@@ -195,7 +203,7 @@ class RolloutWorker(Worker):
         experts = {"return_routed_experts": True} if self._return_routed_experts else {}
         self._requests = SGLangEngine(self._engine, arguments=experts)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def connect_episode_workers(self, workers: Sequence[Any]) -> None:
         """Run the requests of episode workers from now on (see `serve`).
 
@@ -204,7 +212,7 @@ class RolloutWorker(Worker):
         """
         assert self._requests is not None, "call start_engine() first"
         for worker in workers:
-            self._submit(serve(self._requests, worker, self.rank))
+            self._submit(serve(self._requests, worker, self._number))
 
     def generate(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Generation]:
         """Sample a continuation of each prompt of token ids, at the same time."""
@@ -217,19 +225,19 @@ class RolloutWorker(Worker):
 
         return self._submit(run()).result(self._config.timeout_s)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def interrupt(self) -> None:
         """Stop all requests between two tokens, until `proceed` (see `SGLangEngine.interrupt`)."""
         assert self._requests is not None, "call start_engine() first"
         self._submit(self._requests.interrupt()).result(self._config.timeout_s)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def proceed(self) -> None:
         """Continue the requests that `interrupt` stopped."""
         assert self._requests is not None, "call start_engine() first"
         self._require_engine().loop.call_soon_threadsafe(self._requests.proceed)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def release(self) -> None:
         """Interrupt all requests, and free the memory of weights and KV pool."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -243,12 +251,12 @@ class RolloutWorker(Worker):
         self._submit(self._manager.release_memory_occupation(request, None)).result(self._config.timeout_s)
         self._released |= tags
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def resume_weights(self) -> None:
         """Allocate the memory of the weights, whose content is undefined until they are updated."""
         self._resume(_WEIGHTS)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def resume_serving(self) -> None:
         """Allocate the memory of the KV pool, and continue the requests that `release` interrupted."""
         self._resume(_SERVING)
@@ -283,6 +291,11 @@ class RolloutWorker(Worker):
             return "the engine has not started"
         released = f"; released: {', '.join(sorted(self._released))}" if self._released else ""
         return f"{len(self._manager.rid_to_state)} unfinished requests{released}"
+
+    def devices(self) -> str:
+        """Return the devices of the engine, such as "cuda 0,1", which are those of CUDA_VISIBLE_DEVICES."""
+        device = self._require_engine().server_args.device
+        return device if device == "cpu" else f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
 
     def has_loader(self) -> bool:
         return self._require_client().has_loader

@@ -58,7 +58,7 @@ def inspect_nodes(
         for node, found in by_node.items()
     }
     unreachable = []
-    for node, result in _answers(remote, _NODE_TIMEOUT_S).items():
+    for node, result in answers(remote, _NODE_TIMEOUT_S).items():
         if isinstance(result, list):
             processes += result
         else:
@@ -72,18 +72,18 @@ def queue_states(queues: Mapping[str, Any]) -> dict[str, str]:
     Args:
         queues: reference to the description of a queue, by owner.
     """
-    return {owner: str(state) for owner, state in _answers(queues, _QUEUE_TIMEOUT_S).items()}
+    return {owner: str(state) for owner, state in answers(queues, _QUEUE_TIMEOUT_S).items()}
 
 
-def _answers(refs: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+def answers(refs: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """Return the values of references, or why there is none."""
     if not refs:
         return {}
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
-    answers = {}
+    found = {}
     for name, ref in refs.items():
         try:
-            answers[name] = ray.get(ref) if ref in ready else f"no answer within {timeout_s:g} s"
+            found[name] = ray.get(ref) if ref in ready else f"no answer within {timeout_s:g} s"
         except RayError as error:
-            answers[name] = f"failed: {str(error).splitlines()[0]}"
-    return answers
+            found[name] = f"failed: {str(error).splitlines()[0]}"
+    return found

@@ -111,9 +111,21 @@ def registered(logs: Path) -> list[Registration]:
 def role(name: str) -> str:
     """Return the role of a registered process for messages, as in the errors of a call to its group."""
     group, _, rank = name.rpartition("_")
+    if group == "rollout":  # an engine, the only rank of its group
+        return f"rank 0 of group {name!r}"
     if group == "episodes":
         return f"episode worker {rank}"
     return f"rank {rank} of group {group!r}" if rank.isdecimal() else name
+
+
+def log_name(group: str, rank: int) -> str:
+    """Return the name of the log of a rank; the group of an engine has one rank, and the log its name."""
+    return group if is_engine(group) else f"{group}_{rank}"
+
+
+def is_engine(group: str) -> bool:
+    """Return whether a group of workers is an engine."""
+    return group.startswith("rollout_")
 
 
 def observe(registrations: Sequence[Registration]) -> list[ProcessState]:

@@ -41,16 +41,23 @@ class Watch:
         logs: folder of the logs.
         progress: terminal output.
         queues: returns references to the descriptions of the queues of the run, by owner.
+        each_second: called each second in the thread. Raises nothing.
     """
 
     def __init__(
-        self, waits: Waits, logs: Path, progress: Progress, queues: Callable[[], Mapping[str, Any]] = dict
+        self,
+        waits: Waits,
+        logs: Path,
+        progress: Progress,
+        queues: Callable[[], Mapping[str, Any]] = dict,
+        each_second: Callable[[], None] | None = None,
     ) -> None:
         self.waits = waits
         self.report = logs / "stall.txt"
         self._logs = logs
         self._progress = progress
         self._queues = queues
+        self._each_second = each_second
         self._writing = threading.Lock()
 
     @contextmanager
@@ -118,6 +125,8 @@ class Watch:
                 return
             if REPORT_SIGNAL in received:
                 self._progress.info(self.write(f"requested by {REPORT_SIGNAL.name}"))
+            if self._each_second is not None:
+                self._each_second()
             active = self.waits.active()
             if not active:
                 continue

@@ -1,0 +1,48 @@
+"""An engine of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from tidemill_dispatch.ray import RayWorkerGroup
+
+from tidemill_trainer.rollout.engine_requests import EngineRequest
+from tidemill_trainer.rollout.worker import engine_name
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Engine:
+    """One engine of a run.
+
+    Attributes:
+        number: its number, which no other engine of the run has or had.
+        group: the group of its `RolloutWorker`.
+        started: reference to its start; None while it serves.
+        is_new: whether it has been added and has not served yet.
+        request: the request that adds or removes it.
+        drains: references to the wait for its last replies, one per episode worker; None unless it is removed.
+    """
+
+    number: int
+    group: RayWorkerGroup
+    started: ray.ObjectRef | None = None
+    is_new: bool = False
+    request: EngineRequest | None = None
+    drains: Sequence[ray.ObjectRef] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in messages, which is also that of its log."""
+        return engine_name(self.number)
+
+    @property
+    def worker(self) -> Any:
+        """Handle of its actor."""
+        return self.group.workers[0]
+
+    @property
+    def state(self) -> str:
+        if self.started is not None:
+            return "starting" if self.is_new else "starting again"
+        return "serving" if self.drains is None else "finishing its requests"
