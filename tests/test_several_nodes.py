@@ -182,3 +182,24 @@ def test_folder_of_ray_that_belongs_to_another_user_is_named_with_the_remedy(tmp
         node.run("mkdir", elsewhere["RAY_TMPDIR"])
         _finish(_start(node, "demo", *settings, "trainer.name=elsewhere", prefix=as_user, **elsewhere))
     assert sorted(read_steps(tmp_path / "elsewhere")) == [1]
+
+
+def test_run_continues_on_the_remaining_node_when_the_other_one_disappears(cluster, tmp_path):
+    nodes = cluster(3, 2)  # exactly enough: an episode worker, 2 ranks and 2 engines
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=12", "trainer.max_restarts=1")
+    process = _start(nodes[0], "demo", *settings, *_ON_BOTH, "trainer.name=lost")
+    before = _wait_for(process, r"rl +3 ")
+    nodes[1].stop()  # with one of two training ranks and one of two engines
+    output = before + _finish(process, timeout_s=600)
+    assert re.search(r"rank 1 of group 'actor' .* Restart 1 of at most 1 .* the run continues after step [24]", output)
+    assert (
+        "the cluster has fewer nodes; the run continues with trainer.nnodes=1 (before: 2), actor.num_workers=1 "
+        "(before: 2), rollout.num_engines=1 (before: 2)"
+    ) in output
+    steps = read_steps(tmp_path / "lost")
+    assert sorted(steps) == list(range(1, 13))
+    assert [step["rollout/num_engines"] for step in steps.values()].count(1) >= 8
+    assert steps[12]["weight_update/version"] == 12
+    assert steps[12]["ledger/episodes/trained"] == 12 * 16 * 4
+    assert steps[12]["ledger/episodes/in_flight"] == 0
+    _assert_nothing_left(nodes[0])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic
 
 from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
@@ -27,7 +28,6 @@ from tidemill_trainer.mismatch import MismatchError
 from tidemill_trainer.preflight import check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
-from tidemill_trainer.run_config import RunConfig
 from tidemill_trainer.run_dir import RunDir, open_run
 from tidemill_trainer.sft.config import SFTConfig
 from tidemill_trainer.sft.inputs import SFTInputs, load_sft_inputs
@@ -61,8 +61,9 @@ def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
     except (ConfigError, OSError) as error:
         progress.fail(str(error))
         return 1
-    work = _sft(config, progress) if isinstance(config, SFTConfig) else _training(config, progress)
-    return _run(config, "demo", progress, work)
+    if isinstance(config, SFTConfig):
+        return _run(config, "demo", progress, _sft(config, progress))
+    return _run(config, "demo", progress, _training(config, progress))
 
 
 def _make_assets(task: str, folder: Path, seed: int, progress: Progress) -> list[str]:
@@ -103,9 +104,9 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
         progress.fail(str(error))
         return 1
 
-    def prepare() -> Callable[[RunDir], None]:
+    def prepare() -> Callable[[Config, RunDir], None]:
         inputs = load_inputs(config, progress, has_training=False)
-        return lambda run: evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
+        return lambda config, run: evaluate_run(config, inputs, run, progress, n=n, greedy=greedy)
 
     def how_to_repeat(run: RunDir) -> str:
         return f"The files of the evaluation are in {run.path}; the same command repeats it."
@@ -127,10 +128,10 @@ def replay(
         progress.fail(str(error))
         return 1
 
-    def prepare() -> Callable[[RunDir], None]:
+    def prepare() -> Callable[[Config, RunDir], None]:
         check_model(plan.config)
 
-        def repeat_steps(folder: RunDir) -> None:
+        def repeat_steps(_config: Config, folder: RunDir) -> None:
             from tidemill_trainer.replay.steps import repeat  # imports Ray
 
             repeat(plan, folder, progress, has_generation=has_generation)
@@ -144,37 +145,38 @@ def replay(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
+class _Work(Generic[ConfigT]):
     """What a command does.
 
     Attributes:
-        prepare: loads and checks all inputs before any process starts, and returns the work in the folder of the run.
+        prepare: loads and checks all inputs before any process starts, and returns the work with a configuration, which
+            may be for fewer nodes, in the folder of the run.
         after_stop: returns what the user can do after it stopped early.
     """
 
-    prepare: Callable[[], Callable[[RunDir], None]]
+    prepare: Callable[[], Callable[[ConfigT, RunDir], None]]
     after_stop: Callable[[RunDir], str]
 
 
-def _training(config: Config, progress: Progress) -> _Work:
-    def prepare() -> Callable[[RunDir], None]:
+def _training(config: Config, progress: Progress) -> _Work[Config]:
+    def prepare() -> Callable[[Config, RunDir], None]:
         inputs = load_inputs(config, progress)
-        return lambda run: _fit(config, inputs, run, progress)
+        return lambda config, run: _fit(config, inputs, run, progress)
 
     return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("train"))
 
 
-def _sft(config: SFTConfig, progress: Progress) -> _Work:
-    def prepare() -> Callable[[RunDir], None]:
+def _sft(config: SFTConfig, progress: Progress) -> _Work[SFTConfig]:
+    def prepare() -> Callable[[SFTConfig, RunDir], None]:
         inputs = load_sft_inputs(config, progress)
-        return lambda run: _fit_sft(config, inputs, run, progress)
+        return lambda config, run: _fit_sft(config, inputs, run, progress)
 
     return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("sft"))
 
 
 def _train(
     kind: type[ConfigT],
-    work: Callable[[ConfigT, Progress], _Work],
+    work: Callable[[ConfigT, Progress], _Work[ConfigT]],
     config_path: Path,
     overrides: Sequence[str],
     *,
@@ -190,30 +192,32 @@ def _train(
     return _run(config, config_path.stem, progress, work(config, progress), resume=resume)
 
 
-def _run(config: RunConfig, stem: str, progress: Progress, work: _Work, *, resume: bool = False) -> int:
+def _run(config: ConfigT, stem: str, progress: Progress, work: _Work[ConfigT], *, resume: bool = False) -> int:
     """Do the work of a command; report any error as one message and return the exit status.
 
     An attempt in which a training worker dies is followed by another one, which resumes the run, at most
-    `trainer.max_restarts` times.
+    `trainer.max_restarts` times; on fewer nodes, if some are lost.
     """
     run: RunDir | None = None
     num_restarts = 0
+    current = config
     try:
         do = work.prepare()
         import_ray(config.trainer.ray_address)
         while True:
             try:
-                with open_run(config, stem, resume=resume) as run, open_loggers(config, run, progress):
-                    do(run)
+                with open_run(current, stem, resume=resume) as run, open_loggers(current, run, progress):
+                    do(current, run)
                 break
             except WorkerDiedError as error:
                 if run is None or is_engine(error.group) or num_restarts >= config.trainer.max_restarts:
                     raise
                 num_restarts += 1
-                config = replace(config, trainer=replace(config.trainer, name=run.path.name))
+                named = replace(config, trainer=replace(config.trainer, name=run.path.name))
                 resume = _prepare_restart(
                     run, error, f"{num_restarts} of at most {config.trainer.max_restarts}", progress
                 )
+                current = _on_remaining_nodes(named, progress)
     except _INPUT_ERRORS as error:
         progress.fail(str(error))
         return 1
@@ -244,6 +248,19 @@ def _prepare_restart(run: RunDir, error: WorkerDiedError, number: str, progress:
     if saved is None:
         run.remove_after(-1)
     return saved is not None
+
+
+def _on_remaining_nodes(config: ConfigT, progress: Progress) -> ConfigT:
+    """Return the configuration with as many processes as the cluster still has room for, and report the changes."""
+    if config.trainer.ray_address is None:
+        return config
+    from tidemill_trainer.ray_session import read_node_resources
+    from tidemill_trainer.remaining_nodes import changes, fitted
+
+    remaining = fitted(config, read_node_resources(config.trainer.ray_address))
+    if changed := changes(config, remaining):
+        progress.warn(f"the cluster has fewer nodes; the run continues with {changed}")
+    return remaining
 
 
 def import_ray(address: str | None) -> None:
