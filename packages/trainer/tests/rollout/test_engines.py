@@ -83,6 +83,15 @@ class Run:
             self.engines.poll()
         return text
 
+    def wait_for_mailboxes(self, *names):
+        """Wait until the episode worker knows these engines; its calls may overtake each other."""
+        deadline = time.monotonic() + _WAIT_S
+        while {name for name in ("engine 0", "engine 1", "engine 2") if name in self.queue()} != set(names):
+            assert time.monotonic() < deadline, self.queue()
+
+    def queue(self):
+        return ray.get(self.worker.queue.remote())
+
     def close(self):
         ray.kill(self.worker)
         for engine in self.engines.all():
@@ -109,7 +118,7 @@ def test_added_engine_serves_and_removed_engine_exits(begin):
     assert "rollout_2 serves" in text
     assert run.engines.numbers() == [0, 1, 2]
     assert run.engines.num_added == 2
-    assert "engine 2" in ray.get(run.worker.queue.remote())
+    run.wait_for_mailboxes("engine 0", "engine 1", "engine 2")
     processes = {
         number: psutil.Process(ray.get(worker.tidemill_describe.remote()).pid)
         for number, worker in run.engines.workers.items()
@@ -118,8 +127,7 @@ def test_added_engine_serves_and_removed_engine_exits(begin):
     assert "rollout_2 was removed" in run.fulfil(run.request("remove"))  # the newest
     assert run.engines.numbers() == [1]
     assert [process.is_running() for process in processes.values()] == [False, True, False]
-    assert "engine 1" in ray.get(run.worker.queue.remote())
-    assert "engine 0" not in ray.get(run.worker.queue.remote())
+    run.wait_for_mailboxes("engine 1")
     assert "rollout_3 serves" in run.fulfil(run.request("add"))  # a number is used once
 
 
