@@ -27,8 +27,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
     def __init__(self, config: Config, log_dir: str) -> None:
         super().__init__(config, log_dir)
         self._has_adapter_reference = has_adapter_reference(config)
-        self._algorithm = Algorithm.of(config)
-        self._loss = self._algorithm.loss
+        self._loss = Algorithm.of(config).loss
         self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
         self._transfer: Transfer | None = None
@@ -38,13 +37,14 @@ class ActorWorker(PolicyWorker, RoleWorker):
         """Compute what the update requires from each model here, ragged like `responses`.
 
         Returns:
-            `old_log_probs` and `entropy` of the policy if `infers_policy`, `ref_log_prob` of the reference,
+            `old_log_probs` and `entropy` of the policy unless `meta_info["infers_policy"]` is False, `ref_log_prob` of
+            the reference,
             the columns of `RoleWorker.infer` of the other roles. With router replay, also `routed_experts` int32
             [B, j, layers, top_k], the experts that were used for each token of `input_ids`: those of the same column of
             `batch`, or the choice of the router if there is no such column or its value is -1.
         """
         parts = []
-        if self._algorithm.infers_policy:
+        if batch.meta_info.get("infers_policy", True):
             parts.append(self._engine.infer_batch(batch, entropy=True).rename("log_probs", "old_log_probs"))
         if self._has_adapter_reference:
             with self._engine.disable_adapter():

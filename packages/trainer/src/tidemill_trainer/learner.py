@@ -88,6 +88,7 @@ class Learner:
         config = self._config
         batch.meta_info["temperature"] = config.rollout.temperature
         inputs = batch.select([*_INPUTS], [])
+        inputs.meta_info["infers_policy"] = self._algorithm.infers_policy
         if config.algorithm.bypass_mode:
             batch = batch.union(DataProto.from_dict({"old_log_probs": batch["rollout_log_probs"]}))
         elif config.actor.router_replay.mode == "R3":

@@ -84,6 +84,7 @@ def _policy_alone(config: Config) -> Config:
     return replace(
         config,
         algorithm=AlgorithmConfig(),
+        actor=replace(config.actor, ppo_epochs=2),  # log-probs are then computed before the update, which is not made
         critic=type(config.critic)(),
         teacher=type(config.teacher)(),
         reference=type(config.reference)(),
