@@ -38,10 +38,9 @@ class ActorWorker(PolicyWorker, RoleWorker):
 
         Returns:
             `old_log_probs` and `entropy` of the policy unless `meta_info["infers_policy"]` is False, `ref_log_prob` of
-            the reference,
-            the columns of `RoleWorker.infer` of the other roles. With router replay, also `routed_experts` int32
-            [B, j, layers, top_k], the experts that were used for each token of `input_ids`: those of the same column of
-            `batch`, or the choice of the router if there is no such column or its value is -1.
+            the reference, and the columns of `RoleWorker.infer` of the other roles. With router replay, also
+            `routed_experts` int32 [B, j, layers, top_k], the experts that were used for each token of `input_ids`:
+            those of the same column of `batch`, or the choice of the router if there is none or its value is -1.
         """
         parts = []
         if batch.meta_info.get("infers_policy", True):
