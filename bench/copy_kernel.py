@@ -2,7 +2,6 @@
 
     python bench/copy_kernel.py            one GPU, 22 GB each for sources and targets, about half a minute
     python bench/copy_kernel.py --peer     sources on cuda:1, read over NVLink
-    python bench/copy_kernel.py --sweep    other tilings, too
     python bench/copy_kernel.py --tiny     few small tensors, whose rates have no meaning: also without a GPU
 
 Columns:
@@ -38,9 +37,6 @@ MODES = {
     "checksum": {"write": False, "sums": True, "count": False},
     "checksum, count": {"write": False, "sums": True, "count": True},
 }
-TILINGS = ((4096, 4, 1), (4096, 8, 1), (8192, 4, 1), (8192, 8, 1), (16384, 8, 1))
-READING_TILINGS = ((4096, 4, 2), (4096, 4, 4), (4096, 4, 8), (4096, 4, 16), (4096, 8, 4), (8192, 8, 4), (2048, 4, 8))
-"""Elements per tile, warps per block, tiles that a block processes one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +135,21 @@ class Bench:
         source, target = self.source[:num_bytes], self.target[:num_bytes]
         return num_bytes / self.seconds(lambda: target.copy_(source))
 
-    def copier(self, case: Case, tiling: tuple[int, int, int] | None) -> Callable[..., None]:
+    def copier(self, case: Case) -> Callable[..., None]:
         if self.device.type == "cpu":
             host = HostCopier([case.table], [self.source], [self.target], "target")
             return lambda *sums, write: host.run(*sums, write=write)
-        from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
+        from tidemill_weight_update.copy.cuda import CudaCopier
 
-        chosen = None
-        if tiling is not None:
-            chosen = Tiling(tile_elements=tiling[0], num_warps=tiling[1], steps=tiling[2])
-        copier = CudaCopier([case.table], self.device, "target", chosen)
+        copier = CudaCopier([case.table], self.device, "target")
         addresses = [self.source.data_ptr()], [self.target.data_ptr()]
         return lambda *sums, write: copier.run(*addresses, *sums, write=write)
 
-    def run(self, case: Case, mode: str, plain: float, tiling: tuple[int, int, int] | None = None) -> None:
+    def run(self, case: Case, mode: str, plain: float) -> None:
         write, sums, count = (MODES[mode][name] for name in ("write", "sums", "count"))
         checksums = torch.zeros(len(case.shapes), dtype=torch.int64, device=self.device) if sums else None
         counts = torch.zeros(len(case.shapes), dtype=torch.int32, device=self.device) if count else None
-        copy = self.copier(case, tiling)
+        copy = self.copier(case)
         if write:
             self.target.fill_(0xA5)
         copy(checksums, counts, write=write)
@@ -168,9 +161,8 @@ class Bench:
         moved = case.read_bytes + case.payload_bytes * write
         # Time of a plain copy of the moved bytes; a mode that only reads moves half as many.
         floor = moved / 2 / plain
-        name = case.name if tiling is None else f"{case.name}, {tiling[0]} x {tiling[2]} by {tiling[1]} warps"
         print(
-            f"{name:45} {mode:20} {case.payload_bytes / 1e9:7.3f} {seconds * 1e3:9.3f} "
+            f"{case.name:45} {mode:20} {case.payload_bytes / 1e9:7.3f} {seconds * 1e3:9.3f} "
             f"{case.payload_bytes / seconds / 1e9:8.1f} {moved / seconds / 1e9:8.1f} {floor / seconds:7.1%} "
             f"{queued * 1e3:8.2f}",
             flush=True,
@@ -213,7 +205,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few small tensors")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--peer", action="store_true", help="sources on cuda:1")
-    parser.add_argument("--sweep", action="store_true", help="other tilings, too")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     started = time.perf_counter()
@@ -233,12 +224,6 @@ def main() -> None:
     for case in todo:
         for mode in case.modes:
             bench.run(case, mode, plain)
-    if args.sweep and device.type == "cuda":
-        for tiling in TILINGS:
-            bench.run(todo[0], "copy, checksum", plain, tiling)
-            bench.run(todo[2], "copy, checksum", plain, tiling)
-        for tiling in READING_TILINGS:
-            bench.run(todo[0], "checksum, count", plain, tiling)
     print(f"{time.perf_counter() - started:.1f} s in total")
 
 

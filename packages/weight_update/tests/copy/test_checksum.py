@@ -35,11 +35,11 @@ def reference_checksum(tensor):
     """Compute the checksum element by element with Python integers."""
     data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     itemsize = min(4, tensor.element_size())
-    lanes = 4 // itemsize
+    lanes = 16 // itemsize
     total = 0
     for position in range(len(data) // itemsize):
         bits = int.from_bytes(data[position * itemsize : (position + 1) * itemsize], "little")
-        total += bits * ((mix(position // lanes) | 1) * 0xC2B2AE3D ** (position % lanes) % 2**32)
+        total += bits * (mix(position // lanes) | 1) * (0xC2B2AE3D ** (position % lanes) % 2**32)
     total %= 2**64
     return total - 2**64 if total >= 2**63 else total
 
@@ -128,11 +128,11 @@ def test_one_changed_moved_or_lost_element_changes_the_checksum():
     assert all(changed)
 
 
-def test_checksum_factors_repeat_after_16_gib_and_not_before():
+def test_checksum_factors_repeat_after_64_gib_and_not_before():
     row = random_tensor((1, 50), torch.bfloat16)
-    far = checksum_rows(row, 2**33 + 6, 0)
-    assert far == checksum_rows(row, 6, 0)  # the factors repeat after 16 GiB
-    assert far != checksum_rows(row, 2**32 + 6, 0)
+    far = checksum_rows(row, 2**35 + 6, 0)
+    assert far == checksum_rows(row, 6, 0)  # the factors repeat after 64 GiB
+    assert far != checksum_rows(row, 2**34 + 6, 0)
     assert checksum_rows(row, 2**40 + 7, 0) == checksum_rows(row[:, :13], 2**40 + 7, 0) + checksum_rows(
         row[:, 13:], 20, 0
     )

@@ -32,14 +32,14 @@ SIZE = {"num_copies": 6, "max_cols": 1500, "max_rows": 20} if INTERPRETED else {
 on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, steps=1, far=0):
+def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, far=0):
     """Run the table once; return targets, checksums and counts.
 
     Args:
         skew: bytes between the start of every block and a multiple of 512.
         far: elements added to all offsets, and subtracted from the addresses of the blocks.
     """
-    from tidemill_weight_update.copy.cuda import CudaCopier, Tiling
+    from tidemill_weight_update.copy.cuda import CudaCopier
 
     def with_skew(block):
         room = torch.empty(block.numel() + 1024, dtype=torch.uint8, device=DEVICE)
@@ -50,7 +50,7 @@ def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, 
     checksums = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
     counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
     table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
-    copier = CudaCopier([table], DEVICE, checksum_of, Tiling(steps=steps))
+    copier = CudaCopier([table], DEVICE, checksum_of)
     addresses = [
         [block.data_ptr() - far * dtype.itemsize for block in blocks]
         for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
@@ -114,7 +114,7 @@ class TestKernel:
         memories = case.memories(1, exact=INTERPRETED)
         wanted, *sums = case.expected(memories, "target")
         assert_equal(run(case, memories, "target", skew=skew), (wanted, *sums))
-        got = run(case, memories, "target", write=False, steps=4, skew=skew)
+        got = run(case, memories, "target", write=False, skew=skew)
         assert_equal(got, (case.targets(), *sums))
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (FP8, 5), (FP64, 4)])
@@ -132,13 +132,11 @@ class TestKernel:
 
     @pytest.mark.parametrize("write", [False, True])
     @pytest.mark.parametrize(("cols", "rows"), [(192, 700), (1024, 90), (60_000, 3)])
-    def test_one_block_may_copy_several_tiles(self, cols, rows, write):
+    def test_copies_larger_than_a_tile(self, cols, rows, write):
         case = copy_tables.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
         memories = case.memories(1)
         wanted, checksums, counts = case.expected(memories, "source")
-        assert_equal(
-            run(case, memories, write=write, steps=4), (wanted if write else case.targets(), checksums, counts)
-        )
+        assert_equal(run(case, memories, write=write), (wanted if write else case.targets(), checksums, counts))
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
     def test_blocks_may_be_unaligned(self, dtype, skew):

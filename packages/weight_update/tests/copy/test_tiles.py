@@ -122,7 +122,7 @@ def test_tiles_are_wide_unless_threads_would_idle(rows, cols, shape, num_tiles):
 
 def test_unaligned_copies_get_their_own_group():
     cols = [64, 64, 64, 63, 64, 64]
-    src, dst, pos = [0, 8, 4, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 2, 0, 0, 0, 3]
+    src, dst, pos = [0, 8, 4, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 8, 0, 0, 0, 2]
     columns = {"rows": [1] * 6, "cols": cols, "src": src, "dst": dst, "pos": pos, "tensor": list(range(6))}
     groups = {group.unit: group for group in cut_aligned(table(BF16, **columns))}
     tensor = SEGMENT_FIELDS.index("tensor")

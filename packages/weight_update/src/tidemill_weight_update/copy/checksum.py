@@ -2,22 +2,20 @@
 
 The checksum of a tensor is, modulo 2**64 and stored as a signed 64-bit number,
 
-    sum over its elements of  bits(element) * g(position)
+    sum over its elements of  bits(element) * power(position % lanes) * (mix32(position // lanes) | 1)
 
 where `bits` reads the element as an unsigned integer and `position` is its index in the flattened *global* tensor, so
-the sharding does not matter. An element of 8 bytes counts as two of 4. The factors of the `lanes = 4 / itemsize`
-elements that share 4 bytes are derived from one 32-bit mix:
+the sharding does not matter. An element of 8 bytes counts as two of 4. The `lanes = 16 / itemsize` elements of a group
+of 16 bytes share one 32-bit mix and differ by `power(lane) = LANE_FACTOR ** lane mod 2**32`.
 
-    g(position) = (mix32(position // lanes) | 1) * LANE_FACTOR ** (position % lanes)  mod 2**32
-
-Factors are odd, hence invertible: any single changed element changes the checksum. `mix32` reads 32 bits, so the
-factors repeat after 16 GiB of one tensor. The checksum is not cryptographic: it detects lost, stale and misplaced
+All factors are odd, hence invertible: any single changed element changes the checksum. `mix32` reads 32 bits, so the
+factors repeat after 64 GiB of one tensor. The checksum is not cryptographic: it detects lost, stale and misplaced
 bytes, not forgery.
 
-The arithmetic is chosen for a GPU, whose multipliers are idle during a copy while its logic units are not: `mix32` is
-two multiplications, each folded to 32 bits, as in mum-hash and wyhash, with the primes of xxHash32. On sequential
-numbers it scatters as well as finalizers of shifts and multiplications (lowbias32, murmur3), with a third of their
-other operations.
+The arithmetic is chosen for a GPU thread, which loads 16 bytes at once: one multiply-add per element, and one mix and
+one multiplication per group. `mix32` is two multiplications, each folded to 32 bits, as in mum-hash and wyhash, with
+the primes of xxHash32. On sequential numbers it scatters as well as finalizers of shifts and multiplications
+(lowbias32, murmur3), with a third of their other operations.
 """
 
 from collections.abc import Iterator
@@ -33,6 +31,9 @@ CHUNK_ELEMENTS = 1 << 16
 MIX_START = 0x165667B1
 MIX_FACTORS = (0x9E3779B1, 0x85EBCA77)
 LANE_FACTOR = 0xC2B2AE3D
+
+GROUP_BYTES = 16
+"""Bytes whose elements share a mix."""
 
 _MASK32 = 0xFFFFFFFF
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -99,14 +100,11 @@ def _checksum(bits: Tensor, positions: Tensor) -> Tensor:
 
 
 def _factors(positions: Tensor, itemsize: int) -> Tensor:
-    """Return g of the module's docstring, int64 in [0, 2**32)."""
-    if itemsize == 4:
-        return mix32(positions).bitwise_or_(1)
-    lane_bits = 3 - itemsize  # lanes is 2 ** lane_bits; shifts, because torch's integer division is ten times slower
-    factors = mix32(positions >> lane_bits).bitwise_or_(1)
-    powers = [pow(LANE_FACTOR, lane, 2**32) for lane in range(1 << lane_bits)]
-    powers = torch.tensor(powers, device=positions.device)[positions & ((1 << lane_bits) - 1)]
-    return factors.mul_(powers).bitwise_and_(_MASK32)
+    """Return the factors of the module's docstring modulo 2**64, int64."""
+    lanes = GROUP_BYTES // itemsize
+    lane_bits = lanes.bit_length() - 1  # shifts, because torch's integer division is ten times slower
+    powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=positions.device)
+    return mix32(positions >> lane_bits).bitwise_or_(1).mul_(powers[positions & (lanes - 1)])
 
 
 def non_finite(rows: Tensor) -> Tensor:

@@ -14,9 +14,6 @@ from tidemill_weight_update.copy.table import CopyTable
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier
 
-READING_STEPS = 4
-"""Tiles that a thread block reads one after the other when nothing is written."""
-
 Blocks = Sequence[Tensor] | Sequence[int]
 """Blocks of memory: tensors, or addresses of GPU memory."""
 
@@ -29,7 +26,6 @@ class Copier:
         device: device on which they run.
         checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
             ("target").
-        only_reads: whether `run` gets no targets.
         keeps: whether views of the blocks of the last run are kept for the next one, and with them the blocks.
     """
 
@@ -39,7 +35,6 @@ class Copier:
         device: torch.device,
         checksum_of: Literal["source", "target"] = "source",
         *,
-        only_reads: bool = False,
         keeps: bool = False,
     ) -> None:
         self._tables = tables
@@ -51,8 +46,7 @@ class Copier:
         if device.type == "cuda":
             from tidemill_weight_update.copy import cuda
 
-            tiling = cuda.Tiling(steps=READING_STEPS) if only_reads else None
-            self._cuda = cuda.CudaCopier(tables, device, checksum_of, tiling)
+            self._cuda = cuda.CudaCopier(tables, device, checksum_of)
 
     def run(
         self, memories: Blocks, targets: Blocks, checksums: Tensor | None = None, non_finite: Tensor | None = None

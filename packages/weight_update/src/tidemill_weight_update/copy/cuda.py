@@ -20,6 +20,11 @@ from tidemill_weight_update.copy.kernel import copy_tiles
 from tidemill_weight_update.copy.table import CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_STRIDE, VECTOR_BYTES, TileGroup, cut
 
+TILE_ELEMENTS, NUM_WARPS = 4096, 4
+"""Numbers of up to 4 bytes, and warps, of a block: each thread has eight loads of 16 bytes in flight. Larger tiles and
+more warps are not faster (`bench/copy_kernel.py` has the rates of these).
+"""
+
 CACHED_BASES = 4
 """Address lists that are cached on the GPU: two kinds (memories and targets), two halves of a double buffer."""
 
@@ -37,22 +42,6 @@ _NON_FINITE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiling:
-    """How the work is split. By default each thread has eight loads of 16 bytes in flight, in blocks of 16 KiB.
-
-    Attributes:
-        tile_elements: numbers of up to 4 bytes per block, a power of two, at least 4096.
-        num_warps: warps per block.
-        steps: tiles that a block processes one after the other. More than one is faster for reading alone (4.1 TB/s
-            against 3.4), and slower for copying.
-    """
-
-    tile_elements: int = 4096
-    num_warps: int = 4
-    steps: int = 1
-
-
 class CudaCopier:
     """Runs the same copies repeatedly, between memories and targets that may move between runs.
 
@@ -62,7 +51,6 @@ class CudaCopier:
             process.
         checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
             ("target").
-        tiling: how the work is split.
 
     Raises:
         ValueError: a table casts between other dtypes, or has elements of another size than 1, 2, 4 or 8 bytes.
@@ -73,7 +61,6 @@ class CudaCopier:
         tables: Sequence[CopyTable],
         device: torch.device,
         checksum_of: Literal["source", "target"] = "source",
-        tiling: Tiling | None = None,
     ) -> None:
         self._tables = tuple(tables)
         for table in self._tables:
@@ -81,7 +68,6 @@ class CudaCopier:
         # Normalized to include the device index.
         self._device = torch.empty(0, device=device).device
         self._checksum_target = checksum_of == "target"
-        self._tiling = Tiling() if tiling is None else tiling
         self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
         # Whether the address of each block is a multiple of VECTOR_BYTES, which is true for torch's allocations.
         self._aligned = np.ones(self._num_blocks["memory"], np.bool_), np.ones(self._num_blocks["target"], np.bool_)
@@ -123,9 +109,9 @@ class CudaCopier:
 
     def _cut(self) -> list["_Launch"]:
         return [
-            _Launch(group, self._device, self._checksum_target, self._tiling)
+            _Launch(group, self._device, self._checksum_target)
             for table in self._tables
-            for group in cut(table, self._tiling.tile_elements, *self._aligned, steps=self._tiling.steps)
+            for group in cut(table, TILE_ELEMENTS, *self._aligned)
         ]
 
     def _found(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
@@ -165,7 +151,7 @@ class _Bases:
 class _Launch:
     """A group of tiles on the device."""
 
-    def __init__(self, group: TileGroup, device: torch.device, checksum_target: bool, tiling: Tiling) -> None:
+    def __init__(self, group: TileGroup, device: torch.device, checksum_target: bool) -> None:
         self.segments = torch.from_numpy(group.segments).to(device)
         self.tile_segment = torch.from_numpy(group.tile_segment).to(device)
         cast = group.src_dtype != group.dst_dtype
@@ -186,8 +172,7 @@ class _Launch:
             "C": group.shape[1],
             "STRIDE": SEGMENT_STRIDE,
             "HALVES": sent.itemsize == 8,
-            "STEPS": tiling.steps,
-            "num_warps": tiling.num_warps,
+            "num_warps": NUM_WARPS,
         }
 
     def start(

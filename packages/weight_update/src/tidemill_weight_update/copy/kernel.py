@@ -12,11 +12,12 @@ Its arithmetic is that of `checksum`, which defines the numbers; its tables are 
 import triton
 import triton.language as tl
 
-from tidemill_weight_update.copy.checksum import LANE_FACTOR, MIX_FACTORS, MIX_START
+from tidemill_weight_update.copy.checksum import GROUP_BYTES, LANE_FACTOR, MIX_FACTORS, MIX_START
 
 _MIX_START = tl.constexpr(MIX_START)
 _MIX_0, _MIX_1 = tl.constexpr(MIX_FACTORS[0]), tl.constexpr(MIX_FACTORS[1])
 _LANE = tl.constexpr(LANE_FACTOR)
+_GROUP_BITS = tl.constexpr(8 * GROUP_BYTES)
 
 
 @triton.jit
@@ -31,28 +32,45 @@ def _mix32(number):
     return _fold(number.to(tl.uint64) * _MIX_1)
 
 
+@triton.constexpr_function
+def _power(exponent):
+    return pow(LANE_FACTOR, exponent, 2**32)
+
+
 @triton.jit
-def _checksum(numbers, position, col, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
-    """Sum over a tile of numbers, uint32 [R, C]; position: position of its rows, int64 [R]; col: uint32 [C]."""
-    if BITS * PACKED == 32:
-        factors = _mix32((position.to(tl.uint32) + _MIX_START)[:, None] + col[None, :]) | 1
-        if PACKED == 1:
-            return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
-        total = (numbers & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
+def _powers(lanes, LANES: tl.constexpr):
+    """Return LANE_FACTOR ** lane mod 2**32 for lanes below LANES."""
+    powers = tl.where(lanes & 1 != 0, _power(1), 1).to(tl.uint32)
+    if LANES > 2:
+        powers *= tl.where(lanes & 2 != 0, _power(2), 1).to(tl.uint32)
+    if LANES > 4:
+        powers *= tl.where(lanes & 4 != 0, _power(4), 1).to(tl.uint32)
+    if LANES > 8:
+        powers *= tl.where(lanes & 8 != 0, _power(8), 1).to(tl.uint32)
+    return powers
+
+
+@triton.jit
+def _checksum(numbers, position, BITS: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr):
+    """Sum over a tile of numbers, uint32 [R, C]; position: position of its rows in numbers, int64 [R]."""
+    R: tl.constexpr = numbers.shape[0]
+    C: tl.constexpr = numbers.shape[1]
+    LANES: tl.constexpr = _GROUP_BITS // BITS
+    NUMBERS: tl.constexpr = LANES // PACKED  # per group
+    if UNIT > 1:  # rows start at groups: a thread has all numbers of a group
+        numbers = tl.reshape(numbers, (R, C // NUMBERS, NUMBERS))
+        powers = _powers(tl.arange(0, NUMBERS) * PACKED, LANES)[None, None, :]
+        total = (numbers & ((1 << BITS) - 1)).to(tl.uint64) * powers.to(tl.uint64)
         for lane in tl.static_range(1, PACKED):
-            factors *= _LANE
-            total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * factors.to(tl.uint64)
-        return tl.sum(total.to(tl.int64))
-    # Numbers smaller than the 4 bytes that share a mix; they may start at any of its lanes.
-    LANES: tl.constexpr = 32 // BITS
-    SHIFT: tl.constexpr = 1 if LANES == 2 else 2
-    within = col[None, :]
-    if UNIT == 1:
-        within = within + (position & (LANES - 1)).to(tl.uint32)[:, None]
-    factors = _mix32(((position >> SHIFT).to(tl.uint32) + _MIX_START)[:, None] + (within >> SHIFT)) | 1
-    for lane in tl.static_range(1, LANES):
-        factors = tl.where((within & (LANES - 1)) >= lane, factors * _LANE, factors)
-    return tl.sum((numbers.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64))
+            powers *= _LANE
+            total += ((numbers >> (BITS * lane)) & ((1 << BITS) - 1)).to(tl.uint64) * powers.to(tl.uint64)
+        total = tl.sum(total, 2)
+        group = (position // NUMBERS).to(tl.uint32)[:, None] + tl.arange(0, C // NUMBERS).to(tl.uint32)[None, :]
+    else:  # one element per number
+        at = position[:, None] + tl.arange(0, C)[None, :]
+        total = numbers.to(tl.uint64) * _powers((at & (LANES - 1)).to(tl.uint32), LANES).to(tl.uint64)
+        group = (at // LANES).to(tl.uint32)
+    return tl.sum((total * (_mix32(group + _MIX_START) | 1).to(tl.uint64)).to(tl.int64))
 
 
 @triton.constexpr_function
@@ -99,7 +117,6 @@ def copy_tiles(
     R: tl.constexpr,
     C: tl.constexpr,
     STRIDE: tl.constexpr,
-    STEPS: tl.constexpr,
     WRITE: tl.constexpr,
     CHECKSUM: tl.constexpr,
     NON_FINITE: tl.constexpr,
@@ -128,43 +145,31 @@ def copy_tiles(
         dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
-    total = tl.zeros((), tl.int64)
-    number = tl.zeros((), tl.int32)
-    HIGHEST: tl.constexpr = (1 << (BITS - 1)) * _repeat(PACKED)
-    for step in range(STEPS):
-        if R == 1:
-            row0, col0 = down.to(tl.int64), (across * STEPS + step).to(tl.int64) * C
-        else:
-            row0, col0 = (down * STEPS + step).to(tl.int64) * R, across.to(tl.int64) * C
-        num_cols = tl.multiple_of(tl.maximum(tl.minimum(cols - col0, C), 0).to(tl.int32), UNIT)
-        inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
-        read = source + (src + row0 * src_pitch + col0)
-        value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
-        cast = value
-        if CAST:
-            cast = value.to(DST)
-        if WRITE:
-            written = target + (dst + row0 * dst_pitch + col0)
-            tl.store(written + (rows_down * dst_pitch + col[None, :]), cast, mask=inside)
+    row0, col0 = down.to(tl.int64) * R, across.to(tl.int64) * C
+    num_cols = tl.multiple_of(tl.minimum(cols - col0, C).to(tl.int32), UNIT)
+    inside = (row < tl.minimum(rows - row0, R).to(tl.int32))[:, None] & (col < num_cols)[None, :]
+    read = source + (src + row0 * src_pitch + col0)
+    value = tl.load(read + (rows_down * src_pitch + col[None, :]), mask=inside, other=0)
+    cast = value
+    if CAST:
+        cast = value.to(DST)
+    if WRITE:
+        written = target + (dst + row0 * dst_pitch + col0)
+        tl.store(written + (rows_down * dst_pitch + col[None, :]), cast, mask=inside)
 
-        sent = value
-        if CHECKSUM_TARGET:
-            sent = cast
-        if CAST:
-            sent = sent.to(SENT, bitcast=True)
-        sent = sent.to(tl.uint32)
-        if CHECKSUM:
-            position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
-            total += _checksum(sent, position, col.to(tl.uint32), BITS, PACKED, UNIT)
-        if NON_FINITE:
-            found = _carries(sent, BITS, PACKED, NON_FINITE)
-            if HALVES:
-                odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
-                found = tl.where(odd, found, 0)
-            if tl.max(found & HIGHEST) != 0:
-                number += _count(found, BITS, PACKED)
+    sent = value
+    if CHECKSUM_TARGET:
+        sent = cast
+    if CAST:
+        sent = sent.to(SENT, bitcast=True)
+    sent = sent.to(tl.uint32)
     if CHECKSUM:
-        tl.atomic_add(checksums + tensor, total, sem="relaxed")
-    if NON_FINITE:  # noqa: SIM102 - known when the kernel is compiled
-        if number != 0:
-            tl.atomic_add(non_finite + tensor, number, sem="relaxed")
+        position = pos + row0 * pos_pitch + col0 + tl.arange(0, R) * pos_pitch
+        tl.atomic_add(checksums + tensor, _checksum(sent, position, BITS, PACKED, UNIT), sem="relaxed")
+    if NON_FINITE:
+        found = _carries(sent, BITS, PACKED, NON_FINITE)
+        if HALVES:
+            odd = (pos + col0 + row0 * pos_pitch + rows_down * pos_pitch + col[None, :]) & 1 == 1
+            found = tl.where(odd, found, 0)
+        if tl.max(found & (1 << (BITS - 1)) * _repeat(PACKED)) != 0:
+            tl.atomic_add(non_finite + tensor, _count(found, BITS, PACKED), sem="relaxed")

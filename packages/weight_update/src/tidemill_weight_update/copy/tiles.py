@@ -53,8 +53,8 @@ class TileGroup:
             pos and pos_pitch are always in numbers.
         shape: R, C of a tile, in numbers.
         segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
-        tile_segment: int32 [num_blocks], segment of each block of `steps` tiles. The blocks of a segment are
-            consecutive, row by row.
+        tile_segment: int32 [num_blocks], segment of each tile. The tiles of a segment are consecutive, row by
+            row.
     """
 
     src_dtype: torch.dtype
@@ -71,8 +71,6 @@ def cut(
     tile_elements: int,
     memory_aligned: NDArray[np.bool_],
     target_aligned: NDArray[np.bool_],
-    *,
-    steps: int = 1,
 ) -> list[TileGroup]:
     """Split the copies of a table into tiles.
 
@@ -80,7 +78,6 @@ def cut(
         tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
         memory_aligned: for each memory, whether its base address is a multiple of VECTOR_BYTES.
         target_aligned: the same for each target.
-        steps: neighbouring tiles that one block processes: to the right of each other if a tile is one row, else below.
 
     Returns:
         The groups that have tiles.
@@ -100,7 +97,7 @@ def cut(
     packed = 4 // width if same else 1
     vector = VECTOR_BYTES // width if same else VECTOR_BYTES // min(width, table.dst_dtype.itemsize)
     aligned = aligned_bases & _multiples(columns, ("src", "src_pitch", "dst", "dst_pitch", "cols"), vector)
-    aligned &= _multiples(columns, ("pos", "pos_pitch"), packed if same else vector)
+    aligned &= _multiples(columns, ("pos", "pos_pitch"), vector)
     groups = []
     filled = columns["rows"] * columns["cols"] > 0
     for mask, number, unit in ((filled & aligned, packed, vector // packed), (filled & ~aligned, 1, 1)):
@@ -109,7 +106,7 @@ def cut(
             part[name] //= number * unit
         for name in ("pos", "pos_pitch"):
             part[name] //= number
-        groups += _by_shape(table, part, number, unit, tile_elements, steps)
+        groups += _by_shape(table, part, number, unit, tile_elements)
     return groups
 
 
@@ -118,7 +115,7 @@ def _multiples(columns: dict[str, NDArray[np.int64]], names: tuple[str, ...], of
 
 
 def _by_shape(
-    table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int, steps: int
+    table: CopyTable, part: dict[str, NDArray[np.int64]], packed: int, unit: int, tile_elements: int
 ) -> list[TileGroup]:
     shapes = [(width, tile_elements // width) for width in TILE_WIDTHS]
     chosen = _fold(part, unit, shapes, _choose(part, unit, shapes))
@@ -127,9 +124,8 @@ def _by_shape(
         mask = chosen == index
         if not mask.any():
             continue
-        span = (1, shape[1] * steps) if shape[0] == 1 else (shape[0] * steps, shape[1])
-        across = -(-part["cols"] * unit // span[1])
-        counts = (-(-part["rows"] // span[0]) * across)[mask]
+        across = -(-part["cols"] * unit // shape[1])
+        counts = (-(-part["rows"] // shape[0]) * across)[mask]
         if counts.sum() >= 2**31:
             raise ValueError(
                 f"{counts.sum()} tiles exceed the limit of one launch (2**31); reduce bucket_bytes of WeightUpdater"

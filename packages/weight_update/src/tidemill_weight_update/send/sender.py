@@ -244,7 +244,7 @@ class Sender:
             prepared.append(
                 PreparedBucket(
                     descriptor=descriptor,
-                    copier=Copier(bucket.tables(device), device, "target", only_reads=descriptor.is_in_place),
+                    copier=Copier(bucket.tables(device), device, "target"),
                     sums=TensorSums(len(descriptor.sources), device, counts_non_finite=not self._allow_non_finite),
                     num_pieces=len(bucket.pieces),
                     num_bytes=bucket.num_bytes,
