@@ -78,6 +78,18 @@ def test_meter_measures_time():
     with meter.step():
         pass
     assert meter.seconds == 2.5
+
+
+def test_meter_adds_up_the_parts_of_the_last_step():
+    times = iter([0.0, 1.0, 2.0, 3.0, 5.0, 6.0, 10.0])
+    meter = Meter(clock=lambda: next(times))
+    with meter.part("forward"):  # outside of a step
+        pass
+    with meter.step():
+        for _ in range(2):
+            with meter.part("forward"):
+                pass
+    assert (meter.parts, meter.seconds) == ({"forward": 3.0}, 6.0)
     assert meter.peak_memory_bytes > 1 << 20
     assert known_peak_tflops(torch.device("cpu"), "bfloat16") is None
 
@@ -96,6 +108,9 @@ def test_meter_ignores_failed_step():
     with pytest.raises(TypeError), meter.step():
         meter.count([batch, None])
     assert vars(meter) == known
+
+
+_WHOLE = {"perf/step_s", "perf/tokens_per_s"}
 
 
 def run_measured(path, batch, layouts):
@@ -133,6 +148,13 @@ def test_performance_covers_global_batch(tmp_path):
         assert metrics["perf/tflops_per_rank"] * seconds * 2 * 1e12 == pytest.approx(flops)
         assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflops_per_rank"] / 0.5)
         assert 0.01 < metrics["perf/peak_memory_gib"] < 64
+        parts = {name: value for name, value in metrics.items() if name.endswith("_s") and name not in _WHOLE}
+        assert 0 < sum(parts.values()) <= seconds
+        assert set(parts) - {"perf/offload_s"} in (
+            {"perf/forward_s", "perf/backward_s", "perf/optimizer_s"},
+            {"perf/forward_backward_s", "perf/optimizer_s"},
+        )
+    assert "perf/offload_s" in first[2][0]
 
 
 def run_adapters(path):

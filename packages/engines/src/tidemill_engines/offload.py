@@ -1,7 +1,7 @@
 """Offload tensors to the CPU and onload them again, without replacing the tensor objects."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -61,16 +61,22 @@ class OffloadableTensors:
         self._copies, self._is_offloaded = {}, False
 
     @contextmanager
-    def onloaded(self) -> Iterator[None]:
-        """Keep the tensors on the device within the context; the last of several overlapping contexts offloads them."""
+    def onloaded(self, measure: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+        """Keep the tensors on the device within the context; the last of several overlapping contexts offloads them.
+
+        Args:
+            measure: returns a context for each copy of the tensors.
+        """
         self._num_users += 1
         try:
-            self.onload()
+            with measure():
+                self.onload()
             yield
         finally:
             self._num_users -= 1
             if not self._num_users:
-                self.offload()
+                with measure():
+                    self.offload()
 
     def discard(self) -> None:
         """Drop the CPU copies of tensors that are no longer referenced."""
@@ -96,10 +102,21 @@ class OffloadableTensors:
 
 
 class Offloader:
-    """The offloaded sets of tensors of an engine, by kind: "params", "grads", "optimizer". Offloads them at once."""
+    """The offloaded sets of tensors of an engine, by kind: "params", "grads", "optimizer". Offloads them at once.
 
-    def __init__(self, tensors: Mapping[str, OffloadableTensors]) -> None:
+    Args:
+        tensors: the sets.
+        measure: returns a context for each later copy of a set.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, OffloadableTensors],
+        *,
+        measure: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._tensors = dict(tensors)
+        self._measure = measure
         for each in self._tensors.values():
             each.offload()
 
@@ -113,7 +130,7 @@ class Offloader:
         with ExitStack() as stack:
             for kind in kinds:
                 if (tensors := self._tensors.get(kind)) is not None:
-                    stack.enter_context(tensors.onloaded())
+                    stack.enter_context(tensors.onloaded(self._measure))
             yield
 
     def check_onloaded(self, *kinds: str) -> None:

@@ -54,6 +54,7 @@ class Meter:
         peak_memory_bytes: on a GPU the peak of allocated memory during the step; else the peak RSS of the process.
         lengths: lengths of the step's rows on this rank, in tokens.
         num_outputs: number of response tokens on this rank.
+        parts: seconds of each part of the step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -63,6 +64,8 @@ class Meter:
         self.peak_memory_bytes = 0
         self.lengths: list[int] = []
         self.num_outputs = 0
+        self.parts: dict[str, float] = {}
+        self._marks: list[tuple[str, Any, Any]] = []  # name, start and end of each part of the current step
         self._rows: list[tuple[int, int]] | None = None  # tokens and response tokens of each row of the current step
 
     @contextmanager
@@ -70,6 +73,7 @@ class Meter:
         """Measure the step within the context; a failed step keeps the measurement of the previous one."""
         on_gpu = self.device.type == "cuda"
         rows = self._rows = list[tuple[int, int]]()
+        marks = self._marks = []
         if on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -81,12 +85,33 @@ class Meter:
         if on_gpu:
             torch.cuda.synchronize(self.device)
         self.seconds = self._clock() - started
+        self.parts = {}
+        for name, start, end in marks:
+            seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
+            self.parts[name] = self.parts.get(name, 0.0) + seconds
         self.lengths, self.num_outputs = [tokens for tokens, _ in rows], sum(outputs for _, outputs in rows)
         self.peak_memory_bytes = (
             torch.cuda.max_memory_allocated(self.device)
             if on_gpu
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         )
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a part of the current step, if there is one. On a GPU events measure it, without waiting for them."""
+        if self._rows is None:
+            yield
+            return
+        start = self._mark()
+        yield
+        self._marks.append((name, start, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def count(self, micro_batches: Sequence[DataProto]) -> None:
         """Add rows, with the ragged columns `input_ids` and `responses`, to the current step, if there is one."""
@@ -108,11 +133,14 @@ class Meter:
             ranks_per_row: number of ranks that share, and count, the same rows.
         """
         flops = training_flops(model, self.lengths, self.num_outputs).total
-        own = self.seconds, sum(self.lengths), flops, self.peak_memory_bytes
-        seconds, tokens, operations, memory = (list(column) for column in zip(*all_gather(own, group), strict=True))
+        own = self.seconds, sum(self.lengths), flops, self.peak_memory_bytes, self.parts
+        gathered = zip(*all_gather(own, group), strict=True)
+        seconds, tokens, operations, memory, parts = (list(column) for column in gathered)
         step_s = max(max(seconds), 1e-9)
+        names = sorted({name for each in parts for name in each})
         tflops = sum(operations) / ranks_per_row / len(operations) / step_s / 1e12
         metrics = {
+            **{f"perf/{name}_s": sum(each.get(name, 0.0) for each in parts) / len(parts) for name in names},
             "perf/step_s": step_s,
             "perf/tokens_per_s": sum(tokens) / ranks_per_row / step_s,
             "perf/tflops_per_rank": tflops,

@@ -196,7 +196,9 @@ class BaseEngine(EnginePersistence[ConfigT]):
             "perf/step_s" (slowest rank), "perf/tokens_per_s" (prompts and responses of all ranks),
             "perf/tflops_per_rank" (TFLOP/s that the model requires), "perf/mfu" (their share of the peak; absent if the
             peak is unknown, see `EngineConfig.peak_tflops`) and "perf/peak_memory_gib" (largest of all ranks: on GPUs
-            during the step, else since the process started).
+            during the step, else since the process started). Also the seconds of the step's parts, as means of the
+            ranks: "perf/forward_s" and "perf/backward_s" (Megatron alternates: "perf/forward_backward_s"),
+            "perf/optimizer_s", and with offloading "perf/offload_s".
         """
         config = self.engine_config
         return self.meter.report(
@@ -225,9 +227,11 @@ class BaseEngine(EnginePersistence[ConfigT]):
         self.check_trains()
         assert self.optimizer_config is not None
         with self._offloader.onloaded("optimizer"):
-            norm = self.grad_norm()
+            with self.meter.part("optimizer"):
+                norm = self.grad_norm()
+                if math.isfinite(norm):
+                    self.apply_gradient(norm)
             if math.isfinite(norm):
-                self.apply_gradient(norm)
                 return norm
         where = "; ".join(self.find_nonfinite()) or "the sum of its squares only"
         if self.optimizer_config.nonfinite == "raise":

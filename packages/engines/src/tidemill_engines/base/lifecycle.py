@@ -85,7 +85,10 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
                 "grads": config.grad_offload,
                 "optimizer": config.optimizer_offload,
             }
-            self._offloader = Offloader({kind: part for kind, part in self._offloadable().items() if kinds[kind]})
+            self._offloader = Offloader(
+                {kind: part for kind, part in self._offloadable().items() if kinds[kind]},
+                measure=lambda: self.meter.part("offload"),
+            )
         except BaseException:
             self.close()
             raise

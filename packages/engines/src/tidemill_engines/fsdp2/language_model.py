@@ -1,6 +1,6 @@
 """The FSDP2 engine for causal language models: its step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tidemill_engines.fsdp2.interrupted import reset_after_failure
 from tidemill_engines.fsdp2.model import fsdp_modules
 from tidemill_engines.head.log_probs import head_log_probs
 from tidemill_engines.loss.contract import LossFn, MicroBatchLoss
-from tidemill_engines.loss.metrics import as_metrics
+from tidemill_engines.loss.metrics import Metric, as_metrics
 from tidemill_engines.loss.router import connect_to_output, router_logits_of_outputs, router_losses, with_router_loss
 from tidemill_engines.model_io import ModelInputs, ModelOutput, Outputs
 
@@ -120,6 +120,21 @@ class FSDP2LanguageModel(FSDP2Engine):
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
+        with self.meter.part("forward"):
+            loss, metrics, output = self._forward(micro_batch, loss_fn, calculate_entropy=calculate_entropy)
+        if loss is None:
+            return StepOutput(loss=None, metrics={}, model_output=output)
+        if not forward_only:
+            if not loss.requires_grad:  # a constant loss; the backward must still enter the collectives
+                loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
+            with self.meter.part("backward"):
+                loss.backward()
+            output = output.detached()
+        return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
+
+    def _forward(
+        self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, calculate_entropy: bool
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor | Metric], Outputs]:
         inputs = self.prepare_model_inputs(micro_batch)
         hidden_states, router_logits = self.run_model(inputs)
         output = self.prepare_model_outputs(hidden_states, inputs, calculate_entropy=calculate_entropy)
@@ -132,14 +147,9 @@ class FSDP2LanguageModel(FSDP2Engine):
         if sharing is not None:
             output = gather_output(output, inputs, sharing)
         if loss_fn is None:
-            return StepOutput(loss=None, metrics={}, model_output=output)
+            return None, {}, output
         loss, metrics = loss_fn(output, micro_batch.to(self.device, non_blocking=True))
-        if not forward_only:
-            if not loss.requires_grad:  # a constant loss; the backward must still enter the collectives
-                loss = loss + sum(column.sum() for column in output.columns().values()) * 0.0
-            loss.backward()
-            output = output.detached()
-        return StepOutput(loss=loss.detach(), metrics=as_metrics(metrics), model_output=output)
+        return loss, metrics, output
 
     def prepare_model_inputs(self, micro_batch: DataProto) -> ModelInputs:
         vision = None

@@ -194,7 +194,7 @@ class MegatronLanguageModel(MegatronEngine):
                 inputs.packed.routing = moe.routing_of(micro_batch, inputs)
             return inputs
 
-        with nullcontext() if forward_only else self._gradients.backward():
+        with self.meter.part("forward_backward"), nullcontext() if forward_only else self._gradients.backward():
             steps = run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
         if moe is not None:
             moe.finish()
