@@ -6,6 +6,10 @@ from pathlib import Path
 TIMES = (
     "timing_s/",
     *(f"perf/{name}" for name in ("time_per_step", "throughput", "tokens_per_s", "tflops", "mfu", "max_memory")),
+    *(f"perf/{name}" for name in ("step_s", "forward", "backward", "optimizer_s", "offload_s")),
+    "rollout/release_s",
+    "rollout/resume_s",
+    "episode/seconds",
     "episode/addition/seconds",
     "weight_update/seconds",
     "weight_update/gb_per_s",

@@ -15,7 +15,7 @@ FAILED = Outcome(reward=0.0, status="environment_error", reason="ValueError: x")
 def test_rates_are_weighted_by_the_time_of_each_step():
     steps = [
         RATES | {"perf/mfu": 0.4},
-        RATES | {"perf/tokens_per_s": 20.0, "perf/mfu": 0.1, "perf/step_s": 3.0},
+        RATES | {"perf/tokens_per_s": 20.0, "perf/mfu": 0.1, "perf/step_s": 3.0, "perf/forward_s": 0.5},
     ]
     steps[1]["perf/peak_memory_gib"] = 2.0
     assert performance_metrics(steps) == {
@@ -23,6 +23,8 @@ def test_rates_are_weighted_by_the_time_of_each_step():
         "perf/mfu/actor": pytest.approx((0.4 + 3 * 0.1) / 4),
         "perf/tflops/actor": pytest.approx(40.0),
         "perf/max_memory_allocated_gb": 3.0,
+        "perf/step_s/actor": 4.0,
+        "perf/forward_s/actor": 0.5,
     }
     assert "perf/mfu/actor" not in performance_metrics([RATES])
     assert performance_metrics([{"loss": 1.0}]) == {}
@@ -34,7 +36,7 @@ def test_metrics_are_averaged_and_skipped_steps_summed():
         {"actor/loss": 2.0, "actor/grad_nonfinite": 1.0},
     ]
     actual = mean_metrics([steps[0], steps[1] | RATES])
-    assert actual == {"actor/loss": 1.5, "actor/grad_nonfinite": 2.0} | performance_metrics([RATES])
+    assert actual == {"actor/loss": 1.5, "actor/grad_nonfinite": 2.0} | performance_metrics([RATES, RATES])
     assert not {"perf/step_s", "perf/tokens_per_s"} & actual.keys()
 
 
@@ -75,6 +77,7 @@ def test_episodes_are_counted_by_status_reason_and_source():
     assert metrics["rollout/trained_token_share"] == 0.5
     assert metrics["episode/sums/num_tool_calls/mean"] == 2.0
     assert metrics["episode/sums/seconds/p50"] == 1.5
+    assert (metrics["episode/seconds/p90"], metrics["episode/seconds/max"]) == (pytest.approx(2.8), 3.0)
     assert metrics["episode/sums/status/ok"] == metrics["episode/sums/status/truncated"] == 1.0
     assert metrics["episode/sums/status/environment_error"] == metrics["episode/other/status/ok"] == 0.0
     assert metrics["episode/other/status/environment_error"] == 1.0

@@ -13,6 +13,8 @@ from tidemill_rollout.outcome import Status
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 
+QUANTILES = (10, 25, 50, 75, 90, 99)
+"""Percentiles of the response lengths of a step."""
 RM_SCORE = "rm_score"
 """The metric of an episode's outcome that has the score of the reward model."""
 _RATES = {
@@ -41,6 +43,7 @@ def batch_metrics(
         **_spread("critic/rewards", scored["rewards"]),
         **_spread("critic/advantages", batch["advantages"].values()[mask]),
         **_spread("response_length", responses),
+        **_quantiles("response_length", responses),
         "response_length/clip_ratio": (responses >= response_length).float().mean().item(),
         **_spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).float().mean().item(),
@@ -101,12 +104,15 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
     sampled = sum(
         summary.counts.get("num_sampled_tokens", 0.0) for summary in summaries if summary.outcome.is_trainable
     )
+    seconds_of_all = np.array([summary.seconds for summary in summaries])
     metrics = {
         **_by_status("episode/status", summaries),
         **{f"episode/reason/{reason}": float(count) for reason, count in sorted(reasons.items())},
         "reward/num_errors": float(num_errors),
         "episode/num_retries": float(sum(len(summary.failures) for summary in summaries) - num_errors),
         "episode/num_worker_restarts": float(episodes.num_restarts),
+        "episode/seconds/p90": float(np.quantile(seconds_of_all, 0.9)),
+        "episode/seconds/max": float(seconds_of_all.max()),
         "rollout/trained_token_share": num_trained_tokens / sampled if sampled else 0.0,
         **{f"rollout/{name}": float(count) for name, count in sorted(forks.items())},
     }
@@ -143,7 +149,8 @@ def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float
     Returns:
         "perf/mfu/actor" (omitted if the peak of the device is unknown), "perf/tflops/actor" per rank,
         "perf/tokens_per_s/actor" of all ranks together, and "perf/max_memory_allocated_gb" (in GiB, like verl's) of the
-        rank with the highest peak: on a GPU during these steps, on a CPU since the start of the process. Empty if the
+        rank with the highest peak: on a GPU during these steps, on a CPU since the start of the process. Also the sums
+        of the seconds of steps and their parts, such as "perf/step_s/actor" and "perf/forward_s/actor". Empty if the
         engine reports no performance.
     """
     if "perf/step_s" not in parts[0]:
@@ -154,7 +161,9 @@ def performance_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float
         for engine_name, name in _RATES.items()
         if engine_name in parts[0]
     }
-    return rates | {"perf/max_memory_allocated_gb": max(part["perf/peak_memory_gib"] for part in parts)}
+    names = sorted({name for part in parts for name in part if name.startswith("perf/") and name not in _RATES})
+    sums = {f"{name}/actor": sum(part.get(name, 0.0) for part in parts) for name in names if name.endswith("_s")}
+    return rates | sums | {"perf/max_memory_allocated_gb": max(part["perf/peak_memory_gib"] for part in parts)}
 
 
 def validation_metrics(summaries: Sequence[EpisodeSummary]) -> dict[str, float]:
@@ -201,6 +210,15 @@ def _by_source(summaries: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSum
     for summary in summaries:
         groups.setdefault(summary.task.problem.data_source, []).append(summary)
     return dict(sorted(groups.items()))
+
+
+def _quantiles(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Return the standard deviation, and quantiles from which `bench.lengths` replays the distribution."""
+    if values.numel() == 0:
+        return {}
+    found = torch.quantile(values, torch.tensor(QUANTILES) / 100).tolist()
+    std = {f"{name}/std": values.std(correction=0).item()}
+    return std | {f"{name}/p{percent}": value for percent, value in zip(QUANTILES, found, strict=True)}
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -17,6 +17,7 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.client import RayEngine
 from tidemill_trainer.rollout.engine import Engine
 from tidemill_trainer.rollout.engine_requests import EngineRequest, EngineRequestError
+from tidemill_trainer.timing import Seconds
 
 T = TypeVar("T")
 _CHECK_S = 5.0
@@ -59,6 +60,7 @@ class Engines:
         self.in_turns = config.placement.engines == "turns"
         self._has_weights = self._serves = True
         self.version: int | str | None = None
+        self._seconds = Seconds()
         self.num_restarts = self.num_added = 0
 
     def start_processes(self) -> None:
@@ -132,7 +134,8 @@ class Engines:
             version: weight version that the engines report afterwards.
 
         Returns:
-            `weight_update/*` metrics, `rollout/num_engines` and `rollout/num_engine_restarts`.
+            `weight_update/*` metrics, `rollout/num_engines` and `rollout/num_engine_restarts`; in turns also
+            the seconds since the last call in which memory was freed and allocated, `rollout/{release,resume}_s`.
 
         Raises:
             WorkerError: an engine was not updated, although it is alive.
@@ -157,6 +160,7 @@ class Engines:
         metrics = self._on_all(update)
         self._has_weights = True
         return metrics | {
+            **self._seconds.take(),
             "rollout/num_engines": float(len(self.numbers())),
             "rollout/num_engine_restarts": float(self.num_restarts),
         }
@@ -164,7 +168,8 @@ class Engines:
     def release(self) -> None:
         """In turns, interrupt all requests and free the memory of the engines for the training workers."""
         if self.in_turns:
-            self._on_all(lambda: _wait(engine.group.release() for engine in self._serving()))
+            with self._seconds("rollout/release_s"):
+                self._on_all(lambda: _wait(engine.group.release() for engine in self._serving()))
             self._has_weights = self._serves = False
 
     def resume(self) -> None:
@@ -175,8 +180,9 @@ class Engines:
             assert self.version is not None, "call update_weights() first"
             self.update_weights(self.version)
         assert self._policy is not None
-        self._policy.free_unused_memory()
-        self._on_all(lambda: _wait(engine.group.resume_serving() for engine in self._serving()))
+        with self._seconds("rollout/resume_s"):
+            self._policy.free_unused_memory()
+            self._on_all(lambda: _wait(engine.group.resume_serving() for engine in self._serving()))
         self._serves = True
 
     def _on_all(self, call: Callable[[], T]) -> T:
