@@ -61,6 +61,8 @@ class RolloutConfig:
         temperature, top_p, top_k: sampling parameters of training rollouts; validation decodes greedily.
         response_length: maximum number of new tokens of a reply. All tokens of an episode, with the prompt and what
             tools returned, are at most `data.max_prompt_length + rollout.response_length`.
+        response_lengths: for benchmarks: lengths of replies, of which each training episode gets one by its seed. A
+            reply has exactly that many tokens, whatever end tokens are sampled.
         device: "auto" selects CUDA if Ray has GPUs.
         dtype: dtype of the engine's weights.
         num_engines: number of engines that share the prompts.
@@ -88,6 +90,7 @@ class RolloutConfig:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
     response_length: Count = 512
+    response_lengths: tuple[Count, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     num_engines: Count = 1
@@ -278,6 +281,12 @@ class Config(RunConfig):
         RunConfig.__post_init__(self)
         longest = self.data.max_prompt_length + self.rollout.response_length
         cap = self.engine.max_token_len_per_gpu
+        replayed = max(self.rollout.response_lengths, default=0)
+        require(
+            replayed <= self.rollout.response_length,
+            f"rollout.response_lengths must be <= rollout.response_length={self.rollout.response_length}, got "
+            f"{replayed}; raise rollout.response_length",
+        )
         require(
             longest <= cap,
             f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "

@@ -83,10 +83,11 @@ class EpisodeWorker:
         engine = _Counted(self._pool)
         policy = copy.copy(self._validation if greedy else self._training)
         policy.engine = engine
+        lengths = () if greedy else self._config.rollout.response_lengths
 
         async def run(task: EpisodeTask) -> tuple[EpisodeSummary, EpisodeResult]:
             async with self._limit:
-                return await self._solve(task, policy)
+                return await self._solve(task, policy, with_length(policy.config.sampling, lengths, task.seed))
 
         running = {asyncio.create_task(run(task)) for task in tasks}
         try:
@@ -97,13 +98,15 @@ class EpisodeWorker:
             for task in running:
                 task.cancel()
 
-    async def _solve(self, task: EpisodeTask, policy: Policy) -> tuple[EpisodeSummary, EpisodeResult]:
+    async def _solve(
+        self, task: EpisodeTask, policy: Policy, sampling: SamplingParams
+    ) -> tuple[EpisodeSummary, EpisodeResult]:
         """Run an episode, again after an environment error until the attempts are used up."""
         config = self._config.episode
         failures: list[Failure] = []
         assert self._endpoint is not None
         while True:
-            session = policy.session(f"{task.name}/{len(failures)}", seed=task.seed)
+            session = policy.session(f"{task.name}/{len(failures)}", seed=task.seed, sampling=sampling)
             self._endpoint.add(session)
             try:
                 result = await run_episode(self._episode, task.problem, session, timeout_s=config.timeout_s)
@@ -201,6 +204,13 @@ def session_config(config: Config) -> SessionConfig:
         max_turns=config.episode.max_turns,
         generate_timeout_s=rollout.timeout_s,
     )
+
+
+def with_length(sampling: SamplingParams, lengths: Sequence[int], seed: int | None) -> SamplingParams:
+    """Return the sampling parameters of replies with one of these lengths, which the seed selects, if there are any."""
+    if not lengths or seed is None:
+        return sampling
+    return replace(sampling, max_tokens=lengths[seed % len(lengths)], extra={**sampling.extra, "ignore_eos": True})
 
 
 def _summary(task: EpisodeTask, result: EpisodeResult, failures: Sequence[Failure], session: Session) -> EpisodeSummary:
