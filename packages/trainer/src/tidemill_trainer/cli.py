@@ -10,6 +10,7 @@ from pathlib import Path
 
 _RECIPES = Path(__file__).parent / "recipes"
 DEMO_CONFIG = _RECIPES / "demo.toml"
+BENCH_CONFIG = _RECIPES / "bench.toml"
 DEMO_CONFIGS = {"addition": DEMO_CONFIG, "tools": _RECIPES / "demo_tools.toml", "sft": _RECIPES / "demo_sft.toml"}
 
 
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             memory, number = args.device_memory, args.num_gpus
             return plan(args.config, overrides, device_memory=memory, num_gpus=number, as_text=not args.json)
+        if args.command == "bench":
+            words = sys.argv[1:] if argv is None else argv
+            more = {"steps": args.steps, "warmup": args.warmup, "lengths": args.lengths, "arguments": words}
+            return run.bench(args.config, overrides, **more)
         if args.command == "replay":
             return run.replay(args.run, args.steps, overrides, has_generation=args.generation)
         if args.command == "doctor":
@@ -69,6 +74,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         return args
     args.overrides += others
+    if args.command == "bench" and (args.config is None or "=" in str(args.config)):
+        args.overrides = [*([] if args.config is None else [str(args.config)]), *args.overrides]
+        args.config = BENCH_CONFIG
     if args.command == "demo":
         is_task = args.overrides and "=" not in args.overrides[0] and not args.overrides[0].endswith(".toml")
         args.task = args.overrides.pop(0) if is_task else "addition"
@@ -146,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-gpus", type=_count, help="GPUs of the cluster (default: those here, or else as many as are required)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    bench = _add_bench(commands)
     replay = commands.add_parser(
         "replay", help="repeat recorded steps of a run, and compare the weights bit for bit", allow_abbrev=False
     )
@@ -161,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor = _add_doctor(commands)
     _add_engines(commands)
-    for command in (demo, train, sft, evaluate, plan, replay, doctor):
+    for command in (demo, train, sft, evaluate, plan, bench, replay, doctor):
         command.add_argument(
             "overrides",
             nargs="*",
@@ -189,6 +198,28 @@ def _add_engines(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N | NAME",
         help="number of engines to add, or to remove beginning with the newest (default: 1); or name of one to remove",
     )
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    bench = commands.add_parser(
+        "bench",
+        help="measure where the time of a step goes, with any configuration of a run",
+        usage="%(prog)s [-h] [--steps N] [--warmup N] [--lengths LENGTHS] [CONFIG.toml] [MORE.toml] [key=value ...]",
+        description="Train some steps and write bench.md and bench.json to the folder of the run. model.path may be "
+        "the name of a model that is created with random weights: qwen3-0.6b, -1.7b, -4b, -8b, -30b-a3b, or tiny.",
+        allow_abbrev=False,
+    )
+    bench.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.toml", help="configuration (default: bench.toml)"
+    )
+    bench.add_argument("--steps", type=_count, default=5, help="measured steps (default: 5)")
+    bench.add_argument("--warmup", type=_count, default=2, help="steps before them (default: 2)")
+    bench.add_argument(
+        "--lengths",
+        help="lengths of the responses: a number, lognormal:MEAN,MAX, metrics.jsonl of a run, or a file with one "
+        "number per line",
+    )
+    return bench
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:

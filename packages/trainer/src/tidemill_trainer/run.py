@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
+from rich.console import Console
 from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 
@@ -112,6 +113,36 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
         return f"The files of the evaluation are in {run.path}; the same command repeats it."
 
     return _run(config, stem, progress, _Work(prepare=prepare, after_stop=how_to_repeat))
+
+
+def bench(
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+    lengths: str | None,
+    arguments: Sequence[str],
+) -> int:
+    """Run `tidemill bench [CONFIG.toml]`; `arguments` are those of the command."""
+    from tidemill_trainer.bench.command import bench_config, fit
+
+    progress = Progress(Console(record=True))
+    quiet_libraries()
+    try:
+        config = bench_config(config_path, overrides, num_steps=warmup + steps, lengths=lengths)
+    except ConfigError as error:
+        progress.fail(str(error))
+        return 1
+
+    def prepare() -> Callable[[Config, RunDir], None]:
+        inputs = load_inputs(config, progress)
+        return lambda config, run: fit(config, inputs, run, progress, warmup, arguments)
+
+    def how_to_repeat(run: RunDir) -> str:
+        return f"The logs of the benchmark are in {run.logs}; the same command repeats it."
+
+    return _run(config, f"bench-{config_path.stem}", progress, _Work(prepare=prepare, after_stop=how_to_repeat))
 
 
 def replay(

@@ -130,18 +130,35 @@ def is_engine(group: str) -> bool:
 
 def observe(registrations: Sequence[Registration]) -> list[ProcessState]:
     """Return the state of processes on this machine and of their descendants, each once. Takes about half a second."""
-    titles: dict[psutil.Process, tuple[str, str]] = {}
+    owners = _owners(registrations)
+    before = {process: _cpu_s(process) for process in owners}
+    time.sleep(_SAMPLE_S)
+    states = []
+    for process, (owner, log) in owners.items():
+        title = role(log) if process == owner else f"{_command(process)} below {role(log)}"
+        states.append(_state(process, title, log, before[process]))
+    return [state for state in states if state is not None]
+
+
+def cpu_seconds(registrations: Sequence[Registration]) -> dict[str, float]:
+    """Return the CPU seconds since its start of each process on this machine, with its descendants, by its name."""
+    seconds: dict[str, float] = {}
+    for process, (_, name) in _owners(registrations).items():
+        seconds[name] = seconds.get(name, 0.0) + _cpu_s(process)
+    return seconds
+
+
+def _owners(registrations: Sequence[Registration]) -> dict[psutil.Process, tuple[psutil.Process, str]]:
+    """Return the registered processes and their descendants, each with the registered one and its name."""
+    owners: dict[psutil.Process, tuple[psutil.Process, str]] = {}
     for registration in registrations:
         process = registration.process()
         if process is not None:
-            titles[process] = role(registration.name), registration.name
-    for process, (title, log) in list(titles.items())[::-1]:  # the driver comes first and is the parent of Ray's
+            owners[process] = process, registration.name
+    for process, owner in list(owners.items())[::-1]:  # the driver comes first and is the parent of Ray's
         for child in _children(process):
-            titles.setdefault(child, (f"{_command(child)} below {title}", log))
-    before = {process: _cpu_s(process) for process in titles}
-    time.sleep(_SAMPLE_S)
-    states = [_state(process, title, log, before[process]) for process, (title, log) in titles.items()]
-    return [state for state in states if state is not None]
+            owners.setdefault(child, owner)
+    return owners
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -1,0 +1,1 @@
+"""The command `tidemill bench`: where the time of a step goes."""

@@ -1,0 +1,85 @@
+"""The command `tidemill bench`."""
+
+import gc
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tidemill_trainer.bench.lengths import parse_lengths
+from tidemill_trainer.bench.shapes import write_inputs
+from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import read_config
+from tidemill_trainer.inputs import Inputs
+from tidemill_trainer.plan.model import count_model
+from tidemill_trainer.progress import Progress
+from tidemill_trainer.run_dir import RunDir
+
+
+def bench_config(path: Path, overrides: Sequence[str], *, num_steps: int, lengths: str | None) -> Config:
+    """Read the configuration of a run, and leave out what is no step: validations, checkpoints and warm-up.
+
+    Raises:
+        ConfigError: the configuration or `lengths` is invalid (see `parse_lengths`).
+    """
+    if lengths is not None:
+        overrides = [*overrides, f"rollout.response_lengths={parse_lengths(lengths)}"]
+    made = write_inputs(read_config(Config, path, overrides), num_steps)
+    config = read_config(Config, path, [*overrides, *made])
+    trainer = replace(
+        config.trainer,
+        total_steps=num_steps,
+        stop_at_accuracy=None,
+        val_before_train=False,
+        test_freq=0,
+        save_freq=-1,
+        save_samples=0,
+    )
+    return replace(
+        config,
+        data=replace(config.data, val_files=()),
+        warmup=replace(config.warmup, max_steps=0),
+        trainer=trainer,
+    )
+
+
+def fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress, warmup: int, arguments: Sequence[str]) -> None:
+    """Train as `tidemill train` does, and write `bench.json` and `bench.md` to the folder of the run."""
+    import ray
+
+    from tidemill_trainer.bench.page import page
+    from tidemill_trainer.bench.result import facts, measure
+    from tidemill_trainer.bench.sampler import Sampler
+    from tidemill_trainer.cluster import Cluster
+    from tidemill_trainer.gpus import engine_gpus, placed, training_gpus
+    from tidemill_trainer.trainer import Trainer
+
+    lines: list[Mapping[str, Any]] = []
+    ends_s: list[float] = []
+    with Cluster(config, run, progress) as cluster, cluster.watch():
+        cluster.wait_ready()
+        gc.freeze()
+        with Sampler(cluster.watch.waits, run.logs) as sampler:
+
+            def note(line: Mapping[str, Any]) -> None:
+                if line["step"] < warmup:
+                    return
+                sampler.mark()
+                lines.append(line)
+                ends_s.append(time.perf_counter())
+
+            run.listeners.append(note)
+            Trainer(config, cluster, inputs, run, progress).fit()
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        config = placed(config, num_gpus)
+    used = sum((engine_gpus(config, num_gpus) | training_gpus(config, num_gpus)).values())
+    figures = measure(config, count_model(replace(config.model, lora=None)), lines, ends_s, used)
+    result = facts(config, arguments, warmup, sampler) | figures
+    (run.path / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = page(result)
+    (run.path / "bench.md").write_text(text)
+    progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    progress.info(f"the page is {run.path / 'bench.md'}", style="bold")
+    progress.console.save_text(str(run.path / "bench.log"))
