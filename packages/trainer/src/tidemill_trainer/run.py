@@ -131,7 +131,7 @@ def bench(
     quiet_libraries()
     try:
         config = bench_config(config_path, overrides, num_steps=warmup + steps, lengths=lengths)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         progress.fail(str(error))
         return 1
 
@@ -142,7 +142,9 @@ def bench(
     def how_to_repeat(run: RunDir) -> str:
         return f"The logs of the benchmark are in {run.logs}; the same command repeats it."
 
-    return _run(config, f"bench-{config_path.stem}", progress, _Work(prepare=prepare, after_stop=how_to_repeat))
+    return _run(
+        config, f"bench-{Path(config.model.path).name}", progress, _Work(prepare=prepare, after_stop=how_to_repeat)
+    )
 
 
 def replay(

@@ -19,7 +19,7 @@ LINE = {
 TURNS = {"rollout/resume_s": 0.2, "rollout/release_s": 0.3, "perf/offload_s/actor": 0.15}
 
 
-@pytest.mark.parametrize("more", [{}, TURNS, {"timing_s/testing": 0.25, "timing_s/save_batch": 0.5}])
+@pytest.mark.parametrize("more", [{}, TURNS, {"timing_s/save_batch": 0.25}])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_phases_add_up_to_the_wall_time(more, overlaps):
     phases = phase_seconds(LINE | more, 10.2, overlaps=overlaps)

@@ -13,7 +13,11 @@ def page(result: Mapping[str, Any]) -> str:
     slowest, share = next(iter(result["phase_shares"].items()))
     seconds = result["rates"]["seconds"]
     count, machine = len(result["steps"]), result["machine"]
-    where = f"{result['num_gpus']:g} x {machine['gpu']}" if result["num_gpus"] else f"{machine['cpus']} CPU cores"
+    where = (
+        f"{result['num_gpus']:g} x {machine.get('gpu', 'GPU of unknown type')}"
+        if result["num_gpus"]
+        else f"{machine['cpus']} CPU cores"
+    )
     lines = [
         f"# `{result['command']}`",
         "",

@@ -61,8 +61,7 @@ def phase_seconds(metrics: Mapping[str, Any], wall_s: float, *, overlaps: bool) 
         "rest of the update": update - sum(parts.values()),
         "weight update": sent,
         "onload and offload of the engines": resume + release + weights - sent,
-        "validation": taken.get("testing", 0.0),
-        "checkpoint": taken.get("save_checkpoint", 0.0) + taken.get("save_batch", 0.0),
+        "record of the batch": taken.get("save_batch", 0.0),
     }
     phases = {name: seconds for name, seconds in phases.items() if seconds}
     return phases | {"other": wall_s - sum(phases.values())}
