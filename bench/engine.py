@@ -7,9 +7,11 @@
 
 A case is a list of the words below, joined with "+"; "base" is the empty list. Cases are separated by commas. A case
 applies to every model, "moe:megatron+ep4" to one. Rows have 512 to 8,192 tokens, log-uniform, one eighth prompt;
-weights are random. The work per GPU does not depend on the number of GPUs. MFU counts the operations that the model
-requires (tidemill_engines.throughput): no recomputation, no padding, and the head for response tokens only. A line is
-printed after each case, ratios at the end. If OUT is set, everything is also written to OUT/engine.json.
+weights are random. Each step draws new rows; after two steps for warm-up, five are measured, and a line has the median
+of their rates, with the lowest and the highest MFU. The work per GPU does not depend on the number of GPUs. MFU counts
+the operations that the model requires (tidemill_engines.throughput): no recomputation, no padding, and the head for
+response tokens only. A line is printed after each case, ratios at the end. If OUT is set, everything is also written to
+OUT/engine.json.
 """
 
 import argparse
@@ -44,7 +46,7 @@ def main() -> int:
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
     )
     all_cases = [case for num_gpus in args.gpus for case in _cases(args, num_gpus)]
-    effort = Effort(steps=args.steps, case_s=args.case_s, profile=args.profile, device=args.device)
+    effort = Effort(steps=args.steps, repeats=args.repeat, case_s=args.case_s, profile=args.profile, device=args.device)
     end = time.monotonic() + args.limit_s
     out = os.environ.get("OUT")
     report = Report(Path(out, "engine.json") if out else None)
@@ -70,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens per step and GPU")
     parser.add_argument("--micro-tokens", type=int, help="tokens per micro-batch and data-parallel rank")
     parser.add_argument("--steps", type=int, default=Effort().steps, help="number of measured steps")
+    parser.add_argument("--repeat", action="store_true", help="use the same rows in all steps")
     parser.add_argument("--case-s", type=float, default=Effort().case_s, help="start no further step after this time")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of all cases")
     parser.add_argument("--profile", action="store_true", help="also profile one step")

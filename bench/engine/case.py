@@ -51,14 +51,16 @@ class Effort:
     """Amount of work per case.
 
     Attributes:
-        steps: number of measured steps.
+        steps: number of measured steps, after two for warm-up.
+        repeats: all steps have the same rows; else each step draws new lengths.
         case_s: time in seconds after which no further step starts; at least one is measured.
         profile: whether to record one more step, of two micro-batches, with torch's profiler.
         device: "cuda" or "cpu".
     """
 
-    steps: int = 3
-    case_s: float = 25.0
+    steps: int = 5
+    repeats: bool = False
+    case_s: float = 90.0
     profile: bool = False
     device: str = "cuda"
 

@@ -12,7 +12,7 @@ MFU, SPEEDUP, HEAD_RATIO, EFFICIENCY = 0.45, 1.5, 1 / 8, 0.9
 
 _HEADER = (
     f"{'model':5} {'case':32} {'GPUs':>4} {'master':6} {'micro':>6} {'tokens/s':>9} {'per GPU':>8} {'TFLOP/s':>8} "
-    f"{'MFU':>6} {'peak GiB':>8} {'step s':>7} {'n':>2} {'first s':>7} {'loss':>7}"
+    f"{'MFU':>6} {'min - max':>13} {'peak GiB':>8} {'step s':>7} {'n':>2} {'first s':>7} {'loss':>7}"
 )
 
 
@@ -156,11 +156,13 @@ def _line(case: Case, result: dict[str, Any]) -> str:
             f"{result['plain_s'] * 1e3:.1f} ms; largest difference {result['largest_difference']:.2g}"
         )
     load = result.get("expert_load")
-    mfu = "-" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    mfu, spread = "-", "-"
+    if result["mfu"] is not None:
+        mfu, spread = f"{result['mfu']:.1%}", " - ".join(f"{share:.1%}" for share in result["mfu_range"])
     return start + (
         f"{case.precision:6} {case.micro_tokens:6} {result['tokens_per_s']:9.0f} "
-        f"{result['tokens_per_s'] / case.num_gpus:8.0f} {result['tflops']:8.1f} {mfu:>6} "
-        f"{_gib(result['peak_bytes']):>8} {result['step_s']:7.3f} {len(result['steps_s']):2} {result['first_s']:7.1f} "
+        f"{result['tokens_per_s'] / case.num_gpus:8.0f} {result['tflops']:8.1f} {mfu:>6} {spread:>13} "
+        f"{_gib(result['peak_bytes']):>8} {result['step_s']:7.3f} {len(result['steps']):2} {result['first_s']:7.1f} "
         f"{result['loss']:7.3f}" + ("" if load is None else f"  busiest expert {load:.1f} x an equal share")
     )
 

@@ -75,42 +75,45 @@ def _measure(
 ) -> dict[str, Any]:
     shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
     share = case.tokens * case.num_gpus // subject.num_parts  # constant work per GPU
-    lengths = row_lengths(share, shortest=shortest, longest=longest, seed=0)
     vocab_size, experts = MODELS[case.model]["vocab_size"], None
     if "balanced" in case.words:
         experts = tuple(
             MODELS[case.model][name] for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok")
         )
-    batch = make_batch(lengths, vocab_size, seed=subject.part, experts=experts)
-    few = warm_up_rows(lengths, case.micro_tokens)
+
+    def rows(step: int) -> list[int]:
+        return row_lengths(share, shortest=shortest, longest=longest, seed=0 if effort.repeats else step)
+
+    few = warm_up_rows(rows(0), case.micro_tokens)
     warm_up = make_batch(few, vocab_size, seed=subject.part, experts=experts)
     first_s, _ = _step(subject, warm_up, device)
-    _step(subject, warm_up, device)
+    _step(subject, make_batch(rows(1), vocab_size, seed=subject.part, experts=experts), device)
     if effort.profile:
         report("text", profiled(lambda: _step(subject, warm_up, device), device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, loss, peak = [], 0.0, 0
-    while len(seconds) < effort.steps:
+    model, peak_tflops = _on_meta(case.model), known_peak_tflops(device, "bfloat16")
+    steps, loss, peak = [], 0.0, 0
+    while len(steps) < effort.steps:
+        lengths = rows(2 + len(steps))
+        batch = make_batch(lengths, vocab_size, seed=subject.part, experts=experts)
         taken, loss = _step(subject, batch, device)
-        seconds.append(_largest(taken))
+        flops = training_flops(model, lengths, count_outputs(batch)).total * subject.num_parts
+        tokens, seconds = sum(lengths) * subject.num_parts, _largest(taken)
+        tflops = flops / seconds / case.num_gpus / 1e12
+        steps.append({"step_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tflops": tflops})
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device))  # the engine resets it at each step
         if _largest(time.perf_counter() - started) > effort.case_s:
             break
-    step_s = statistics.median(seconds)
-    flops = training_flops(_on_meta(case.model), lengths, count_outputs(batch)).total * subject.num_parts
-    peak_tflops = known_peak_tflops(device, "bfloat16")
-    tflops = flops / step_s / case.num_gpus / 1e12
+    tflops = [step["tflops"] for step in steps]
     return {
         "first_s": first_s,
-        "steps_s": seconds,
-        "step_s": step_s,
-        "rows": len(lengths) * subject.num_parts,
-        "tokens": sum(lengths) * subject.num_parts,
-        "tokens_per_s": sum(lengths) * subject.num_parts / step_s,
-        "tflops": tflops,
-        "mfu": None if peak_tflops is None else tflops / peak_tflops,
+        "steps": steps,
+        **{name: statistics.median(step[name] for step in steps) for name in ("step_s", "tokens_per_s", "tflops")},
+        "tokens": sum(step["tokens"] for step in steps),
+        "mfu": None if peak_tflops is None else statistics.median(tflops) / peak_tflops,
+        "mfu_range": None if peak_tflops is None else (min(tflops) / peak_tflops, max(tflops) / peak_tflops),
         "peak_bytes": int(_largest(float(peak))) if device.type == "cuda" else None,
         "loss": loss,
         "expert_load": subject.expert_load,

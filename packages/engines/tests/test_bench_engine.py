@@ -99,8 +99,9 @@ def test_ratios_compare_best_cases(capsys):
 
     def add(words: str, tokens_per_s: float, *, num_gpus: int = 1) -> None:
         case = parse(f"4b:{words}", num_gpus=num_gpus, tokens=None, micro_tokens=None)
-        result = {"tokens_per_s": tokens_per_s, "tflops": 1.0, "mfu": tokens_per_s / num_gpus / 4e4}
-        report.add(case, result | {"peak_bytes": 1, "step_s": 1.0, "steps_s": [1.0], "first_s": 1.0, "loss": 1.0})
+        mfu = tokens_per_s / num_gpus / 4e4
+        result = {"tokens_per_s": tokens_per_s, "tflops": 1.0, "mfu": mfu, "mfu_range": (mfu - 0.01, mfu + 0.02)}
+        report.add(case, result | {"peak_bytes": 1, "step_s": 1.0, "steps": [{}] * 5, "first_s": 1.0, "loss": 1.0})
 
     report = Report(None)
     add("base", 12000)
@@ -112,7 +113,7 @@ def test_ratios_compare_best_cases(capsys):
     add("megatron+tp2", 54000, num_gpus=4)
     case = parse("4b:bf16", num_gpus=1, tokens=None, micro_tokens=None)
     report.add(case, {"out_of_memory": "tried to allocate too much"})
-    capsys.readouterr()
+    assert "30.0% 29.0% - 32.0%" in capsys.readouterr().out.splitlines()[0]
     report.close()
     assert capsys.readouterr().out.splitlines() == [
         "4b fsdp2+compile x1, masters fp32: MFU 50.0%, at least 45%: reached",
@@ -152,7 +153,7 @@ def test_profile_groups_kernels():
 
 
 def test_benchmark_runs_on_cpu(tmp_path):
-    command = [sys.executable, str(BENCH / "engine.py"), "--models", "tiny", "--device", "cpu", "--steps", "1"]
+    command = [sys.executable, str(BENCH / "engine.py"), "--models", "tiny", "--device", "cpu", "--steps", "2"]
     run = subprocess.run(
         [*command, "--cases", "logprobs,base,ckpt,plain,plain+sorted"],
         env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
@@ -165,6 +166,9 @@ def test_benchmark_runs_on_cpu(tmp_path):
     cases = {case["case"]: case for case in report["cases"]}
     ours, plain = cases["tiny fsdp2 x1"], cases["tiny plain x1"]
     assert ours["tokens"] == plain["tokens"]
+    first, second = ours["steps"]
+    assert first["tflops"] * first["step_s"] != pytest.approx(second["tflops"] * second["step_s"])  # other lengths
+    assert ours["tokens_per_s"] == pytest.approx((first["tokens_per_s"] + second["tokens_per_s"]) / 2)
     assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)  # other random weights
     assert cases["tiny fsdp2+ckpt x1"]["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     assert cases["tiny logprobs x1"]["largest_difference"] < 1e-5
