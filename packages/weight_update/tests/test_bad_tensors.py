@@ -123,20 +123,20 @@ def test_non_finite_values_are_sent_if_allowed(mode):
     updater.close()
 
 
-def test_non_finite_values_are_not_counted_if_allowed(monkeypatch):
-    """On a GPU some dtypes cannot be counted."""
+def test_non_finite_values_are_not_looked_for_if_allowed(monkeypatch):
+    """On a GPU they cannot be found in some dtypes."""
 
-    def count(elements):
-        raise AssertionError("counted")
+    def find(elements):
+        raise AssertionError("looked for")
 
-    monkeypatch.setattr(copier, "count_non_finite", count)
+    monkeypatch.setattr(copier, "has_non_finite", find)
     with pytest.raises(AssertionError):
         WeightUpdater([ToyEngine()]).update(tensors().items(), 1)
     assert WeightUpdater([ToyEngine()], allow_non_finite=True).update(tensors().items(), 1).verified
 
 
 class OddDtypesModel(ToyModel):
-    """Model with parameters of dtypes whose non-finite values cannot be counted on a GPU."""
+    """Model with parameters of dtypes whose non-finite values cannot be found on a GPU."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -24,28 +24,28 @@ def one_row(dtype, **columns):
 
 @pytest.mark.parametrize("checksum_of", ["source", "target"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_copies_casts_checksums_and_non_finite_counts(pair, checksum_of):
+def test_copies_casts_checksums_and_non_finite_tensors(pair, checksum_of):
     for seed in range(3):
         case = copy_tables.random_copies(seed, *pair, align=1 if seed else 8)
         memories = case.memories(seed)
-        wanted, checksums, counts = case.expected(memories, checksum_of)
+        wanted, checksums, non_finite = case.expected(memories, checksum_of)
         targets = case.targets()
-        got = torch.zeros_like(checksums), torch.zeros_like(counts)
+        got = torch.zeros_like(checksums), torch.zeros_like(non_finite)
         HostCopier([case.table], memories, targets, checksum_of).run(*got)
         assert all(torch.equal(target, want) for target, want in zip(targets, wanted, strict=True))
         assert torch.equal(got[0], checksums)
-        assert torch.equal(got[1], counts)
+        assert torch.equal(got[1], non_finite)
 
 
 def test_checksums_without_copy_write_nothing():
     case = copy_tables.random_copies(0, FP32, BF16)
     memories, targets = case.memories(0), case.targets()
-    _, checksums, counts = case.expected(memories, "target")
-    got = torch.zeros_like(checksums), torch.zeros_like(counts)
+    _, checksums, non_finite = case.expected(memories, "target")
+    got = torch.zeros_like(checksums), torch.zeros_like(non_finite)
     HostCopier([case.table], memories, targets, "target").run(*got, write=False)
     assert all(torch.equal(target, poison) for target, poison in zip(targets, case.targets(), strict=True))
     assert torch.equal(got[0], checksums)
-    assert torch.equal(got[1], counts)
+    assert torch.equal(got[1], non_finite)
 
 
 def test_tables_share_memories_targets_and_checksums():

@@ -33,7 +33,7 @@ on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available()
 
 
 def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, far=0):
-    """Run the table once; return targets, checksums and counts.
+    """Run the table once; return targets, checksums and which tensors have non-finite elements.
 
     Args:
         skew: bytes between the start of every block and a multiple of 512.
@@ -48,15 +48,15 @@ def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, 
 
     sources, targets = [with_skew(memory) for memory in memories], [with_skew(target) for target in case.targets()]
     checksums = torch.zeros(7, dtype=torch.int64, device=DEVICE) if sums else None
-    counts = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
+    non_finite = torch.zeros(7, dtype=torch.int32, device=DEVICE) if sums else None
     table = replace(case.table, src=case.table.src + far, dst=case.table.dst + far)
     copier = CudaCopier([table], DEVICE, checksum_of)
     addresses = [
         [block.data_ptr() - far * dtype.itemsize for block in blocks]
         for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
     ]
-    copier.run(*addresses, checksums, counts, write)
-    return [target.cpu() for target in targets], checksums, counts
+    copier.run(*addresses, checksums, non_finite, write)
+    return [target.cpu() for target in targets], checksums, non_finite
 
 
 def assert_equal(got, wanted):
@@ -72,7 +72,7 @@ def assert_equal(got, wanted):
 class TestKernel:
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize("dtype", SAME, ids=str)
-    def test_copies_checksums_and_non_finite_counts(self, dtype, align):
+    def test_copies_checksums_and_non_finite_tensors(self, dtype, align):
         case = copy_tables.random_copies(align, dtype, dtype, align, **SIZE)
         memories = case.memories(1)
         assert_equal(run(case, memories), case.expected(memories, "source"))
@@ -100,9 +100,9 @@ class TestKernel:
     def test_copy_without_checksums_and_checksums_without_copy(self, pair):
         case = copy_tables.random_copies(3, *pair, align=16, **SIZE)
         memories = case.memories(1, exact=INTERPRETED)
-        wanted, checksums, counts = case.expected(memories, "target")
+        wanted, checksums, non_finite = case.expected(memories, "target")
         assert_equal(run(case, memories, sums=False), (wanted, None, None))
-        assert_equal(run(case, memories, "target", write=False), (case.targets(), checksums, counts))
+        assert_equal(run(case, memories, "target", write=False), (case.targets(), checksums, non_finite))
 
     @pytest.mark.parametrize("align", [1, 16])
     @pytest.mark.parametrize(("pair", "part_rows", "cols"), FOLDED, ids=str)
@@ -135,8 +135,8 @@ class TestKernel:
     def test_copies_larger_than_a_tile(self, cols, rows, write):
         case = copy_tables.random_copies(cols, BF16, BF16, align=64, num_copies=4, max_rows=rows, max_cols=cols)
         memories = case.memories(1)
-        wanted, checksums, counts = case.expected(memories, "source")
-        assert_equal(run(case, memories, write=write), (wanted if write else case.targets(), checksums, counts))
+        wanted, checksums, non_finite = case.expected(memories, "source")
+        assert_equal(run(case, memories, write=write), (wanted if write else case.targets(), checksums, non_finite))
 
     @pytest.mark.parametrize(("dtype", "skew"), [(BF16, 2), (BF16, 8), (FP32, 4), (FP8, 1), (FP64, 8)])
     def test_blocks_may_be_unaligned(self, dtype, skew):
@@ -188,7 +188,7 @@ class TestKernel:
         with pytest.raises(ValueError, match=r"got torch\.int32 to torch\.bfloat16; cast the tensor before it is sent"):
             CudaCopier([copy_tables.random_copies(8, torch.int32, BF16).table], DEVICE)
         odd = CudaCopier([copy_tables.random_copies(8, torch.float8_e4m3fnuz, torch.float8_e4m3fnuz).table], DEVICE)
-        with pytest.raises(ValueError, match="cannot be counted on a GPU; pass allow_non_finite=True"):
+        with pytest.raises(ValueError, match="cannot be found on a GPU; pass allow_non_finite=True"):
             odd.run([0] * 3, [0] * 2, non_finite=torch.zeros(7, dtype=torch.int32, device=DEVICE))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tidemill_weight_update.copy.checksum import checksum_rows, non_finite
+from tidemill_weight_update.copy.checksum import checksum_rows, has_non_finite
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
 from torch import Tensor
@@ -49,9 +49,10 @@ class Copies:
         return [torch.full((n,), 0xA5, dtype=torch.uint8) for n in self.target_bytes]
 
     def expected(self, memories: list[Tensor], checksum_of: str) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Targets, checksums and non-finite counts after one run, computed row by row."""
+        """Targets, checksums and which tensors have non-finite elements after one run, computed row by row."""
         table, targets = self.table, self.targets()
-        checksums, counts = torch.zeros(NUM_TENSORS, dtype=torch.int64), torch.zeros(NUM_TENSORS, dtype=torch.int32)
+        checksums = torch.zeros(NUM_TENSORS, dtype=torch.int64)
+        non_finite = torch.zeros(NUM_TENSORS, dtype=torch.int32)
         for row in self.rows:
             source = memories[row["memory"]].view(table.src_dtype)
             target = targets[row["target"]].view(table.dst_dtype)
@@ -60,8 +61,8 @@ class Copies:
                 sent = read if checksum_of == "source" else read.to(table.dst_dtype)
                 target[row["dst"] + r * row["dst_pitch"] :][: row["cols"]] = read.to(table.dst_dtype)
                 checksums[row["tensor"]] += checksum_rows(sent[None], row["pos"] + r * row["pos_pitch"], 0)
-                counts[row["tensor"]] += non_finite(sent[None])
-        return targets, checksums, counts
+                non_finite[row["tensor"]] |= has_non_finite(sent[None])
+        return targets, checksums, non_finite
 
 
 def random_copies(

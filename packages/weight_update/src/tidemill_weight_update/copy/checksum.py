@@ -107,35 +107,34 @@ def _factors(positions: Tensor, itemsize: int) -> Tensor:
     return mix32(positions >> lane_bits).bitwise_or_(1).mul_(powers[positions & (lanes - 1)])
 
 
-def non_finite(rows: Tensor) -> Tensor:
-    """Return the number of infinite or NaN elements of `rows` [R, C]: int64 [], on its device; 0 for integers."""
-    count = torch.zeros((), dtype=torch.int64, device=rows.device)
-    if rows.is_floating_point() or rows.is_complex():
-        for piece, _, _ in _pieces(rows.detach()):
-            # torch.isfinite is not defined for 8-bit floats; every one of them has an exact float32.
-            count += (~torch.isfinite(piece.float() if piece.element_size() == 1 else piece)).sum()
-    return count
+def has_non_finite(rows: Tensor) -> bool:
+    """Return whether `rows` [R, C] has infinite or NaN elements; False for integers."""
+    if not (rows.is_floating_point() or rows.is_complex()):
+        return False
+    # torch.isfinite is not defined for 8-bit floats; every one of them has an exact float32.
+    pieces = (piece.float() if piece.element_size() == 1 else piece for piece, _, _ in _pieces(rows.detach()))
+    return not all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
 class TensorSums:
-    """Checksums, and numbers of non-finite elements, by tensor: accumulated on a device, read on the host.
+    """Checksums by tensor, and whether it has non-finite elements: accumulated on a device, read on the host.
 
     Args:
         num_tensors: number of tensors.
         device: device of the sums.
-        counts_non_finite: whether non-finite elements are counted.
+        finds_non_finite: whether non-finite elements are looked for.
 
     Attributes:
         checksums: int64 [num_tensors] on the device.
-        non_finite: int32 [num_tensors] on the device; None if they are not counted.
+        non_finite: int32 [num_tensors] on the device, 1 for tensors that have some; None if they are not looked for.
     """
 
-    def __init__(self, num_tensors: int, device: torch.device, *, counts_non_finite: bool) -> None:
+    def __init__(self, num_tensors: int, device: torch.device, *, finds_non_finite: bool) -> None:
         # One buffer, so that one transfer is enough.
-        self._sums = torch.zeros(num_tensors * (12 if counts_non_finite else 8), dtype=torch.uint8, device=device)
+        self._sums = torch.zeros(num_tensors * (12 if finds_non_finite else 8), dtype=torch.uint8, device=device)
         self._num_tensors = num_tensors
         self.checksums = self._sums[: 8 * num_tensors].view(torch.int64)
-        self.non_finite = self._sums[8 * num_tensors :].view(torch.int32) if counts_non_finite else None
+        self.non_finite = self._sums[8 * num_tensors :].view(torch.int32) if finds_non_finite else None
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._on_host = torch.empty_like(self._sums, device="cpu", pin_memory=True) if self._event else self._sums

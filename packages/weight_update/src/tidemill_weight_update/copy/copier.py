@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.copy.checksum import checksum_rows
-from tidemill_weight_update.copy.checksum import non_finite as count_non_finite
+from tidemill_weight_update.copy.checksum import checksum_rows, has_non_finite
 from tidemill_weight_update.copy.table import CopyTable
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class Copier:
     Args:
         tables: copies to run; see `CopyTable`.
         device: device on which they run.
-        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
+        checksum_of: elements that `run` sums and checks: those read ("source"), or those written after a cast
             ("target").
         keeps: whether views of the blocks of the last run are kept for the next one, and with them the blocks.
     """
@@ -51,7 +50,7 @@ class Copier:
     def run(
         self, memories: Blocks, targets: Blocks, checksums: Tensor | None = None, non_finite: Tensor | None = None
     ) -> None:
-        """Copy, unless there are no targets, and add to `checksums` (int64) and `non_finite` (int32), by source.
+        """Copy, unless there are no targets. By source, add to `checksums` (int64) and set `non_finite` (int32) to 1.
 
         On a GPU the work is queued on the current stream.
 
@@ -114,7 +113,7 @@ class HostCopier:
         self._checksum_of = checksum_of
 
     def run(self, checksums: Tensor | None = None, non_finite: Tensor | None = None, write: bool = True) -> None:
-        """Copy, unless `write` is False, and add to `checksums` and `non_finite` what was copied; see `Copier.run`."""
+        """Copy, unless `write` is False, and describe what was copied; see `Copier.run`."""
         for rows in self._rows:
             if write:
                 rows.target.copy_(rows.source)
@@ -125,8 +124,8 @@ class HostCopier:
                 elements = rows.target if write else rows.source.to(rows.target.dtype)
             if checksums is not None:
                 checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
-            if non_finite is not None:
-                non_finite[rows.tensor] += count_non_finite(elements)
+            if non_finite is not None and has_non_finite(elements):
+                non_finite[rows.tensor] = 1
 
 
 def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> list[_Rows]:

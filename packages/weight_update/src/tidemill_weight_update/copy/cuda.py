@@ -1,4 +1,4 @@
-"""Execution of copy tables on a GPU, with a Triton kernel that copies, casts, sums and counts in one pass.
+"""Execution of copy tables on a GPU, with a Triton kernel that copies, casts, sums and finds NaNs in one pass.
 
 The lower bound is the time to move the bytes through memory, so the kernel keeps many bytes in flight: a thread block
 handles one tile (see `tiles`), each thread with several 16-byte loads in flight, and all tiles of a model start in one
@@ -49,7 +49,7 @@ class CudaCopier:
         tables: copies to run; see `CopyTable`. Supported casts are those between float32, bfloat16 and float16.
         device: device on which the kernel runs. Memories and targets are its own, or peers' memory mapped into this
             process.
-        checksum_of: elements that `run` sums and counts: those read ("source"), or those written after a cast
+        checksum_of: elements that `run` sums and checks: those read ("source"), or those written after a cast
             ("target").
 
     Raises:
@@ -90,12 +90,13 @@ class CudaCopier:
             memory_bases: addresses that the tables' `memory` columns index.
             target_bases: addresses that the tables' `target` columns index; not used if `write` is False.
             checksums: contiguous int64 [number of tensors] on the device, added to; or None.
-            non_finite: contiguous int32 [number of tensors] on the device, added to; or None.
+            non_finite: contiguous int32 [number of tensors] on the device, set to 1 for tensors with infinite or NaN
+                elements; or None.
             write: False only reads.
 
         Raises:
             ValueError: an address is missing or not aligned to its elements, or non-finite elements of a dtype cannot
-                be counted.
+                be found.
         """
         memories = self._found("memory", memory_bases)
         targets = self._found("target", target_bases if write else [0] * self._num_blocks["target"])
@@ -211,7 +212,7 @@ def _non_finite_bits(dtype: torch.dtype) -> int:
         return 0
     if dtype not in _NON_FINITE:
         raise ValueError(
-            f"non-finite elements of {dtype} cannot be counted on a GPU; pass allow_non_finite=True to WeightUpdater"
+            f"non-finite elements of {dtype} cannot be found on a GPU; pass allow_non_finite=True to WeightUpdater"
         )
     return _NON_FINITE[dtype]
 

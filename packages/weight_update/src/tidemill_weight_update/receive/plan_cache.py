@@ -114,7 +114,7 @@ class BucketCopies:
         self._tables = build_tables(copies, descriptor.sources, shards, self._targets)
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(descriptor.sources))
-        self.sums = TensorSums(len(descriptor.sources), device, counts_non_finite=False)
+        self.sums = TensorSums(len(descriptor.sources), device, finds_non_finite=False)
         self._memories = [
             mapped.tensor(memory) if isinstance(memory, HostMemory) else mapped.address(memory)
             for memory in descriptor.memories

@@ -190,7 +190,7 @@ class PreparedBucket:
     Attributes:
         descriptor: the descriptor.
         copier: fills the arena, or only reads.
-        sums: checksums and non-finite counts of the sources, from the last run of `copier`.
+        sums: checksums of the sources, and which are not finite, from the last run of `copier`.
         num_pieces: number of its pieces.
         num_bytes: size in the arena.
         payload_bytes: size of the pieces alone.
@@ -245,7 +245,7 @@ class Sender:
                 PreparedBucket(
                     descriptor=descriptor,
                     copier=Copier(bucket.tables(device), device, "target"),
-                    sums=TensorSums(len(descriptor.sources), device, counts_non_finite=not self._allow_non_finite),
+                    sums=TensorSums(len(descriptor.sources), device, finds_non_finite=not self._allow_non_finite),
                     num_pieces=len(bucket.pieces),
                     num_bytes=bucket.num_bytes,
                     payload_bytes=bucket.payload_bytes,
