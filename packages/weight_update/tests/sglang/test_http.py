@@ -124,7 +124,8 @@ def test_wrong_key_is_refused(server):
 
 
 def test_cache_that_cannot_be_flushed_is_an_error(server, checkpoints, expected):
-    updater = WeightUpdater([StockHttpEngine(server.url, api_key=API_KEY, timeout_s=10)])
+    engine = StockHttpEngine(server.url, api_key=API_KEY, timeout_s=10)
+    updater = WeightUpdater([engine])
     with contextlib.closing(server.connect()) as running:
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 480}, "stream": True}
         running.request("POST", "/generate", json.dumps(body), HEADERS)
@@ -137,6 +138,6 @@ def test_cache_that_cannot_be_flushed_is_an_error(server, checkpoints, expected)
         finally:
             assert server.request("POST", "/continue_generation", {})[0] == 200
         assert stream.read().rstrip().endswith(b"[DONE]")
-    updater.update(state(checkpoints[0]), "free")
+    updater.readmit([engine], state(checkpoints[0]), "free")
     out = server.generate()
     assert (out["output_ids"], out["meta_info"]["weight_version"]) == (expected[checkpoints[0]], "free")

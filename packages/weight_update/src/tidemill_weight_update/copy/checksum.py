@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements processed at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
@@ -36,7 +37,7 @@ GROUP_BYTES = 16
 """Bytes whose elements share a mix."""
 
 _MASK32 = 0xFFFFFFFF
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32}
 
 
 def mix32(values: Tensor) -> Tensor:
@@ -72,11 +73,20 @@ def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
     """
     if rows.element_size() not in _BITS:
         raise TypeError(f"checksums need elements of 1, 2, 4 or 8 bytes, got {rows.dtype}")
-    bits = rows.detach().view(_BITS[rows.element_size()])
+    rows = rows.detach()
+    if rows.element_size() == 8:  # an element counts as two
+        rows, pos, pos_pitch = rows.contiguous().view(torch.uint32), 2 * pos, 2 * pos_pitch
+    lanes = GROUP_BYTES // rows.element_size()
+    if len(rows) > 1 and pos_pitch % lanes:  # each row starts at another lane
+        return torch.stack([checksum_rows(row[None], pos + i * pos_pitch, 0) for i, row in enumerate(rows)]).sum()
+    powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=rows.device)
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for piece, row, col in _pieces(bits):
-        down, across = (torch.arange(n, device=rows.device) for n in piece.shape)
-        total += _checksum(piece, (pos + (row + down) * pos_pitch + col)[:, None] + across)
+    for piece, row, col in _pieces(rows.view(_BITS[rows.element_size()])):
+        group, lane = divmod(pos + row * pos_pitch + col, lanes)
+        elements = pad(piece.to(torch.int64), (lane, -(lane + piece.shape[1]) % lanes))
+        sums = elements.view(len(piece), -1, lanes).mul_(powers).sum(2)
+        down, across = (torch.arange(n, device=rows.device) for n in sums.shape)
+        total += sums.mul_(mix32(group + down[:, None] * (pos_pitch // lanes) + across).bitwise_or_(1)).sum()
     return total
 
 
@@ -87,24 +97,6 @@ def _pieces(rows: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     for row in range(0, num_rows, CHUNK_ELEMENTS // cols):
         for col in range(0, num_cols, cols):
             yield rows[row : row + CHUNK_ELEMENTS // cols, col : col + cols], row, col
-
-
-def _checksum(bits: Tensor, positions: Tensor) -> Tensor:
-    itemsize = bits.element_size()
-    if itemsize == 8:
-        low = (bits & _MASK32).mul_(_factors(positions * 2, 4)).sum()
-        return low + ((bits >> 32) & _MASK32).mul_(_factors(positions * 2 + 1, 4)).sum()
-    elements = bits.to(torch.int64)
-    elements &= (1 << 8 * itemsize) - 1
-    return elements.mul_(_factors(positions, itemsize)).sum()
-
-
-def _factors(positions: Tensor, itemsize: int) -> Tensor:
-    """Return the factors of the module's docstring modulo 2**64, int64."""
-    lanes = GROUP_BYTES // itemsize
-    lane_bits = lanes.bit_length() - 1  # shifts, because torch's integer division is ten times slower
-    powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=positions.device)
-    return mix32(positions >> lane_bits).bitwise_or_(1).mul_(powers[positions & (lanes - 1)])
 
 
 def has_non_finite(rows: Tensor) -> bool:
