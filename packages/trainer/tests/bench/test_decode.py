@@ -9,6 +9,7 @@ from tidemill_trainer.config_file import load_config
 from tidemill_trainer.plan.model import count_model
 
 NUM_PARAMETERS = {  # as published with the models
+    "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,

@@ -38,6 +38,18 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> d
 
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **{name: value for name, value in _QWEN3.items() if name not in ("head_dim", "attention_bias")},
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),

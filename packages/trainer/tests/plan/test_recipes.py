@@ -1,0 +1,31 @@
+"""The recipes for real models, with the sizes of their `config.json` and without their weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tidemill_trainer.bench.shapes import SHAPES
+from tidemill_trainer.cli import main
+
+RECIPES = Path(__file__).parents[4] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "num_gpus"),
+    [
+        ("gsm8k_qwen2.5_0.5b", "qwen2.5-0.5b", 1),
+        ("dapo_math_qwen3_4b", "qwen3-4b", 8),
+        ("dapo_math_qwen3_8b", "qwen3-8b", 8),
+        ("dapo_math_qwen3_30b_a3b", "qwen3-30b-a3b", 16),
+    ],
+)
+def test_recipe_fits_and_states_its_memory(recipe, shape, num_gpus, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    file = RECIPES / f"{recipe}.toml"
+    sizes = ["--device-memory", "141GB", "--num-gpus", str(num_gpus), "--json"]
+    assert main(["plan", str(file), f"model.path={tmp_path}", *sizes]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problems"] == []
+    training = plan["devices"][0]["phases"]["forward/backward"]["parts"]
+    needed = sum(part["bytes"] for part in training if part["role"] == "policy") / 2**30
+    assert f"the training needs {needed:.1f} GiB at most" in file.read_text()
