@@ -206,7 +206,8 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="measure where the time of a step goes, with any configuration of a run",
         usage="%(prog)s [-h] [--steps N] [--warmup N] [--lengths LENGTHS] [CONFIG.toml] [MORE.toml] [key=value ...]",
         description="Train some steps and write bench.md and bench.json to the folder of the run. model.path may be "
-        "the name of a model that is created with random weights: qwen3-0.6b, -1.7b, -4b, -8b, -30b-a3b, or tiny.",
+        "the name of a model that is created with random weights: qwen2.5-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
+        "qwen3-8b, qwen3-30b-a3b, or tiny.",
         allow_abbrev=False,
     )
     bench.add_argument(
