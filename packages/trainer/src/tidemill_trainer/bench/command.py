@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tidemill_trainer.bench.lengths import parse_lengths
+from tidemill_trainer.bench.page import page
+from tidemill_trainer.bench.result import facts, measure
 from tidemill_trainer.bench.shapes import write_inputs
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import read_config
@@ -46,11 +48,9 @@ def bench_config(path: Path, overrides: Sequence[str], *, num_steps: int, length
 
 
 def fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress, warmup: int, arguments: Sequence[str]) -> None:
-    """Train as `tidemill train` does, and write `bench.json` and `bench.md` to the folder of the run."""
+    """Train as `tidemill train` does, and write the result, also of a run that stops after some of the steps."""
     import ray
 
-    from tidemill_trainer.bench.page import page
-    from tidemill_trainer.bench.result import facts, measure
     from tidemill_trainer.bench.sampler import Sampler
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.gpus import engine_gpus, placed, training_gpus
@@ -61,22 +61,29 @@ def fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress, warmup:
     with Cluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
         gc.freeze()
-        with Sampler(cluster.watch.waits, run.logs) as sampler:
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        config = placed(config, num_gpus)
+        used = sum((engine_gpus(config, num_gpus) | training_gpus(config, num_gpus)).values())
+        sampler = Sampler(cluster.watch.waits, run.logs)
 
-            def note(line: Mapping[str, Any]) -> None:
-                if line["step"] < warmup:
-                    return
+        def note(line: Mapping[str, Any]) -> None:
+            if line["step"] >= warmup:
                 sampler.mark()
                 lines.append(line)
                 ends_s.append(time.perf_counter())
 
-            run.listeners.append(note)
-            Trainer(config, cluster, inputs, run, progress).fit()
-        num_gpus = ray.cluster_resources().get("GPU", 0.0)
-        config = placed(config, num_gpus)
-    used = sum((engine_gpus(config, num_gpus) | training_gpus(config, num_gpus)).values())
-    figures = measure(config, count_model(replace(config.model, lora=None)), lines, ends_s, used)
-    result = facts(config, arguments, warmup, sampler) | figures
+        run.listeners.append(note)
+        try:
+            with sampler:
+                Trainer(config, cluster, inputs, run, progress).fit()
+        finally:
+            if len(lines) > 1:
+                figures = measure(config, count_model(replace(config.model, lora=None)), lines, ends_s, used)
+                _write(facts(config, arguments, warmup, sampler) | figures, run, progress)
+
+
+def _write(result: Mapping[str, Any], run: RunDir, progress: Progress) -> None:
+    """Write `bench.json`, `bench.md` and `bench.log` to the folder of the run."""
     (run.path / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
     text = page(result)
     (run.path / "bench.md").write_text(text)
